@@ -8,7 +8,7 @@ from trainfold.core.format.codec import is_tensor_leaf
 from trainfold.core.metrics.counts import add_counts
 from trainfold.properties.differences import tensor_difference
 
-__all__ = ["difference_of", "leafwise_sum", "shown"]
+__all__ = ["difference_of", "leafwise_sum", "result_text"]
 
 
 def difference_of(one: Any, other: Any) -> str | None:
@@ -44,11 +44,11 @@ def leafwise_sum(accs: Sequence[Any]) -> Any:
     return first
 
 
-def shown(result: Any) -> str:
+def result_text(result: Any) -> str:
     """A result as text in which NaN equals NaN, and 0.0 differs from -0.0.
 
     Examples:
-        >>> shown([1.0, float("nan")])
+        >>> result_text([1.0, float("nan")])
         '[1.0, nan]'
     """
     return repr(result)
@@ -57,5 +57,5 @@ def shown(result: Any) -> str:
 def _leaf_difference(one: Any, other: Any) -> str | None:
     if is_tensor_leaf(one) and is_tensor_leaf(other):
         return tensor_difference(one.cpu(), other.cpu())
-    same = type(one) is type(other) and (one is other or shown(one) == shown(other))
+    same = type(one) is type(other) and (one is other or result_text(one) == result_text(other))
     return None if same else f"{one!r} against {other!r}"

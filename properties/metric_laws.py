@@ -8,7 +8,7 @@ import torch
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.evaluate.suite import arguments_of
 from trainfold.core.metrics.metric import Metric
-from trainfold.properties.accumulators import difference_of, shown
+from trainfold.properties.accumulators import difference_of, result_text
 from trainfold.properties.batches import OutputsOf, fresh, need_rows, row_count, taken
 from trainfold.properties.differences import LawBroken
 
@@ -55,7 +55,7 @@ def batch_invariant(
         return metric.observe(acc, *arguments_of(part if outputs_of is None else outputs_of(part)))
 
     whole = metric.merge(metric.zero(), observed(metric.zero(), slice(None)))
-    wanted = shown(metric.result(whole))
+    wanted = result_text(metric.result(whole))
     for ranks in _plans(row_count(values) or 0, max_examples):
         accs = []
         for batches in ranks:
@@ -68,8 +68,10 @@ def batch_invariant(
             found = metric.merge(found, acc)
         plan = [[len(rows) for rows in batches] for batches in ranks]
         doing = f"batches of {plan} rows, a list for each rank"
-        if shown(metric.result(found)) != wanted:
-            raise LawBroken("batch invariance", "result", f"{shown(metric.result(found))} against {wanted}; {doing}")
+        if result_text(metric.result(found)) != wanted:
+            raise LawBroken(
+                "batch invariance", "result", f"{result_text(metric.result(found))} against {wanted}; {doing}"
+            )
         if difference := difference_of(found, whole):
             raise LawBroken("batch invariance", "accumulator", f"{difference}; {doing}")
 

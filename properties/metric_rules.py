@@ -11,7 +11,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.evaluate.suite import arguments_of
 from trainfold.core.metrics.metric import Metric
-from trainfold.properties.accumulators import difference_of, leafwise_sum, shown
+from trainfold.properties.accumulators import difference_of, leafwise_sum, result_text
 from trainfold.properties.batches import OutputsOf, cuts_of, fresh, row_count, taken
 from trainfold.properties.differences import ContractBroken
 
@@ -168,9 +168,9 @@ def the_accumulator_is_all_there_is(case: Case) -> None:
     for acc in (*case.seen, case.merged(case.seen)):
         flat, spec = tree.flatten(acc)
         again = tree.unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
-        first = shown(case.metric.result(acc))
-        _equal("the result, asked for a second time", expected=first, found=shown(case.metric.result(acc)))
-        _equal("the result of an equal metric", expected=first, found=shown(case.make_metric().result(again)))
+        first = result_text(case.metric.result(acc))
+        _equal("the result, asked for a second time", expected=first, found=result_text(case.metric.result(acc)))
+        _equal("the result of an equal metric", expected=first, found=result_text(case.make_metric().result(again)))
 
 
 def nan_is_not_swallowed(case: Case) -> None:
@@ -259,11 +259,11 @@ def _special(acc: Any) -> list[int]:
 
 def _has_nan(what: str, result: Any) -> None:
     if not any(isinstance(leaf, float) and math.isnan(leaf) for leaf in tree.leaves(result)):
-        raise ContractBroken(f"{what} has the result {shown(result)}, and no leaf named special counts it"[:600])
+        raise ContractBroken(f"{what} has the result {result_text(result)}, and no leaf named special counts it"[:600])
 
 
 def _same(case: Case, one: Any, other: Any, what: str) -> None:
-    results = shown(case.metric.result(one)), shown(case.metric.result(other))
+    results = result_text(case.metric.result(one)), result_text(case.metric.result(other))
     if results[0] != results[1]:
         raise ContractBroken(f"{what} have the results {results[0]} and {results[1]}"[:600])
     if found := difference_of(one, other):

@@ -207,8 +207,8 @@ def elsewhere(
         here, there = context.Pipe(duplex=False)
         try:
             # as one value, so that what cannot be pickled raises here and not in the new process
-            task = Task(maker.make, folder, like, batches, torch.get_num_threads())
-            process = context.Process(target=resume, args=(task, there))
+            task = ResumeTask(maker.make, folder, like, batches, torch.get_num_threads())
+            process = context.Process(target=resume_in_child, args=(task, there))
             process.start()
         except OSError:
             raise
@@ -239,7 +239,7 @@ def _received(pipe: Connection) -> str | None:
 
 @final
 @attrs.frozen(eq=False)
-class Task:
+class ResumeTask:
     """The input of the new process."""
 
     make: Callable[[], Step]
@@ -249,7 +249,7 @@ class Task:
     threads: int
 
 
-def resume(task: Task, pipe: Any) -> None:
+def resume_in_child(task: ResumeTask, pipe: Any) -> None:
     """The work of the new process; it sends None at the end, or the error."""
     try:
         torch.set_num_threads(task.threads)

@@ -57,7 +57,7 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
     store = LocalStore(path)
     inventory = read_inventory(store)
     if inventory.problem is not None:
-        raise error_of(inventory.problem)
+        raise error_from(inventory.problem)
     return store, inventory
 
 
@@ -84,7 +84,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     entry = examine(store, inventory, name).entry(name)
     assert entry is not None
     if entry.problem is not None:
-        raise error_of(entry.problem)
+        raise error_from(entry.problem)
     assert entry.manifest is not None
     return Checkpoint(store, name, entry.manifest)
 
@@ -102,13 +102,13 @@ def _local(path: Path) -> Path:
     return path
 
 
-def error_of(problem: Problem) -> errors.TrainfoldError:
+def error_from(problem: Problem) -> errors.TrainfoldError:
     """The error that a problem describes.
 
     Examples:
         >>> from trainfold.core.problem import problem_of
         >>> torn = errors.CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")
-        >>> type(error_of(problem_of(torn))).__name__, error_of(problem_of(torn)).exit_code
+        >>> type(error_from(problem_of(torn))).__name__, error_from(problem_of(torn)).exit_code
         ('CheckpointTorn', 13)
     """
     kind = getattr(errors, problem.error, errors.CheckpointError)

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.adapters.cli.inspect import NOT_SAVED
 from trainfold.adapters.cli.loaders import loader_places, loaders_table
-from trainfold.adapters.cli.locate import error_of, open_run
+from trainfold.adapters.cli.locate import error_from, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
 from trainfold.backends.ranks.in_process import SingleProcess
@@ -182,7 +182,7 @@ def _refused(refusal: Refusal) -> Answer:
     if isinstance(first, Problem) and (
         refusal.finds_nothing or len(refusal.reasons) == 1 or first.error == "RunDamaged"
     ):
-        error = error_of(first)
+        error = error_from(first)
     data = {
         "run": refusal.run,
         "resumes": False,

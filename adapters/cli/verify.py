@@ -10,7 +10,7 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from trainfold.adapters.cli.locate import Checkpoint, error_of, open_checkpoint
+from trainfold.adapters.cli.locate import Checkpoint, error_from, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
@@ -73,7 +73,7 @@ def verify_checkpoint(path: Path) -> Answer:
     ]
     if problems:
         tables.append(Table("Damaged", ("where", "expected", "found"), tuple(map(_row, problems))))
-    return Answer(data, tuple(tables), error_of(problems[0]) if problems else None)
+    return Answer(data, tuple(tables), error_from(problems[0]) if problems else None)
 
 
 def _verify_file(checkpoint: Checkpoint, index: int, file: FileRecord, advance: Advance) -> list[Problem]:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
 
-from trainfold.adapters.own_state.read_back import first_difference, unlike_saved
+from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import SCALARS
@@ -112,8 +112,8 @@ class ObjectPart:
 
     def _check_read_back(self, saved: Any) -> None:
         found = self.target.state_dict()
-        difference = first_difference(saved, found, self.path)
-        if difference is None or first_difference(found, self.target.state_dict(), self.path) is not None:
+        difference = first_unequal(saved, found, self.path)
+        if difference is None or first_unequal(found, self.target.state_dict(), self.path) is not None:
             return  # a state that differs at each read, such as a clock, cannot be compared
         kind = type(self.target).__qualname__
         raise unlike_saved(

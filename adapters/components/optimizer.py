@@ -17,7 +17,7 @@ from trainfold.adapters.components.held_optimizers import (
 from trainfold.adapters.components.optimizer_state import NOT_HYPER, base_of, capture_optimizer, names_of
 from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
-from trainfold.adapters.own_state.read_back import first_difference, unlike_saved
+from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
@@ -211,7 +211,7 @@ class OptimizerPart:
             setattr(self.optimizer, name, value)
 
     def _check_read_back(self, saved: OptimizerState | OwnOptimizerState) -> None:
-        found = first_difference(_without_hyper(saved), _without_hyper(self.capture()), self.path)
+        found = first_unequal(_without_hyper(saved), _without_hyper(self.capture()), self.path)
         if found is not None:
             kind = type(self.optimizer).__qualname__
             raise unlike_saved(

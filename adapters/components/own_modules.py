@@ -9,7 +9,7 @@ import torch
 
 from trainfold.adapters.components.component import Undo, copied, wrong_kind
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
-from trainfold.adapters.own_state.read_back import first_difference, unlike_saved
+from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.state.fqn import canonical_name, named_tensors
@@ -74,7 +74,7 @@ class OwnModulePart:
             with torch.no_grad():
                 for tensor, before in weights:
                     tensor.copy_(before)
-            difference = first_difference(saved.value, self.capture().value, self.path)
+            difference = first_unequal(saved.value, self.capture().value, self.path)
         except BaseException:
             undo()
             raise
@@ -117,7 +117,7 @@ def own_module_parts(name: str, module: Any) -> dict[str, OwnModulePart]:
     return {name: part for name, part in parts.items() if part.owners}
 
 
-def late_problems(name: str, module: Any, parts: Mapping[str, OwnModulePart]) -> list[TrainfoldError]:
+def late_owner_problems(name: str, module: Any, parts: Mapping[str, OwnModulePart]) -> list[TrainfoldError]:
     """Return a problem for each owner that has appeared since the module was attached, for example through a later hook.
 
     Args:

@@ -26,7 +26,7 @@ _MOST_VALUES: Final = 64
 _DEPTH: Final = 3
 
 
-def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, Json]:
+def scheduler_settings(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, Json]:
     """Return contract key -> plain value, for each setting of a newly made scheduler.
 
     A setting is a plain attribute, public or private, or a plain entry of ``state_dict()``, that does not change with a
@@ -43,7 +43,7 @@ def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, J
 
     Examples:
         >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        >>> settings_of(torch.optim.lr_scheduler.StepLR(sgd, 30, gamma=0.5), "s", knows_groups=True)
+        >>> scheduler_settings(torch.optim.lr_scheduler.StepLR(sgd, 30, gamma=0.5), "s", knows_groups=True)
         {'s.gamma': 0.5, 's.step_size': 30}
     """
     state = scheduler.state_dict()
@@ -55,7 +55,7 @@ def settings_of(scheduler: Any, path: str, *, knows_groups: bool) -> dict[str, J
         value = values[name]
         if name == "_schedulers":
             for number, inner in enumerate(value):
-                found |= settings_of(inner, f"{path}.schedulers[{number}]", knows_groups=knows_groups)
+                found |= scheduler_settings(inner, f"{path}.schedulers[{number}]", knows_groups=knows_groups)
                 found[f"{path}.schedulers[{number}].kind"] = type(inner).__qualname__
         elif functions := _functions_in(value):
             found[f"{path}.{name}()"] = [_function(each, _DEPTH) for each in functions]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainfold.adapters.components.component import ComponentAdapter, ObjectPart, TreePart, copied
 from trainfold.adapters.draws.feed import OTHER, generators_of, mismatch
 from trainfold.adapters.own_state.attributes import held_by
-from trainfold.adapters.own_state.read_back import first_difference
+from trainfold.adapters.own_state.read_back import first_unequal
 from trainfold.adapters.streams.generator import GeneratorPart
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import StreamReader, set_streams
@@ -94,13 +94,13 @@ class Beside:
         """Write the given values where they differ."""
         for name, value in values.items():
             part = self._all.get(name)
-            if part is not None and first_difference(value, _value_of(part), name) is not None:
+            if part is not None and first_unequal(value, _value_of(part), name) is not None:
                 part.write(Opaque(value))
 
     def differs(self, name: str, value: Any) -> bool:
         """Whether a component's value is now a different one."""
         part = self._parts.get(name)
-        return part is not None and first_difference(value, _value_of(part), name) is not None
+        return part is not None and first_unequal(value, _value_of(part), name) is not None
 
     @contextmanager
     def kept(self, *, everything: bool = True) -> Iterator["KeptBeside"]:
@@ -167,7 +167,7 @@ class KeptBeside:
             return [
                 name
                 for name, (part, value) in self._before.items()
-                if (now := _read(part)) is not None and first_difference(value, now[0], name) is not None
+                if (now := _read(part)) is not None and first_unequal(value, now[0], name) is not None
             ]
 
     def drawn_from(self) -> list[str]:
@@ -214,7 +214,7 @@ def _read(part: ComponentAdapter) -> tuple[Any] | None:
 
 def _is_steady(part: ComponentAdapter) -> bool:
     one, other = _read(part), _read(part)
-    return one is not None and other is not None and first_difference(one[0], other[0], "extra") is None
+    return one is not None and other is not None and first_unequal(one[0], other[0], "extra") is None
 
 
 def _is_small(value: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from trainfold.adapters.draws.batch_digest import PREFIX
-from trainfold.adapters.draws.draws import Drawn, Last
+from trainfold.adapters.draws.draws import Drawn, LastBatch
 from trainfold.adapters.draws.feed import mismatch
 from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.json_values import shown
@@ -28,8 +28,8 @@ def is_wanted(policy: Mapping[str, DriftAction]) -> bool:
     return verdict_of("data_probe", _WHERE, policy) != "adapt"
 
 
-def compared(
-    last: Last, found: Drawn | None, policy: Mapping[str, DriftAction], *, drew_from: Collection[str] = ()
+def compare_batch(
+    last: LastBatch, found: Drawn | None, policy: Mapping[str, DriftAction], *, drew_from: Collection[str] = ()
 ) -> DataPositionMismatch | None:
     """Compare the batch with the one that was drawn now: return the error to raise if they differ, or log it if the policy warns.
 

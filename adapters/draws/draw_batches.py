@@ -94,7 +94,7 @@ class Drawer:
             return END if made is END else (made[0], Drawn.by_worker(made[1]))
         if not self.watch.again:
             return self._draw_here(iterator, reader)
-        with undisturbed():
+        with streams_put_back():
             try:
                 return self._draw_here(iterator, reader)
             finally:
@@ -141,7 +141,7 @@ def unpaired(loader: Any, found: str) -> InvalidArgument:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def streams_put_back() -> Iterator[None]:
     """Run a block and put every stream back afterwards, including those of the GPUs."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:

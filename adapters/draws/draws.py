@@ -46,7 +46,7 @@ class Drawn:
 
 @final
 @attrs.frozen
-class Last:
+class LastBatch:
     """A batch consumed in this epoch: the last one, or the last one of its worker.
 
     Attributes:
@@ -85,7 +85,7 @@ class Draws:
         self.born: Opaque | None = None
         self.streams: list[Streams] = [{} for _ in range(workers)]
         self.next = 0
-        self.lasts: deque[Last] = deque(maxlen=max(1, workers))
+        self.lasts: deque[LastBatch] = deque(maxlen=max(1, workers))
 
     def consume(self, drawn: Drawn, samples: int) -> None:
         """Count a consumed batch."""
@@ -99,7 +99,7 @@ class Draws:
             self.lasts.clear()
             return
         held = before if self.moved else {name: before[name] for name in (KEY,) if name in before}
-        self.lasts.append(Last(drawn.digest, samples, held, drawn.kind))
+        self.lasts.append(LastBatch(drawn.digest, samples, held, drawn.kind))
 
     def absorb(self, drawn: Drawn) -> None:
         """Take the streams of a batch not trained on: its worker continues after it."""
@@ -256,7 +256,7 @@ class Draws:
         self.streams = list(saved["streams"]) if same else list(fresh)
         self.next = saved["next"] if same else 0
         lasts = [] if self.moved and not same else _lasts_of(saved)
-        self.lasts = deque((Last(**last) for last in lasts), maxlen=max(1, self.workers))
+        self.lasts = deque((LastBatch(**last) for last in lasts), maxlen=max(1, self.workers))
 
 
 def _lasts_of(saved: Any) -> Any:

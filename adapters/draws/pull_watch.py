@@ -66,7 +66,7 @@ class PullWatch:
         return item
 
 
-def late_problems(saved: Any) -> list[TrainfoldError]:
+def late_order_problems(saved: Any) -> list[TrainfoldError]:
     """Refuse a position inside an epoch whose order cannot be drawn again."""
     if not saved:
         return []

@@ -1,4 +1,4 @@
-"""`Source`: the batches of an evaluation, and the cursors, time limits and generators behind them."""
+"""`BatchSource`: the batches of an evaluation, and the cursors, time limits and generators behind them."""
 
 from typing import Any, final
 
@@ -19,7 +19,7 @@ _FIX = "keep samples in arrays, or in lists of more than 5,000, which are not se
 
 @final
 @attrs.frozen(eq=False)
-class Source:
+class BatchSource:
     """The batches passed to an evaluation, and what was found behind them.
 
     Attributes:
@@ -35,7 +35,7 @@ class Source:
     generators: tuple[torch.Generator, ...]
 
 
-def source_of(batches: Any) -> Source:
+def source_of(batches: Any) -> BatchSource:
     """Search behind batches, without drawing one."""
     parts: list[EvalBatches[Any]] = []
     limits: list[TimeLimit[Any]] = []
@@ -52,10 +52,10 @@ def source_of(batches: Any) -> Source:
                 behind.append((found.batches, kinds))
             elif isinstance(found, torch.Generator) and found not in generators:
                 generators.append(found)
-    return Source(batches, tuple(parts), tuple(limits), tuple(generators))
+    return BatchSource(batches, tuple(parts), tuple(limits), tuple(generators))
 
 
-def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
+def begin_of(source: BatchSource, start: Tally | None, ranks: Collectives) -> str:
     """Where the batches of cursors start, as text; it must be the same on every rank.
 
     Raises:
@@ -82,11 +82,11 @@ def begin_of(source: Source, start: Tally | None, ranks: Collectives) -> str:
     return "; ".join(f"{part.cursor}, {part.steps} steps, shares of {part.chunk}" for part in source.parts)
 
 
-def drawn_from(source: Source) -> list[DrawnPart]:
+def drawn_from(source: BatchSource) -> list[DrawnPart]:
     """What was drawn from each cursor behind the batches."""
     return [DrawnPart(part.cursor, part.after, batches=len(part), drawn=part.given) for part in source.parts]
 
 
-def says_whole(source: Source) -> bool:
+def says_whole(source: BatchSource) -> bool:
     """Whether neither the batches nor a time limit behind them say that something was left out."""
     return bool(getattr(source.batches, "complete", True)) and all(limit.complete for limit in source.limits)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final, final
 
-from trainfold.adapters.evaluation.batch_source import Source
+from trainfold.adapters.evaluation.batch_source import BatchSource
 from trainfold.core.checks import count
 from trainfold.core.data.chunks import Columns, columns_of, joined
 from trainfold.core.errors import InvalidArgument, InvalidBatch
@@ -14,7 +14,7 @@ from trainfold.core.evaluate.suite import Tally
 _END: Final[Any] = object()
 
 
-def check_chunk(chunk: object, source: Source, start: Tally | None, *, world_size: int) -> None:
+def check_chunk(chunk: object, source: BatchSource, start: Tally | None, *, world_size: int) -> None:
     """Refuse chunks that cannot be cut, before anything is evaluated.
 
     Args:
@@ -80,7 +80,7 @@ class Chunks:
         chunk: samples of a chunk.
     """
 
-    def __init__(self, source: Source, batches: Iterator[Any], chunk: int) -> None:
+    def __init__(self, source: BatchSource, batches: Iterator[Any], chunk: int) -> None:
         self._part = source.parts[0] if source.parts else None
         self._shares = None if self._part is None else self._part.shares()
         self._batches = batches

@@ -1,4 +1,4 @@
-"""`undisturbed`: runs a block with modules in evaluation mode, then puts everything back."""
+"""`in_eval_mode`: runs a block with modules in evaluation mode, then puts everything back."""
 
 import copy
 import threading
@@ -23,7 +23,7 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 @contextmanager
-def undisturbed(
+def in_eval_mode(
     modules: Sequence[torch.nn.Module], data: object, generators: Iterable[torch.Generator]
 ) -> Iterator[None]:
     """Run a block without gradients, with modules in evaluation mode; then put everything back, also if the block raises.

@@ -9,9 +9,9 @@ from typing import Any, TypeVar, final
 import attrs
 import torch
 
-from trainfold.adapters.evaluation.batch_source import Source, begin_of, drawn_from, says_whole, source_of
+from trainfold.adapters.evaluation.batch_source import BatchSource, begin_of, drawn_from, says_whole, source_of
 from trainfold.adapters.evaluation.chunks import Chunks, check_chunk
-from trainfold.adapters.evaluation.eval_mode import communicate, modules_of, undisturbed
+from trainfold.adapters.evaluation.eval_mode import communicate, in_eval_mode, modules_of
 from trainfold.adapters.evaluation.generators import close_generators
 from trainfold.adapters.evaluation.lockstep import (
     NOTHING,
@@ -29,7 +29,7 @@ from trainfold.core import tree
 from trainfold.core.checks import count
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, RanksDisagree
-from trainfold.core.evaluate.combine import Layout, check_layouts, layout_of, pack, unpack
+from trainfold.core.evaluate.combine import Layout, check_same_suite, layout_of, tally_of, vector_of
 from trainfold.core.evaluate.coverage import Span, span_of, together
 from trainfold.core.evaluate.evaluation import Evaluation, evaluation_of
 from trainfold.core.evaluate.suite import Suite, Tally, check_suite, check_tally, merge_tallies, no_tally
@@ -155,7 +155,7 @@ def evaluate(  # noqa: PLR0913 what is rare is named
 def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives, given: "_Given") -> Evaluation:
     with ExitStack() as stack:
 
-        def opened() -> tuple[tuple[Share, Source, Chunks | None], _Opening]:
+        def opened() -> tuple[tuple[Share, BatchSource, Chunks | None], _Opening]:
             checked = check_suite(suite)
             _check_arguments(forward, given.steps)
             found = modules_of(forward, _modules_given(given.modules))
@@ -163,7 +163,7 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
             going_on = _digest(checked, given.start)
             position = begin_of(source, given.start, ranks)
             check_chunk(given.chunk, source, given.start, world_size=ranks.world_size)
-            stack.enter_context(undisturbed(found, batches, source.generators))
+            stack.enter_context(in_eval_mode(found, batches, source.generators))
             iterator = _iterator(batches)
             stack.callback(close_generators, iterator)
             chunks = None if given.chunk is None else Chunks(source, iterator, given.chunk)
@@ -204,11 +204,11 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
 
         tally, reports = everywhere(ranks, reported)
     layouts = [report.layout for report in reports]
-    _agreeing(lambda: check_layouts(layouts))
-    (summed,) = ranks.all_sum([pack(tally, layouts, ranks.rank)])
+    _agreeing(lambda: check_same_suite(layouts))
+    (summed,) = ranks.all_sum([vector_of(tally, layouts, ranks.rank)])
 
     def ended() -> Evaluation:
-        whole = unpack(share.suite, tally, layouts, summed, batches=sum(report.batches for report in reports))
+        whole = tally_of(share.suite, tally, layouts, summed, batches=sum(report.batches for report in reports))
         if given.start is not None:
             whole = merge_tallies(share.suite, given.start, whole)
         next_index, complete = together([report.span for report in reports])
@@ -219,7 +219,7 @@ def _evaluate(forward: Forward, batches: Any, suite: object, ranks: Collectives,
 
 
 def _check_openings(openings: Sequence[_Opening]) -> None:
-    _agreeing(lambda: check_layouts([opening.layout for opening in openings]))
+    _agreeing(lambda: check_same_suite([opening.layout for opening in openings]))
     for what, values, fix in (
         ("steps", [opening.steps for opening in openings], "DistributedEvalCursor.steps is the same on each"),
         ("chunk", [opening.chunk for opening in openings], "pass the same chunk= on each"),

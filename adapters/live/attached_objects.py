@@ -9,7 +9,7 @@ from trainfold.adapters.components.component import ComponentAdapter, ObjectPart
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart
 from trainfold.adapters.components.optimizer import OptimizerPart
-from trainfold.adapters.components.own_modules import OwnModulePart, late_problems, own_module_parts
+from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_problems, own_module_parts
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
 from trainfold.adapters.draws.beside import is_beside
@@ -206,7 +206,7 @@ class AttachedObjects:
         return [
             problem
             for name, own in self._own_states.items()
-            for problem in late_problems(name, self.attached()[name], own)
+            for problem in late_owner_problems(name, self.attached()[name], own)
         ]
 
     def check_whole(self) -> None:

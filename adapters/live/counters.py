@@ -43,7 +43,7 @@ class Counters:
         """Count steps, and the batches that they were trained on; return the samples that were counted.
 
         Args:
-            samples: as for `Live.advance`; checked with `check_counts`.
+            samples: as for `Live.advance`; checked with `check_increments`.
             tokens: as for `Live.advance`.
             steps: as for `Live.advance`.
 
@@ -99,7 +99,7 @@ class Counters:
         return nothing
 
 
-def check_counts(samples: Samples, tokens: int | None, steps: int) -> None:
+def check_increments(samples: Samples, tokens: int | None, steps: int) -> None:
     """Refuse numbers that cannot be counted.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from trainfold.adapters.components.component import ComponentAdapter, copied_containers
 from trainfold.adapters.draws.feed import Feed
 from trainfold.adapters.live.attached_objects import AttachedObjects
-from trainfold.adapters.live.counters import Counters, check_counts
+from trainfold.adapters.live.counters import Counters, check_increments
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop.loop_data import LoopData
 from trainfold.adapters.live.optional import fitting
@@ -124,7 +124,7 @@ class Live:
             >>> live.advance(samples=32, tokens=4096)
             Progress(step=1, epoch=0, samples=32, tokens=4096)
         """
-        check_counts(samples, tokens, steps)
+        check_increments(samples, tokens, steps)
         self._watch.check_step("live.advance", is_step=steps > 0)
         counted = self._counters.advance(samples, tokens=tokens or 0, steps=steps)
         progress = self._counters.progress

@@ -46,7 +46,7 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
             described, _ = describe(value, name)
             check_kinds(described.node, name)
         except Exception as error:  # noqa: BLE001 (the user's code; whatever it raises, the run continues)
-            left_out(name, f"cannot be saved: {error_text(error)}")
+            warn_left_out(name, f"cannot be saved: {error_text(error)}")
         else:
             found[name] = value
     return found
@@ -71,12 +71,12 @@ def fitting(
         except Exception as error:  # noqa: BLE001 (as above)
             reasons = [error_text(error)]
         if reasons:
-            left_out(name, f"cannot be restored: {reasons[0]}")
+            warn_left_out(name, f"cannot be restored: {reasons[0]}")
             del found[name]
     return found
 
 
-def left_out(name: str, why: str) -> None:
+def warn_left_out(name: str, why: str) -> None:
     """Warn that an optional component is left out."""
     text = f"the optional component {name} is left out: it {why}; its object keeps the state that it has now"
     warnings.warn(text, OptionalLeftOut, stacklevel=2)

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter, Undo
 from trainfold.adapters.components.optimizer import OptimizerPart
-from trainfold.adapters.live.optional import left_out
+from trainfold.adapters.live.optional import warn_left_out
 from trainfold.core.errors import InvalidArgument, InvalidState, RestoreRefused, TrainfoldError, error_text
 
 _DEPENDS = {
@@ -66,7 +66,7 @@ def write_all(
             undos.append(part.write(saved[name]))
         except Exception as error:
             if name in optional:
-                left_out(name, f"cannot be restored: {error_text(error)}")
+                warn_left_out(name, f"cannot be restored: {error_text(error)}")
                 continue
             for undo in reversed(undos):
                 undo()

@@ -5,9 +5,9 @@ from typing import Any, final
 
 from trainfold.adapters.components.component import kind_of
 from trainfold.adapters.draws.beside import KEY, KeptBeside
-from trainfold.adapters.draws.data_probe import compared, is_wanted
+from trainfold.adapters.draws.data_probe import compare_batch, is_wanted
 from trainfold.adapters.draws.draw_batches import Drawer
-from trainfold.adapters.draws.draws import Drawn, Last
+from trainfold.adapters.draws.draws import Drawn, LastBatch
 from trainfold.adapters.draws.feed import END, set_epochs, set_generators
 from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign
 from trainfold.adapters.draws.sampler_tap import Tap, capture_order, not_between, restore_order, unfollowed
@@ -90,7 +90,7 @@ class MapIterators:
         """An iterator in the middle of an epoch; opening it moves no random stream."""
         at, draws, tap, here = self._at, self._at.draws, self.tap, epoch == self._at.epoch
         if not (here and self._probes()):
-            lasts: tuple[Last, ...] = ()
+            lasts: tuple[LastBatch, ...] = ()
         else:
             lasts = tuple(draws.lasts)
         now = {name: generator.get_state() for name, generator in at.generators.items()}
@@ -110,11 +110,11 @@ class MapIterators:
                         draws.starts(probe=bool(lasts)) if here or draws.persistent else {}, lasts, here=here
                     )
                 iterator = self._iterate(trace)
-                present(tap.current).prime()
+                not_none(tap.current).prime()
             if not draws.workers:
                 set_generators(at.generators, now)
             # a sampler that draws in the middle of an epoch is ahead of the restored state, and so is what it draws from
-            first = present(tap.current).at_first
+            first = not_none(tap.current).at_first
             kept.leave({name for name in first if at.beside.differs(name, first[name])})
             kept.put_back()
             error = self._compared(iterator, lasts, kept) if lasts else None
@@ -127,7 +127,7 @@ class MapIterators:
         return iterator
 
     def _trace(
-        self, starts: dict[int, Streams], lasts: tuple[Last, ...] = (), *, here: bool = False
+        self, starts: dict[int, Streams], lasts: tuple[LastBatch, ...] = (), *, here: bool = False
     ) -> WorkerTrace | None:
         loader, draws = self._at.loader, self._at.draws
         if not draws.workers:
@@ -160,7 +160,7 @@ class MapIterators:
         return self._probe_due and is_wanted(self._at.policy)
 
     def _compared(
-        self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: KeptBeside
+        self, iterator: Iterator[Any], lasts: tuple[LastBatch, ...], kept: KeptBeside
     ) -> DataPositionMismatch | None:
         """Draw the last batch of each worker again and compare it with what was trained on; return what to raise."""
         samples, others = self._at.samples, 0
@@ -168,7 +168,7 @@ class MapIterators:
         for last in lasts:
             if not self._at.draws.workers:
                 self.drawer.watch.again.appendleft(last.before)
-            made, tap = self.drawer.draw(iterator), present(self.tap.current)
+            made, tap = self.drawer.draw(iterator), not_none(self.tap.current)
             size = tap.passed.popleft()[0] if made is not END else 0
             read += size
             if size != last.samples or (read == samples and tap.ahead == [END] and not tap.passed):
@@ -177,7 +177,7 @@ class MapIterators:
                 continue  # it was reported already
             drawn: Drawn = made[1]
             drew_from = [] if drawn.digest == last.digest else sorted(kept.drawn_from())
-            error = compared(last, drawn, self._at.policy, drew_from=drew_from)
+            error = compare_batch(last, drawn, self._at.policy, drew_from=drew_from)
             if error is not None:
                 return error
             others += drawn.digest != last.digest
@@ -185,7 +185,7 @@ class MapIterators:
         return None
 
 
-def present(value: Any) -> Any:
+def not_none(value: Any) -> Any:
     """A value that is not None here."""
     assert value is not None
     return value

@@ -20,7 +20,7 @@ from trainfold.adapters.draws.feed import (
     position_problems,
     set_generators,
 )
-from trainfold.adapters.draws.pull_watch import late_problems
+from trainfold.adapters.draws.pull_watch import late_order_problems
 from trainfold.adapters.draws.sampler_tap import order_problems
 from trainfold.adapters.streams.rng_streams import moved_stream_problems
 from trainfold.adapters.streams.stream_reader import Streams
@@ -138,7 +138,7 @@ class MapPosition:
         value = saved.value
         found.extend(self._count_problems(value))
         if value["samples"]:
-            found.extend(late_problems(value.get("late")))
+            found.extend(late_order_problems(value.get("late")))
         if value["samples"] or value.get("order") is not None:
             found.extend(order_problems(value.get("order"), self.generators, self.beside))
         found.extend(self._ahead_problems(value))

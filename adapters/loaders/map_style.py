@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from trainfold.adapters.components.component import Undo, copied, kind_of
 from trainfold.adapters.draws.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
 from trainfold.adapters.draws.sampler_tap import unfollowed
-from trainfold.adapters.loaders.map_iterators import MapIterators, present
+from trainfold.adapters.loaders.map_iterators import MapIterators, not_none
 from trainfold.adapters.loaders.map_position import MapPosition
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state.state import Opaque
@@ -94,7 +94,7 @@ class MapFeed(AtPosition):
         self._run += 1
         iterator, self._living = self._living, None
         if iterator is not None:
-            present(self._iterators.tap.current).stopped = True
+            not_none(self._iterators.tap.current).stopped = True
             for each in self._deliveries.waiting:
                 self._draws.absorb(each.drawn)
             while (made := self._drawer.draw(iterator)) is not END:
@@ -127,7 +127,7 @@ class MapFeed(AtPosition):
         while (epochs is None or self._drawing < epochs) and not done():
             iterator = self._iterators.open(self._drawing)
             self._living = iterator if self._draws.persistent else None
-            tap, last = present(self._iterators.tap.current), False
+            tap, last = not_none(self._iterators.tap.current), False
             if not is_opened:
                 is_opened = True
                 yield OPENED
@@ -137,7 +137,7 @@ class MapFeed(AtPosition):
                     last = self._end_late(tap)
                     break
                 batch, drawn = made
-                self._at.orders[self._drawing] = present(self._iterators.tap.started_from)
+                self._at.orders[self._drawing] = not_none(self._iterators.tap.started_from)
                 size, last = tap.passed.popleft() if tap.passed else (-1, True)
                 if size < 0 or (last and self._drawer.draw(iterator) is not END):
                     raise unfollowed(self._loader, "an iterator that yields more batches than its sampler")

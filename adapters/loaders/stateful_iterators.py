@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 from trainfold.adapters.components.component import copied, copied_containers, kind_of
 from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.draws.beside import KEY, KeptBeside
-from trainfold.adapters.draws.data_probe import compared, is_wanted, warn_uncompared
-from trainfold.adapters.draws.draw_batches import replaced, undisturbed
-from trainfold.adapters.draws.draws import Drawn, Last
+from trainfold.adapters.draws.data_probe import compare_batch, is_wanted, warn_uncompared
+from trainfold.adapters.draws.draw_batches import replaced, streams_put_back
+from trainfold.adapters.draws.draws import Drawn, LastBatch
 from trainfold.adapters.draws.feed import END, OTHER, mismatch, samplers_of, set_epochs, set_generators
 from trainfold.adapters.draws.hand_out import Counted, Unreported
 from trainfold.adapters.draws.sampler_tap import capture_order, restore_order
@@ -70,7 +70,7 @@ class StatefulIterators:
         at = self._at
         now = {name: generator.get_state() for name, generator in at.generators.items()}
         try:
-            with at.beside.kept(everything=self.probe_due), undisturbed():
+            with at.beside.kept(everything=self.probe_due), streams_put_back():
                 yield
         finally:
             set_generators(at.generators, now)
@@ -177,7 +177,7 @@ class StatefulIterators:
 
     # --- the data probe -----------------------------------------------------------------------------------------------
 
-    def _lasts_to_compare(self) -> tuple[Last, ...]:
+    def _lasts_to_compare(self) -> tuple[LastBatch, ...]:
         """The last batch of each worker; empty if they cannot be drawn again."""
         if not self.probe_due or not is_wanted(self._at.policy):
             return ()
@@ -201,7 +201,7 @@ class StatefulIterators:
         warn_uncompared(kind_of(self._loader), why, self._at.policy)
 
     def _compared(
-        self, iterator: Iterator[Any], lasts: tuple[Last, ...], kept: KeptBeside
+        self, iterator: Iterator[Any], lasts: tuple[LastBatch, ...], kept: KeptBeside
     ) -> DataPositionMismatch | None:
         """Draw the last batches again and compare them with what was trained on; return what to raise."""
         at, others = self._at, 0
@@ -221,7 +221,7 @@ class StatefulIterators:
             if others or (drawn is not None and drawn.digest == last.digest):
                 continue
             others += 1
-            error = compared(last, drawn, self._at.policy, drew_from=sorted(set(kept.drawn_from()) - set(held)))
+            error = compare_batch(last, drawn, self._at.policy, drew_from=sorted(set(kept.drawn_from()) - set(held)))
             if error is not None:
                 return error
         return None

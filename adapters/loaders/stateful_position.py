@@ -22,7 +22,7 @@ from trainfold.adapters.draws.feed import (
     set_generators,
 )
 from trainfold.adapters.draws.hand_out import HandedOut
-from trainfold.adapters.draws.pull_watch import late_problems
+from trainfold.adapters.draws.pull_watch import late_order_problems
 from trainfold.adapters.draws.sampler_tap import order_problems
 from trainfold.adapters.loaders.iterable import Replay, torchdatas
 from trainfold.adapters.loaders.states_before import StatesBefore, steps_since_snapshot
@@ -217,7 +217,7 @@ class StatefulPosition:
 
     def _ahead_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
         """Every reason why the records of the last batches, and of batches drawn ahead, cannot be used."""
-        found = late_problems(value.get("late")) if value["batches"] else []
+        found = late_order_problems(value.get("late")) if value["batches"] else []
         before, again = value.get("before"), value.get("again", [])
         if before is not None and not (isinstance(before, dict) and {"state", "samplers", "first"} <= set(before)):
             found.append(

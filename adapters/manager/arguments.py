@@ -139,7 +139,7 @@ def check_decision(decision: object) -> None:
     raise InvalidArgument("decision", expected="one of this manager's that can be loaded", found=found, fix=fix)
 
 
-def check_source(requests: object) -> None:
+def check_requests(requests: object) -> None:
     """Check that requests can come from there."""
     if requests is not None and not isinstance(requests, RequestSource):
         raise InvalidArgument("requests", expected="a source of requests, or None", found=shown(requests),

@@ -10,7 +10,7 @@ from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.never_asked import NeverAsked
 from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.optional import left_out
+from trainfold.adapters.live.optional import warn_left_out
 from trainfold.adapters.manager.arguments import check_decision
 from trainfold.adapters.manager.protocol import LoadDecision, Restored, load_decision
 from trainfold.adapters.manager.saving import SaveRunner
@@ -18,7 +18,7 @@ from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.best_reader import measured_best
-from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_run
+from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_load
 from trainfold.backends.runs.snapshot import describe_state, prove_alike
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import mapping_given
@@ -62,7 +62,9 @@ class RunLoader:
         """Decide whether there is something to resume; loads nothing."""
         names, like = self._like(run)
         request = resume_request(step=step, components=names, policy=self.policy)
-        outcome = plan_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives)
+        outcome = plan_load(
+            self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
+        )
         mine = load_decision(outcome, step=step)
         return next((each for each in self.collectives.gather(mine) if not each), mine)
 
@@ -82,7 +84,7 @@ class RunLoader:
             if not owing:
                 raise
             for name in owing:
-                left_out(name, f"cannot be restored: {refused.refusal.reasons[0]}")
+                warn_left_out(name, f"cannot be restored: {refused.refusal.reasons[0]}")
             loaded = self._loaded(like, names, step, {**(reset or {}), **dict.fromkeys(owing, "it is optional")})
         if isinstance(run, Live):
             on_all_ranks(self.collectives, lambda: run.restore(loaded.state, components=names, policy=self.policy))

@@ -118,7 +118,7 @@ class CheckpointManager:
         on_event: Callable[[Event], object] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        given.check_source(requests)
+        given.check_requests(requests)
         with RunLease(requests) as lease:
             world = world_given(collectives, os.environ, where="CheckpointManager.collectives")
             rehearsal = rehearsal_of(os.environ, rank=world.rank)

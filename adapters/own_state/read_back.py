@@ -1,4 +1,4 @@
-"""`first_difference`: checks a restore: finds the first bitwise difference between two captures of one object."""
+"""`first_unequal`: checks a restore: finds the first bitwise difference between two captures of one object."""
 
 from collections import Counter
 from typing import Any, TypeAlias
@@ -16,13 +16,13 @@ from trainfold.core.tensor_memory import byte_view
 Difference: TypeAlias = tuple[str, str, str]
 
 
-def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
+def first_unequal(saved: Any, found: Any, path: str) -> Difference | None:
     """Return the first leaf that differs between two trees, with both values; None if all are equal to the bit.
 
     Examples:
-        >>> first_difference({"a": [1, 2.0]}, {"a": [1, 2]}, "extra")
+        >>> first_unequal({"a": [1, 2.0]}, {"a": [1, 2]}, "extra")
         ("extra['a'][1]", '2.0', '2')
-        >>> first_difference({"a": torch.ones(2)}, {"a": torch.ones(2)}, "extra") is None
+        >>> first_unequal({"a": torch.ones(2)}, {"a": torch.ones(2)}, "extra") is None
         True
     """
     if is_tensor_leaf(saved) or is_tensor_leaf(found):
@@ -38,7 +38,7 @@ def first_difference(saved: Any, found: Any, path: str) -> Difference | None:
     if kind is not other[0] or set(entries) != set(theirs):
         return path, _keys(one), _keys(other)
     for entry, child in zip(entries, children, strict=True):
-        difference = first_difference(child, theirs[entry], join(path, kind, entry))
+        difference = first_unequal(child, theirs[entry], join(path, kind, entry))
         if difference is not None:
             return difference
     return None

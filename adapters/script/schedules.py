@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.optimizer_state import base_of
-from trainfold.adapters.components.schedule_settings import settings_of
+from trainfold.adapters.components.schedule_settings import scheduler_settings
 from trainfold.adapters.components.scheduler import SchedulerPart, opaques
 from trainfold.adapters.script.script_contract import SCHEDULED, bare
 from trainfold.core import tree
@@ -83,7 +83,7 @@ class Schedules:
             if made.fresh is None:
                 continue
             knows_groups = id(getattr(made.scheduler, "optimizer", None)) in self._groups
-            self.contract |= settings_of(made.scheduler, f"{_PREFIX}{made.path}", knows_groups=knows_groups)
+            self.contract |= scheduler_settings(made.scheduler, f"{_PREFIX}{made.path}", knows_groups=knows_groups)
 
     def adapted(
         self, saved: Mapping[str, Any], keys: Collection[str], parts: Mapping[str, Any]

@@ -11,7 +11,15 @@ import torch
 from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.draws.feed import generators_of
 from trainfold.adapters.loaders.choose import loaders_by_path
-from trainfold.adapters.watch.facts import Look, lists_in, path_of, text_of, token_of_rows, token_of_value, values_in
+from trainfold.adapters.watch.facts import (
+    Look,
+    lists_in,
+    plain_text,
+    submodule_path,
+    token_of_rows,
+    token_of_value,
+    values_in,
+)
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.json_values import shown
@@ -175,7 +183,7 @@ class Audit:
 
     def _modes_now(self) -> dict[str, bool]:
         return {
-            path_of(name, path): each.training
+            submodule_path(name, path): each.training
             for name, root in self._attached.items()
             if isinstance(root, torch.nn.Module)
             for path, each in root.named_modules()
@@ -213,11 +221,11 @@ class _Saved:
                 if token is not None:
                     self._tokens.add(token)
                 if isinstance(value, bool | int | float | str):
-                    self._named.add((key.strip("_"), text_of(value)))
+                    self._named.add((key.strip("_"), plain_text(value)))
                     if name != "dataset":  # trainfold itself makes the numbers of a position
-                        self._values.setdefault(name, set()).add(text_of(value))
+                        self._values.setdefault(name, set()).add(plain_text(value))
                     if not isinstance(held, dict) or name.endswith(("_extra_state", "_own_state")):
-                        self._free.add(text_of(value))
+                        self._free.add(plain_text(value))
             for key, rows in lists_in(held):
                 self._lengths.add((key.strip("_"), str(len(rows))))
                 self._tokens.add(token_of_rows(rows) or "")

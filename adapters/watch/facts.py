@@ -77,7 +77,7 @@ class Look:
     def module(self, root: str, module: torch.nn.Module) -> None:
         """Look at a module: the attributes of all its submodules, and their non-persistent buffers."""
         for path, each in module.named_modules():
-            self._module(path_of(root, path), each)
+            self._module(submodule_path(root, path), each)
 
     def holder(self, root: str, target: Any) -> None:
         """Look at an optimizer, a scheduler, or an object under ``extra``."""
@@ -113,7 +113,7 @@ class Look:
         kind = _KINDS.get(type(value))
         if kind is not None:
             if kind is not TEXT or len(value) < _LONG:
-                self.facts[path] = Fact(kind, text_of(value), owner)
+                self.facts[path] = Fact(kind, plain_text(value), owner)
             return
         if id(value) in self._seen or depth > _DEPTH or self._objects <= 0 or thread_time() > self._deadline:
             return
@@ -233,21 +233,21 @@ class Look:
         return token_of_tensor(value)
 
 
-def path_of(root: str, path: str) -> str:
+def submodule_path(root: str, path: str) -> str:
     """The path of a submodule, without the names of wrappers.
 
     Examples:
-        >>> path_of("model", "module.encoder.0"), path_of("model", "module")
+        >>> submodule_path("model", "module.encoder.0"), submodule_path("model", "module")
         ('model.encoder.0', 'model')
     """
     return f"{root}.{canonical_name(f'{path}._')}"[:-2] if path else root
 
 
-def text_of(value: Any) -> str:
+def plain_text(value: Any) -> str:
     """The text of a plain value; large ints in hexadecimal, because Python refuses to print thousands of decimal digits.
 
     Examples:
-        >>> text_of(0.1), text_of(2**64)
+        >>> plain_text(0.1), plain_text(2**64)
         ('0.1', '0x10000000000000000')
     """
     return hex(value) if type(value) is int and abs(value) >= 2**64 else repr(value)
@@ -294,7 +294,7 @@ def _written(value: Any, text: list[str], room: list[int]) -> bool:
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in _KINDS:
-        text.append(text_of(value))
+        text.append(plain_text(value))
         room[0] -= 1
         return True
     if type(value) not in SEQUENCES:
@@ -340,7 +340,7 @@ def token_of_value(value: Any) -> str | None:
     if isinstance(value, tuple | list) and len(value) >= _WORDS and isinstance(value[0], int):
         return token_of_tensor(torch.tensor(value[:_WORDS], dtype=torch.int64))
     if type(value) is int and abs(value) >= 2**53:
-        return f"int {text_of(value)}"
+        return f"int {plain_text(value)}"
     return token_of_generator(value)
 
 

@@ -63,7 +63,7 @@ class Move:
 @final
 @attrs.define(eq=False, kw_only=True)
 class HeldLeaf:
-    """A leaf to write: see `trainfold.backends.formats.native.writer.Source`.
+    """A leaf to write: see `trainfold.backends.formats.native.writer.PiecewiseTensor`.
 
     The bytes ``[read, copied_from)`` are still to be read from the live tensor, those after it from ``copy``. Fields change under
     the lock of the handover.

@@ -36,7 +36,7 @@ class SingleProcess:
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """The value itself."""
-        check_source(source, self.world_size)
+        check_broadcast(source, self.world_size)
         return value
 
     def gather(self, value: T) -> list[T]:
@@ -93,7 +93,7 @@ class InjectedFailure(TrainfoldError):
 
 @final
 @attrs.frozen
-class Outcome(Generic[T]):
+class RankOutcome(Generic[T]):
     """How one rank ended.
 
     Attributes:
@@ -129,7 +129,7 @@ class ThreadCollectives:
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """A copy of the value that rank ``source`` has."""
-        check_source(source, self.world_size)
+        check_broadcast(source, self.world_size)
         mine = copy.deepcopy(value) if self.rank == source else None
         found: T = copy.deepcopy(self._meet(Call("broadcast", f"source={source}"), mine)[source])
         return found
@@ -204,7 +204,7 @@ def thread_outcomes(
     *,
     timeout_secs: float = TIMEOUT_SECS,
     fail_at: RankFault | None = None,
-) -> list[Outcome[T]]:
+) -> list[RankOutcome[T]]:
     """Like `run_threads`, but return how each rank ended, even if ranks failed.
 
     Examples:
@@ -240,7 +240,7 @@ def thread_outcomes(
                 errors[rank] = _rank_failed(rank, "to end after another rank failed", f"it still runs: {room.failure}")
                 break
     return [
-        Outcome(rank, values.get(rank), errors.get(rank), tuple(collectives.schedule))
+        RankOutcome(rank, values.get(rank), errors.get(rank), tuple(collectives.schedule))
         for rank, collectives in enumerate(ranks)
     ]
 
@@ -344,14 +344,14 @@ def _rank_failed(rank: int, expected: str, found: str) -> RankFailed:
     )
 
 
-def check_source(source: int, world_size: int) -> None:
+def check_broadcast(source: int, world_size: int) -> None:
     """Check the source of a broadcast.
 
     Raises:
         InvalidArgument: unless it is a rank of the world.
 
     Examples:
-        >>> check_source(1, world_size=2)
+        >>> check_broadcast(1, world_size=2)
     """
     if not 0 <= source < world_size:
         raise InvalidArgument("source", expected=f"a rank below {world_size}", found=source, fix="count ranks from 0")

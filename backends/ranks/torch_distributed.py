@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypeVar, final
 import torch
 
 from trainfold.backends.ranks.failure_board import Fault, NoticeBoard
-from trainfold.backends.ranks.in_process import Call, check_source
+from trainfold.backends.ranks.in_process import Call, check_broadcast
 from trainfold.backends.ranks.ordered_sum import sum_plan
 from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
@@ -133,7 +133,7 @@ class TorchCollectives:
             RanksDisagree: if a rank calls something else.
             InvalidArgument: if there is no such rank, or the value cannot be encoded.
         """
-        check_source(source, self.world_size)
+        check_broadcast(source, self.world_size)
         call = Call("broadcast", f"source={source}")
         given = self._meet(call, self._bytes_of(value) if self.rank == source else b"", self._deadline(None))
         found: T = from_wire(given[source])

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.runs.load import load_run, plan_run
+from trainfold.backends.runs.load import load_run, plan_load
 from trainfold.backends.runs.save import SaveResult, save_snapshot
 from trainfold.backends.runs.snapshot import check_state, describe_state
 from trainfold.backends.stores.local import LocalStore
@@ -125,7 +125,7 @@ def plan(  # noqa: PLR0913 - keywords
     check_state(like, "like")
     request = resume_request(step=step, components=components, policy=policy, reset=reset)
     store = open_store(run)
-    return plan_run(store, like=like, request=request, contract=contract, collectives=SingleProcess())
+    return plan_load(store, like=like, request=request, contract=contract, collectives=SingleProcess())
 
 
 def load(  # noqa: PLR0913 - keywords

@@ -25,7 +25,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.history.quarantine import Outcome, outcome_of, with_quarantined
+from trainfold.core.history.quarantine import LoadOutcome, outcome_of, with_quarantined
 from trainfold.core.layout.world import Collectives
 from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
@@ -77,7 +77,7 @@ class Quarantine:
         """Record an attempt before it starts."""
         on_rank_zero(world, lambda: begin_attempt(store, name))
 
-    def end(self, store: Store, world: Collectives, name: str, outcome: Outcome) -> None:
+    def end(self, store: Store, world: Collectives, name: str, outcome: LoadOutcome) -> None:
         """Remove the record of an attempt, or record what failed."""
         on_rank_zero(world, lambda: end_attempt(store, name, outcome))
 
@@ -87,7 +87,7 @@ class Quarantine:
             end_attempt(store, name, outcome_of(error))
 
 
-def plan_run(
+def plan_load(
     store: Store,
     *,
     like: TrainState,

@@ -19,7 +19,7 @@ from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
 from trainfold.core.history.quarantine import (
     LIMIT,
     Attempts,
-    Outcome,
+    LoadOutcome,
     after_attempt,
     after_outcome,
     check_limit,
@@ -91,7 +91,7 @@ def begin_attempt(store: Store, name: str) -> None:
         _change(store, lambda attempts: after_attempt(attempts, name, digest))
 
 
-def end_attempt(store: Store, name: str, outcome: Outcome = Outcome("loaded")) -> None:  # noqa: B008 (a frozen value)
+def end_attempt(store: Store, name: str, outcome: LoadOutcome = LoadOutcome("loaded")) -> None:  # noqa: B008 (a frozen value)
     """Remove the record of an attempt, or record what failed.
 
     Args:

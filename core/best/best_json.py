@@ -11,7 +11,7 @@ from trainfold.core.best.top_n import BestEntry, ranked
 from trainfold.core.errors import CheckpointError, InvalidArgument
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.sealed_json import SEAL, SealedJson
-from trainfold.core.format.strict_json import count, finite, hostile, items, read_fields, row, single_name, text_of
+from trainfold.core.format.strict_json import finite, hostile, int_of, items, read_fields, row, single_name, text_of
 from trainfold.core.json_values import shown
 
 BEST_FILE = "best.json"
@@ -27,10 +27,10 @@ _FIELDS = {
     "direction": text_of,
     "min_delta": finite,
     "score": finite,
-    "step": count,
-    "timeline": count,
+    "step": int_of,
+    "timeline": int_of,
 }
-_KEPT = items(row(finite, count, count), least=1, most=MOST_KEPT)
+_KEPT = items(row(finite, int_of, int_of), least=1, most=MOST_KEPT)
 
 
 @final

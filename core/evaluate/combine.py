@@ -75,7 +75,7 @@ def layout_of(suite: Suite, tally: Tally, *, world_size: int) -> Layout:
     )
 
 
-def check_layouts(layouts: Sequence[Layout]) -> None:
+def check_same_suite(layouts: Sequence[Layout]) -> None:
     """Refuse ranks that measure different things.
 
     Raises:
@@ -92,8 +92,8 @@ def check_layouts(layouts: Sequence[Layout]) -> None:
             )
 
 
-def pack(tally: Tally, layouts: Sequence[Layout], rank: int) -> torch.Tensor:
-    """This rank's vector, int64, of the same length on every rank; `unpack` takes the sum over the ranks."""
+def vector_of(tally: Tally, layouts: Sequence[Layout], rank: int) -> torch.Tensor:
+    """This rank's vector, int64, of the same length on every rank; `tally_of` takes the sum over the ranks."""
     parts: list[torch.Tensor] = []
     for ranks in zip(*layouts, strict=True):
         leaves = [leaf.cpu() for leaf in tree.leaves(tally.accumulators[ranks[0].name])]
@@ -107,7 +107,7 @@ def pack(tally: Tally, layouts: Sequence[Layout], rank: int) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
-def unpack(suite: Suite, tally: Tally, layouts: Sequence[Layout], summed: torch.Tensor, *, batches: int) -> Tally:
+def tally_of(suite: Suite, tally: Tally, layouts: Sequence[Layout], summed: torch.Tensor, *, batches: int) -> Tally:
     """The tally of all ranks.
 
     Args:

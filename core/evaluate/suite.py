@@ -9,7 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
-from trainfold.core.metrics.metric import Metric, public_text, text_of
+from trainfold.core.metrics.metric import Metric, metric_text, public_text
 from trainfold.core.tensor_memory import check_plain
 
 Suite = Mapping[str, Metric]
@@ -81,7 +81,7 @@ def no_tally(suite: Suite) -> Tally:
 
 def texts_of(suite: Suite) -> dict[str, str]:
     """Each metric as text."""
-    return {name: text_of(metric) for name, metric in suite.items()}
+    return {name: metric_text(metric) for name, metric in suite.items()}
 
 
 def check_tally(where: str, suite: Suite, tally: object) -> None:

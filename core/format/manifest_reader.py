@@ -18,12 +18,12 @@ from trainfold.core.format.manifest import (
     TensorRecord,
 )
 from trainfold.core.format.strict_json import (
-    count,
     digest_text,
     fields,
     hostile,
+    int_of,
     list_of,
-    mapping_of,
+    object_of,
     single_name,
     sized,
     strict_json,
@@ -72,7 +72,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             fix="use an older checkpoint of the run; `trainfold verify` names every damaged file",
         )
     document = strict_json(covered + b"}", where)
-    return read_manifest(upgraded(document, where), where)
+    return parse_manifest(upgraded(document, where), where)
 
 
 def check_structures(manifest: Manifest, where: str) -> None:
@@ -138,21 +138,21 @@ def read_head(document: Mapping[str, Any], where: str) -> Head:
     fields(document, _HEAD_FIELDS, where, exact=False)
     parent = document["parent"]
     forks = tuple(
-        (count(timeline, where), count(step, where))
+        (int_of(timeline, where), int_of(step, where))
         for timeline, step in (sized(fork, 2, where) for fork in list_of(document["forks"], where))
     )
     return Head(
         run_id=single_name(document["run_id"], where),
-        step=count(document["step"], where),
-        timeline=count(document["timeline"], where),
+        step=int_of(document["step"], where),
+        timeline=int_of(document["timeline"], where),
         forks=forks,
         parent=None if parent is None else single_name(parent, where),
-        revision=count(document["revision"], where),
-        schema_version=count(document["schema_version"], where),
+        revision=int_of(document["revision"], where),
+        schema_version=int_of(document["schema_version"], where),
     )
 
 
-def read_manifest(document: Mapping[str, Any], where: str) -> Manifest:
+def parse_manifest(document: Mapping[str, Any], where: str) -> Manifest:
     """The checked manifest: names stay inside, ranges lie in their files and do not overlap, sizes fit dtypes."""
     fields(document, _HEAD_FIELDS | _BODY_FIELDS, where, exact=True)
     files = tuple(_file(each, where) for each in list_of(document["files"], where))
@@ -165,11 +165,11 @@ def read_manifest(document: Mapping[str, Any], where: str) -> Manifest:
         raise hostile(where, "each component once", [component.name for component in components])
     return Manifest(
         head=read_head(document, where),
-        world_size=count(document["world_size"], where, least=1),
+        world_size=int_of(document["world_size"], where, least=1),
         components=components,
         omitted=tuple(single_name(name, where) for name in list_of(document["omitted"], where)),
-        contract=_shallow(mapping_of(document["contract"], where), where),
-        versions={key: text_of(value, where) for key, value in mapping_of(document["versions"], where).items()},
+        contract=_shallow(object_of(document["contract"], where), where),
+        versions={key: text_of(value, where) for key, value in object_of(document["versions"], where).items()},
         files=files,
     )
 
@@ -219,7 +219,7 @@ class _Tensors:
         where = f"{self._where}: {path[:200]}"
         if not isinstance(dtype, str) or dtype not in STORED:
             raise hostile(where, "a known dtype", shown(dtype))
-        shape = tuple(count(size, where) for size in list_of(document["shape"], where))
+        shape = tuple(int_of(size, where) for size in list_of(document["shape"], where))
         if len(shape) > _MAX_DIMENSIONS:
             raise hostile(where, f"at most {_MAX_DIMENSIONS} dimensions", len(shape))
         shards = tuple(self.shard(each, dtype, shape, where) for each in list_of(document["shards"], where))
@@ -234,9 +234,9 @@ class _Tensors:
         index, start, stop, sides, digest = sized(document, 5, where)
         if type(index) is not int or not 0 <= index < len(self._files):
             raise hostile(where, f"a file index below {len(self._files)}", shown(index))
-        start, stop = count(start, where), count(stop, where)
+        start, stop = int_of(start, where), int_of(stop, where)
         box = tuple(
-            (count(low, where), count(high, where))
+            (int_of(low, where), int_of(high, where))
             for low, high in (sized(side, 2, where) for side in list_of(sides, where))
         )
         inside = len(box) == len(shape) and all(
@@ -266,7 +266,7 @@ def _file(document: Json, where: str) -> FileRecord:
     return FileRecord(
         name=single_name(document["name"], where),
         component=single_name(document["component"], where),
-        rank=count(document["rank"], where),
-        size_bytes=count(document["size_bytes"], where),
+        rank=int_of(document["rank"], where),
+        size_bytes=int_of(document["size_bytes"], where),
         digest=digest_text(document["digest"], where),
     )

@@ -8,11 +8,11 @@ import attrs
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, FutureVersion
 from trainfold.core.format.manifest import END, TAIL
-from trainfold.core.format.strict_json import Read, count, digest_text, positive, strict_json, text_of
+from trainfold.core.format.strict_json import Read, digest_text, int_of, positive_int_of, strict_json, text_of
 from trainfold.core.json_values import Json, canonical_json, shown
 
 T = TypeVar("T")
-SEAL: Final[dict[str, Read]] = {"format": text_of, "version": positive, "digest": digest_text}
+SEAL: Final[dict[str, Read]] = {"format": text_of, "version": positive_int_of, "digest": digest_text}
 """The fields that every sealed object has; a reader's own table is ``SEAL | {...}``, for `read_fields`."""
 _TAIL_BYTES: Final = len(TAIL) + len(digest_of(b"")) + len(END)
 
@@ -71,7 +71,7 @@ class SealedJson:
             document = strict_json(data, where)
             if document.get("format") != self.name:
                 raise CheckpointForeign(where, expected=self.name, found=shown(document.get("format")), fix=self.fix)
-            version = count(document.get("version"), where, least=1)
+            version = int_of(document.get("version"), where, least=1)
             if version > self.version:
                 raise FutureVersion(where, expected=f"version {self.version}", found=version, fix="upgrade trainfold")
             return read(document, version)

@@ -79,15 +79,15 @@ def read_fields(document: Json, table: Table, where: str) -> dict[str, Any]:
     """Read an object that has exactly the fields of a table.
 
     Examples:
-        >>> read_fields({"step": 7, "scores": [0.5]}, {"step": count, "scores": items(finite, most=3)}, "best.json")
+        >>> read_fields({"step": 7, "scores": [0.5]}, {"step": int_of, "scores": items(finite, most=3)}, "best.json")
         {'step': 7, 'scores': (0.5,)}
-        >>> read_fields({"step": -1}, {"step": count}, "best.json")
+        >>> read_fields({"step": -1}, {"step": int_of}, "best.json")
         Traceback (most recent call last):
             ...
         trainfold.core.errors.CheckpointHostile: best.json: step: expected an int in 0..2**62, found -1; do not use this \
 checkpoint; fall back to an older one
     """
-    values = mapping_of(document, where)
+    values = object_of(document, where)
     fields(values, set(table), where, exact=True)
     return {name: read(values[name], f"{where}: {name}") for name, read in table.items()}
 
@@ -96,7 +96,7 @@ def items(read: Read, *, most: int, least: int = 0) -> Read:
     """How to read a list of ``least`` to ``most`` values of one kind; it becomes a tuple.
 
     Examples:
-        >>> items(count, most=2)([1, 2, 3], "best.json: kept")
+        >>> items(int_of, most=2)([1, 2, 3], "best.json: kept")
         Traceback (most recent call last):
             ...
         trainfold.core.errors.CheckpointHostile: best.json: kept: expected 0 to 2 items, found 3; do not use this \
@@ -116,7 +116,7 @@ def row(*reads: Read) -> Read:
     """How to read a list of fixed length, each place in its own way; it becomes a tuple.
 
     Examples:
-        >>> row(finite, count)([0.5, 7], "best.json: kept[0]")
+        >>> row(finite, int_of)([0.5, 7], "best.json: kept[0]")
         (0.5, 7)
     """
 
@@ -127,16 +127,16 @@ def row(*reads: Read) -> Read:
     return read_row
 
 
-def count(value: object, where: str, *, least: int = 0) -> int:
+def int_of(value: object, where: str, *, least: int = 0) -> int:
     """A checked int in ``least..2**62``."""
     if type(value) is not int or not least <= value <= _MAX_COUNT:
         raise hostile(where, f"an int in {least}..2**62", shown(value))
     return value
 
 
-def positive(value: object, where: str) -> int:
+def positive_int_of(value: object, where: str) -> int:
     """A checked int in ``1..2**62``."""
-    return count(value, where, least=1)
+    return int_of(value, where, least=1)
 
 
 def finite(value: object, where: str) -> float:
@@ -175,7 +175,7 @@ def sized(value: object, length: int, where: str) -> list[Any]:
     return found
 
 
-def mapping_of(value: object, where: str) -> dict[str, Any]:
+def object_of(value: object, where: str) -> dict[str, Any]:
     """A checked object."""
     if not isinstance(value, dict):
         raise hostile(where, "an object", type(value).__name__)

@@ -35,7 +35,7 @@ _WORST: Final[tuple[Ending, ...]] = ("loaded", "interrupted", "failed", "damaged
 
 @final
 @attrs.frozen
-class Outcome:
+class LoadOutcome:
     """How an attempt to load ended.
 
     Attributes:
@@ -82,7 +82,7 @@ class Attempts:
         return next(found, Tried(checkpoint, digest))
 
 
-def outcome_of(error: BaseException | None) -> Outcome:
+def outcome_of(error: BaseException | None) -> LoadOutcome:
     """How an attempt ended, from the error raised in it; None if it did not raise.
 
     Examples:
@@ -92,22 +92,22 @@ def outcome_of(error: BaseException | None) -> Outcome:
         ('failed', 'interrupted', 'loaded')
     """
     if error is None:
-        return Outcome("loaded")
+        return LoadOutcome("loaded")
     reason = error_text(error)
     if isinstance(error, _PROOFS) and not isinstance(error, CheckpointUnreadable):
-        return Outcome("damaged", reason)
+        return LoadOutcome("damaged", reason)
     explained = isinstance(error, TrainfoldError) and not isinstance(error, CheckpointUnreadable)
-    return Outcome("interrupted" if explained or not isinstance(error, Exception) else "failed", reason)
+    return LoadOutcome("interrupted" if explained or not isinstance(error, Exception) else "failed", reason)
 
 
-def worst_outcome(outcomes: Iterable[Outcome]) -> Outcome:
+def worst_outcome(outcomes: Iterable[LoadOutcome]) -> LoadOutcome:
     """How an attempt of several ranks ended: the worst outcome, or the first of equally bad ones.
 
     Examples:
-        >>> worst_outcome([Outcome("loaded"), Outcome("damaged", "a digest"), Outcome("damaged", "another")])
-        Outcome(ending='damaged', reason='a digest')
+        >>> worst_outcome([LoadOutcome("loaded"), LoadOutcome("damaged", "a digest"), LoadOutcome("damaged", "another")])
+        LoadOutcome(ending='damaged', reason='a digest')
     """
-    return max(outcomes, key=lambda outcome: _WORST.index(outcome.ending), default=Outcome("loaded"))
+    return max(outcomes, key=lambda outcome: _WORST.index(outcome.ending), default=LoadOutcome("loaded"))
 
 
 def after_attempt(attempts: Attempts, checkpoint: str, digest: str) -> Attempts:
@@ -139,14 +139,14 @@ def after_success(attempts: Attempts, checkpoint: str) -> Attempts:
     return Attempts(tuple(each for each in attempts.records if each.checkpoint != checkpoint))
 
 
-def after_outcome(attempts: Attempts, checkpoint: str, digest: str, outcome: Outcome) -> Attempts:
+def after_outcome(attempts: Attempts, checkpoint: str, digest: str, outcome: LoadOutcome) -> Attempts:
     """The attempts after one of them has ended.
 
     Examples:
         >>> begun = after_attempt(Attempts(), "step-00000120", "xxh3:00")
-        >>> after_outcome(begun, "step-00000120", "xxh3:00", Outcome("interrupted"))
+        >>> after_outcome(begun, "step-00000120", "xxh3:00", LoadOutcome("interrupted"))
         Attempts(records=())
-        >>> is_quarantined(after_outcome(begun, "step-00000120", "xxh3:00", Outcome("damaged", "a digest")).records[0])
+        >>> is_quarantined(after_outcome(begun, "step-00000120", "xxh3:00", LoadOutcome("damaged", "a digest")).records[0])
         True
     """
     if outcome.ending == "loaded":

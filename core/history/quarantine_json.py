@@ -11,7 +11,7 @@ from trainfold.core.format.strict_json import (
     digest_text,
     hostile,
     items,
-    positive,
+    positive_int_of,
     read_fields,
     single_name,
     text_of,
@@ -76,7 +76,7 @@ def _tried(value: Any, where: str) -> Tried:
 _TRIED: Final[Table] = {
     "checkpoint": _checkpoint_name,
     "digest": digest_text,
-    "attempts": positive,
+    "attempts": positive_int_of,
     "is_damaged": yes_or_no,
     "reasons": items(text_of, most=MAX_REASONS),
 }

@@ -1,4 +1,4 @@
-"""`Metric`, the protocol of a metric, and `text_of`, which writes a metric as text so that ranks and checkpoints can compare it."""
+"""`Metric`, the protocol of a metric, and `metric_text`, which writes a metric as text so that ranks and checkpoints can compare it."""
 
 import enum
 import functools
@@ -14,7 +14,7 @@ import torch
 from trainfold.core.digest import digest_of
 from trainfold.core.tensor_memory import tensor_bytes
 
-__all__ = ["Metric", "public_text", "text_of"]
+__all__ = ["Metric", "metric_text", "public_text"]
 
 _PLAIN = (str, bytes, int, float, complex, Fraction, type(None), torch.dtype, torch.Size, enum.Enum)
 _DEPTH = 8
@@ -56,16 +56,16 @@ class Metric(Protocol):
         ...
 
 
-def text_of(value: Any, depth: int = _DEPTH) -> str:
+def metric_text(value: Any, depth: int = _DEPTH) -> str:
     """A metric, or one of its fields, as text that is the same in every process.
 
     It has kinds, fields and their values; no addresses, no devices and no order of a set.
 
     Examples:
         >>> from trainfold.metrics import TopK
-        >>> text_of(TopK(5))
+        >>> metric_text(TopK(5))
         'trainfold.metrics.TopK(ignore_index=-100, k=5)'
-        >>> text_of({"b": frozenset({2, 1}), "a": max})
+        >>> metric_text({"b": frozenset({2, 1}), "a": max})
         "{'a': builtins.max, 'b': frozenset(1, 2)}"
     """
     if isinstance(value, np.generic):
@@ -77,7 +77,7 @@ def text_of(value: Any, depth: int = _DEPTH) -> str:
     name = public_text(f"{type(value).__module__}.{type(value).__qualname__}")
     if depth == 0:
         return name
-    inner = functools.partial(text_of, depth=depth - 1)
+    inner = functools.partial(metric_text, depth=depth - 1)
     if isinstance(value, torch.Tensor | np.ndarray):
         return _of_array(value, inner)
     if isinstance(value, Mapping):

@@ -119,7 +119,7 @@ def check_hyper(hyper: Mapping[str, Any], where: str) -> None:
             )
 
 
-def check_cover(groups: tuple[ParamGroup, ...], names: Iterable[str]) -> None:
+def check_partition(groups: tuple[ParamGroup, ...], names: Iterable[str]) -> None:
     """Check that the groups contain each name exactly once.
 
     Raises:

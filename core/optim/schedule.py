@@ -179,11 +179,11 @@ def horizon(*, total: int | None = None, max_steps: int | None = None, data_step
     )
 
 
-def describe(schedule: ScheduleFunction | None) -> dict[str, Scalar] | None:
+def describe_schedule(schedule: ScheduleFunction | None) -> dict[str, Scalar] | None:
     """Return the description of a schedule; of a user's own function, only its name.
 
     Examples:
-        >>> describe(lambda step: 0.5)["kind"]
+        >>> describe_schedule(lambda step: 0.5)["kind"]
         'custom'
     """
     if schedule is None:
@@ -194,7 +194,7 @@ def describe(schedule: ScheduleFunction | None) -> dict[str, Scalar] | None:
     return {"kind": "custom", "name": name}
 
 
-def check_same(saved: object, wanted: Mapping[str, Scalar] | None) -> None:
+def check_schedule(saved: object, wanted: Mapping[str, Scalar] | None) -> None:
     """Refuse to train a state under a schedule other than its own.
 
     A scheduler component that is not a description, such as the state of a stateful scheduler, passes if the step has

@@ -16,7 +16,7 @@ from trainfold.core.rehearsal.trajectory import (
     restless_parts,
 )
 
-Outcome: TypeAlias = Literal["identical", "differs", "within", "beyond", "unrepeatable", "nothing"]
+RehearsalOutcome: TypeAlias = Literal["identical", "differs", "within", "beyond", "unrepeatable", "nothing"]
 """``identical``: every bit compared is the same. ``differs``: the program repeats itself, and continued differently after a resume.
 ``within``, ``beyond``: the program does not repeat itself; the values that it computed again after a resume are within the tolerance, or
 not. ``unrepeatable``: the program does not repeat itself, and no tolerance was given, or there was no value to compare. ``nothing``: no
@@ -40,7 +40,7 @@ class Conclusion:
         restless: recorded values that do not repeat and that no component depends on, such as a time; they were not compared.
     """
 
-    outcome: Outcome
+    outcome: RehearsalOutcome
     noise: tuple[RunDifference, ...]
     found: tuple[RunDifference, ...]
     again: tuple[Again, ...]
@@ -84,7 +84,7 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
     if restless is None:
         noise = next(found for found in apart if restless_parts(found) is None)
         pairs = computed_again(killed)
-        outcome: Outcome = "unrepeatable"
+        outcome: RehearsalOutcome = "unrepeatable"
         if tolerance is not None and pairs:
             outcome = "within" if all(pair.apart <= tolerance for pair in pairs) else "beyond"
         return Conclusion(outcome, noise, (), pairs, 0, len(pairs), ())

@@ -137,7 +137,7 @@ def _optimizer_groups(node: Json, wanted: Json, findings: Findings) -> None:
 
 
 def _group_params(node: Json) -> set[str]:
-    return {fqn for group in groups_of(node) for fqn in group}
+    return {fqn for group in group_params_of(node) for fqn in group}
 
 
 def _whole_slots(node: Json, dims: Mapping[str, int], findings: Findings) -> None:
@@ -172,7 +172,7 @@ def _whole_slots(node: Json, dims: Mapping[str, int], findings: Findings) -> Non
             )  # fmt: skip
 
 
-def groups_of(node: Json) -> list[list[str]]:
+def group_params_of(node: Json) -> list[list[str]]:
     """The parameters of each group of an optimizer's structure; none if it has another form."""
     try:
         return [list(map(str, group["static"]["params"]["tuple"])) for group in node["fields"]["groups"]["tuple"]]

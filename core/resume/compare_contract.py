@@ -11,7 +11,7 @@ from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
-from trainfold.core.resume.compare import OPTIMIZER, groups_of, node_class
+from trainfold.core.resume.compare import OPTIMIZER, group_params_of, node_class
 from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.resume.findings import Findings
 from trainfold.core.state.contract import contract_of
@@ -90,7 +90,7 @@ def _relabelled(
         record = manifest.component(name)
         if record is None or node_class(record.nodes[0]) != OPTIMIZER or node_class(wanted.node) != OPTIMIZER:
             continue
-        have, want = groups_of(record.nodes[0]), groups_of(wanted.node)
+        have, want = group_params_of(record.nodes[0]), group_params_of(wanted.node)
         if {each for group in have for each in group} != {each for group in want for each in group}:
             prefix = f"{name}." if name == "optimizer" else f"{_ATTACHED}{name}."
             saved, more = relabelled(saved, prefix, have, want)

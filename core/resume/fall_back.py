@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, ResumeRefused, TrainfoldError
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.history.quarantine import Outcome, outcome_of, worst_outcome
+from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_outcome
 from trainfold.core.problem import Problem, problem_of
 from trainfold.core.resume.request import ResumeRequest
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
@@ -96,7 +96,7 @@ class Failure:
 
     problem: Problem
     may_fall_back: bool
-    outcome: Outcome
+    outcome: LoadOutcome
 
 
 def failure_of(error: TrainfoldError) -> Failure:
@@ -104,7 +104,7 @@ def failure_of(error: TrainfoldError) -> Failure:
     return Failure(problem_of(error), isinstance(error, CheckpointError), outcome_of(error))
 
 
-def outcome_of_all(failures: Sequence[Failure]) -> Outcome:
+def outcome_of_all(failures: Sequence[Failure]) -> LoadOutcome:
     """What the quarantine records of an attempt: the worst of all ranks."""
     return worst_outcome(each.outcome for each in failures)
 

@@ -166,7 +166,7 @@ def disagreement(name: str, found: Sequence[tuple[int, str, str]], first: str) -
     )
 
 
-def first_difference(name: str, one: Described, other: Described) -> tuple[str, str, str]:
+def first_disagreement(name: str, one: Described, other: Described) -> tuple[str, str, str]:
     """The first leaf that two ranks describe differently, with both descriptions."""
     if not is_same(one.node, other.node):
         return _first_node(name, one.node, other.node)
@@ -181,7 +181,7 @@ def first_difference(name: str, one: Described, other: Described) -> tuple[str, 
 
 
 def _first_node(path: str, one: Json, other: Json, tag: str = "") -> tuple[str, str, str]:
-    """`first_difference` of two nodes, in the form of `trainfold.core.format.structure.rebuild`; ``tag`` is the tag above them."""
+    """`first_disagreement` of two nodes, in the form of `trainfold.core.format.structure.rebuild`; ``tag`` is the tag above them."""
     if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
         for key in one:
             if not is_same(one[key], other[key]):

@@ -19,7 +19,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 from trainfold.core.save.file_layout import FilePlan, plan_file
-from trainfold.core.save.replicas import first_difference, is_same, structures_differ
+from trainfold.core.save.replicas import first_disagreement, is_same, structures_differ
 
 
 @final
@@ -148,7 +148,7 @@ def _component(name: str, ranks: list[Described]) -> ComponentPlan:
             continue
         if is_own:
             break
-        raise structures_differ(*first_difference(name, first, other), rank)
+        raise structures_differ(*first_disagreement(name, first, other), rank)
     # Equal structures may hold unequal tensors, so only a component without tensors is known to be the same on all ranks.
     if is_own and len(ranks) > 1 and (first.tensors or not all(is_same(other.node, first.node) for other in ranks)):
         return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.optim.schedule import ScheduleFunction, describe
+from trainfold.core.optim.schedule import ScheduleFunction, describe_schedule
 from trainfold.core.rng import make_key
 from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.fqn import NamedTensors, canonical_name, check_real
@@ -70,7 +70,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
             ties=named.ties,
         ),
         optimizer=init(given),
-        scheduler=describe(schedule),
+        scheduler=describe_schedule(schedule),
         trainer=Progress(),
         dataset=dataset,
         rng=make_key(seed),

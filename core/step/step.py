@@ -12,7 +12,7 @@ from trainfold.core.checks import count, real_given
 from trainfold.core.errors import InvalidArgument, NonFinite
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
-from trainfold.core.optim.schedule import ScheduleFunction, check_same, describe
+from trainfold.core.optim.schedule import ScheduleFunction, check_schedule, describe_schedule
 from trainfold.core.rng import Key, fold_in, forked_rng
 from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.state.leaves import Lease, Leaves
@@ -91,7 +91,7 @@ class Step(Generic[B]):
 
     def _check(self, state: TrainState) -> tuple[TrainableState, Key]:
         ready = check_trainable(state, needs_optimizer_state=isinstance(self._optimizer, Optimizer))
-        check_same(ready.scheduler, self._scheduler)
+        check_schedule(ready.scheduler, self._scheduler)
         check_contract(ready, self.contract)
         return ready, key_of(ready)
 
@@ -320,7 +320,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         loss_fn=loss_fn,
         optimizer=optimizer if mine else (init, update),
         schedule=schedule,
-        scheduler=describe(schedule),
+        scheduler=describe_schedule(schedule),
         accumulate=accumulate,
         clip_norm=largest,
         collectives=ranks,

@@ -89,6 +89,14 @@ def rooms_of(tree: Path) -> dict[str, list[Path]]:
 PACKAGES = ("core", "backends", "adapters", "properties")
 HOLDS = 12
 ENTRY_POINTS = {"adapters/cli"}  # `trainfold.adapters.cli:main`, which the console script names
+MAY_REPEAT = {  # one meaning in both places
+    "main": "the start of a program: the command line, and the demo's training",
+    "plan": "`trainfold.plan`, and the command of this name",
+    "leaves": "those of a tree, and the strategy that makes such values",
+    "make_settings": "the checked settings of the demo and of a rehearsal",
+    "tables": "the result of the demo and of a rehearsal, for people",
+    "as_json": "the result of the demo and of a rehearsal, for programs",
+}
 
 
 def room_problems(tree: Path) -> list[str]:
@@ -105,13 +113,15 @@ def room_problems(tree: Path) -> list[str]:
     for package in PACKAGES:
         modules = [path for path in (tree / package).rglob("*.py") if path.name != "__init__.py"]
         names = Counter(path.stem for path in modules)
-        classes = Counter(
-            node.name
-            for path in modules
-            for node in ast.parse(path.read_text()).body
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-        )
-        found += [f"{package}: {name} twice" for name, count in (names + classes).items() if count > 1]
+        found += [f"{package}: {name} twice" for name, count in names.items() if count > 1]
+    defined = Counter(
+        node.name
+        for package in PACKAGES
+        for path in (tree / package).rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    )
+    found += [f"{name} is defined twice" for name, count in defined.items() if count > 1 and name not in MAY_REPEAT]
     return found
 
 
@@ -127,7 +137,7 @@ def test_a_room_that_is_full_or_silent_and_a_name_that_is_there_twice_are_found(
     (copy_of_tree / "core" / "__init__.py").write_text('"""Values. Imports nothing."""\n\nimport json\n')
     for number in range(HOLDS):
         (room / f"more_{number}.py").write_text("")
-    (copy_of_tree / "backends" / "local.py").write_text("class LocalStore: ...\n")
+    (copy_of_tree / "backends" / "local.py").write_text("class LocalStore: ...\n\n\ndef describe(): ...\n")
     said = "\n".join(room_problems(copy_of_tree))
     for problem in (
         "core/exact: its __init__",
@@ -135,7 +145,8 @@ def test_a_room_that_is_full_or_silent_and_a_name_that_is_there_twice_are_found(
         "core: its __init__ holds more",
         "core/exact: 17 modules",
         "backends: local twice",
-        "backends: LocalStore twice",
+        "LocalStore is defined twice",
+        "describe is defined twice",
     ):
         assert problem in said
 

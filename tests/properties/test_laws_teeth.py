@@ -13,7 +13,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import laws, resume_law
 from trainfold.properties.laws import LawBroken
-from trainfold.properties.resume_law import Task, resume
+from trainfold.properties.resume_law import ResumeTask, resume_in_child
 
 
 def loss_fn(model, batch):
@@ -238,7 +238,7 @@ def test_what_the_new_process_raises_is_what_it_says(tmp_path):
         raise OSError("no such tokenizer")
 
     laws.save(state, tmp_path / "run")
-    resume(Task(fails, tmp_path, state, [], torch.get_num_threads()), SimpleNamespace(send=said.append))
+    resume_in_child(ResumeTask(fails, tmp_path, state, [], torch.get_num_threads()), SimpleNamespace(send=said.append))
     assert said[0].startswith("OSError: no such tokenizer")
 
 

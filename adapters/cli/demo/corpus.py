@@ -29,7 +29,7 @@ def help_text() -> bytes:
     return "\n\n".join(topics[name].strip() for name in sorted(topics)).encode()
 
 
-def windows(text: bytes, context: int) -> torch.Tensor:
+def text_windows(text: bytes, context: int) -> torch.Tensor:
     """Cut a text into windows that overlap by one byte; a remainder that does not fill a window is left out.
 
     Args:
@@ -43,7 +43,7 @@ def windows(text: bytes, context: int) -> torch.Tensor:
         InvalidArgument: if the text does not fill a window.
 
     Examples:
-        >>> [bytes(window.tolist()) for window in windows(b"abcdefgh", 3)]
+        >>> [bytes(window.tolist()) for window in text_windows(b"abcdefgh", 3)]
         [b'abcd', b'defg']
     """
     if len(text) <= context:
@@ -75,7 +75,7 @@ def make_corpus(text: bytes, *, context: int, heldout_bytes: int) -> Corpus:
         True
     """
     cut = max(0, len(text) - heldout_bytes)
-    return Corpus(train=windows(text[:cut], context), heldout=windows(text[cut:], context))
+    return Corpus(train=text_windows(text[:cut], context), heldout=text_windows(text[cut:], context))
 
 
 def as_batch(chosen: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ class Measurement:
     values: int
 
 
-def measure(state: TrainState, model: GPT, corpus: Corpus) -> Measurement:
+def held_out_losses(state: TrainState, model: GPT, corpus: Corpus) -> Measurement:
     """Evaluate a state on the held-out text, without dropout, with each of the batch sizes.
 
     Args:

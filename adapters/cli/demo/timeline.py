@@ -14,7 +14,7 @@ _STEPS_AFTER: Final = 3
 
 @final
 @attrs.frozen
-class Span:
+class TimedSpan:
     """A step or a save, timed in seconds from the start of the window's save.
 
     Attributes:
@@ -38,8 +38,8 @@ class Window:
         steps: the steps, in order.
     """
 
-    save: Span
-    steps: tuple[Span, ...]
+    save: TimedSpan
+    steps: tuple[TimedSpan, ...]
 
 
 def window_of(events: Sequence[RecordedLine]) -> Window | None:
@@ -52,7 +52,7 @@ def window_of(events: Sequence[RecordedLine]) -> Window | None:
         >>> log += [RecordedLine("step", step, 1, step + 0.5) for step in (4, 5, 6)]
         >>> window = window_of(log)
         >>> window.save, len(window.steps), window.steps[0], window.steps[3]
-        (Span(step=3, start=0.0, stop=0.5), 6, Span(step=1, start=-3.0, stop=-2.0), Span(step=4, start=0.5, stop=1.5))
+        (TimedSpan(step=3, start=0.0, stop=0.5), 6, TimedSpan(step=1, start=-3.0, stop=-2.0), TimedSpan(step=4, start=0.5, stop=1.5))
     """
     windows = sorted(_windows(events), key=lambda window: window.save.stop)
     return windows[len(windows) // 2] if windows else None
@@ -81,6 +81,7 @@ def _windows(events: Sequence[RecordedLine]) -> Iterator[Window]:
                 after = [step for step in steps if step[1] >= end][:_STEPS_AFTER]
                 if len(before) == _STEPS_BEFORE and len(after) == _STEPS_AFTER:
                     spans = (
-                        Span(number, start - begin, stop - begin) for number, start, stop in before + during + after
+                        TimedSpan(number, start - begin, stop - begin)
+                        for number, start, stop in before + during + after
                     )
-                    yield Window(Span(event.step, 0.0, end - begin), tuple(spans))
+                    yield Window(TimedSpan(event.step, 0.0, end - begin), tuple(spans))

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
-from trainfold.adapters.cli.demo.evaluation import measure
+from trainfold.adapters.cli.demo.evaluation import held_out_losses
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import DemoSettings, read_settings
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -72,7 +72,7 @@ def train(run: Path, settings: DemoSettings, log: RecordFile, *, in_background: 
     )
     cursor = make_cursor(len(corpus.train), seed=settings.seed)
     fresh = init_state(model, adamw, seed=settings.seed, schedule=schedule, dataset=cursor)
-    state, resumed_from = resume(run, fresh)
+    state, resumed_from = resume_run(run, fresh)
     first = 0 if state.trainer is None else state.trainer.step
     log.write("start", first, resumed_from=resumed_from)
     with (_saves_in_background if in_background else _saves_in_the_loop)(run, settings, log) as boundary:
@@ -83,7 +83,7 @@ def train(run: Path, settings: DemoSettings, log: RecordFile, *, in_background: 
             state = state.evolve(dataset=cursor.advance(settings.batch_size))
             log.write("step", done, loss=float(metrics["loss"]))
             boundary(state, done)
-    measured = measure(state, model, corpus)
+    measured = held_out_losses(state, model, corpus)
     log.write("done", steps, fingerprints=fingerprint(state), evaluation=measured.loss, measured=attrs.asdict(measured))
 
 
@@ -118,7 +118,7 @@ def _saves_in_background(run: Path, settings: DemoSettings, log: RecordFile) -> 
         yield lambda state, done: manager.finish(state) if done == settings.steps else manager.step(state)
 
 
-def resume(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
+def resume_run(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
     """Load the newest complete checkpoint of a run; return its state and its name, or the fresh state and None if there is none.
 
     Raises:

@@ -111,7 +111,7 @@ class MeasuredDifference:
     sizes: Mapping[str, LeafSize | None]
 
 
-def measure(
+def difference_size(
     one: KeptCheckpoints, other: KeptCheckpoints, found: tuple[RunDifference, ...]
 ) -> MeasuredDifference | None:
     """The size of the first difference between components of two runs; None if the data of these checkpoints are gone.

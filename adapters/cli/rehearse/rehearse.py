@@ -15,7 +15,7 @@ from trainfold.adapters.cli.rehearse.disk_space import DiskSpace
 from trainfold.adapters.cli.rehearse.document import as_json
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
 from trainfold.adapters.cli.rehearse.findings import Rehearsed, error_of, hit_text, tables
-from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, measure
+from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, difference_size
 from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
@@ -128,7 +128,7 @@ def _run_all(directory: Path, settings: RehearsalSettings, shown: Display) -> Re
     tolerance = None if failed is not None else settings.tolerance
     conclusion = conclude(whole.stretch, again.stretch, [each.stretch for each in killed], tolerance=tolerance)
     found, other = (conclusion.noise, AGAIN) if conclusion.noise else (conclusion.found, KILLED)
-    measured = measure(kept[WHOLE], kept[other], found)
+    measured = difference_size(kept[WHOLE], kept[other], found)
     for name, each in kept.items():
         each.clear(except_step=measured.step if measured is not None and name in (WHOLE, other) else None)
     return Rehearsed(settings, whole, again, tuple(killed), conclusion, measured, room.facts, failed)

@@ -12,7 +12,7 @@ from trainfold.adapters.components.optimizer_state import groups_of
 from trainfold.adapters.components.scheduler import SchedulerPart
 from trainfold.adapters.draws.batch_digest import batch_digest
 from trainfold.adapters.live.restore import refusals, write_all
-from trainfold.adapters.own_state.read_back import Difference, first_difference
+from trainfold.adapters.own_state.read_back import Difference, first_unequal
 from trainfold.adapters.streams.rng_streams import RngPart, preserved_rng
 from trainfold.core import tree
 from trainfold.core.errors import RestoreRefused
@@ -163,8 +163,8 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _difference(name: str, before: Any, part: ComponentAdapter) -> Difference | None:
     now = part.capture()
-    found = first_difference(before, now, name)
-    if found is None or first_difference(part.capture(), now, name) is not None:
+    found = first_unequal(before, now, name)
+    if found is None or first_unequal(part.capture(), now, name) is not None:
         return None  # a state that differs at each capture, such as a clock, cannot be compared
     return found
 

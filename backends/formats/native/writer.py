@@ -21,7 +21,7 @@ PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy a
 
 
 @runtime_checkable
-class Source(Protocol):
+class PiecewiseTensor(Protocol):
     """A tensor that the training uses too, so its bytes are read piece by piece."""
 
     @property
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 def write_file(
-    plan: FilePlan, tensors: Mapping[str, torch.Tensor | Source], *, store: Store, directory: str
+    plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], *, store: Store, directory: str
 ) -> WrittenFile:
     """Write one file of a save. Its contents are durable on return.
 
@@ -70,7 +70,7 @@ def write_file(
 class _Stream:
     """The parts of a file, and the digests of the parts that were requested so far."""
 
-    def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | Source], where: str) -> None:
+    def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], where: str) -> None:
         self.whole = xxhash.xxh3_128()
         self.tensor_digests: dict[str, str] = {}
         self._plan = plan

@@ -122,7 +122,7 @@ def leaves_of(value: Kind) -> Kind:
     return _mapping(f"Leaves[{value.hint}]", "tensors or values by name", ("leaves",), value)
 
 
-def mapping_of(value: Kind) -> Kind:
+def mapping_kind(value: Kind) -> Kind:
     """A mapping of text to values of one kind."""
     return _mapping(f"Mapping[{value.hint}]", "a mapping of names", ("dict", "leaves", *sorted(_PAIRED)), value)
 

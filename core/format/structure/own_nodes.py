@@ -19,7 +19,7 @@ from trainfold.core.format.structure.kinds import (
     either,
     fields_of,
     leaves_of,
-    mapping_of,
+    mapping_kind,
     node_of,
     tuple_of,
 )
@@ -50,9 +50,9 @@ NODES: Final[Nodes] = dict(
                 "trainer": either(node_of("trainfold.Progress"), NONE),
                 "dataset": ANYTHING,
                 "rng": ANYTHING,
-                "extra": mapping_of(ANYTHING),
+                "extra": mapping_kind(ANYTHING),
             },
-            static={"contract": mapping_of(ANYTHING), "origin": node_of("trainfold.Origin")},
+            static={"contract": mapping_kind(ANYTHING), "origin": node_of("trainfold.Origin")},
             optional=["model", "optimizer", "scheduler", "trainer", "dataset", "rng", "extra", "contract", "origin"],
         ),
         _node("Progress", _each("step epoch samples tokens", INT), optional=["step", "epoch", "samples", "tokens"]),
@@ -62,12 +62,12 @@ NODES: Final[Nodes] = dict(
             static={"ties": tuple_of(tuple_of(TEXT, 2))},
             optional=["ties"],
         ),
-        _node("ParamGroup", {"hyper": mapping_of(ANYTHING)}, static={"params": tuple_of(TEXT)}),
+        _node("ParamGroup", {"hyper": mapping_kind(ANYTHING)}, static={"params": tuple_of(TEXT)}),
         _node(
             "OptimizerState",
             {
                 "kind": TEXT,
-                "slots": leaves_of(mapping_of(ANYTHING)),
+                "slots": leaves_of(mapping_kind(ANYTHING)),
                 "groups": tuple_of(node_of("trainfold.ParamGroup")),
                 "masters": either(leaves_of(TENSOR), NONE),
             },
@@ -79,7 +79,7 @@ NODES: Final[Nodes] = dict(
             {
                 "base": node_of("trainfold.OptimizerState"),
                 **_each("own loose attributes", ANYTHING),
-                "held": mapping_of(ANYTHING),
+                "held": mapping_kind(ANYTHING),
             },
             optional=["own", "loose", "attributes", "held"],
         ),
@@ -90,9 +90,9 @@ NODES: Final[Nodes] = dict(
         _node(
             "Tally",
             {
-                "accumulators": mapping_of(ANYTHING),
+                "accumulators": mapping_kind(ANYTHING),
                 "batches": INT,
-                "metrics": mapping_of(TEXT),
+                "metrics": mapping_kind(TEXT),
                 "complete": BOOL,
                 "next_index": INT,
                 "chunk": INT,

@@ -57,7 +57,7 @@ def make_node(name: str, values: Mapping[str, Any], static: Mapping[str, Any], p
         CheckpointHostile: for other fields than the class has, or values that it refuses.
         UnsupportedLeaf: for a class that is not registered in this process.
     """
-    kind = registered_classes().get(name)
+    kind = classes_by_name().get(name)
     if kind is None:
         raise UnsupportedLeaf(
             path,
@@ -80,6 +80,6 @@ def class_name(kind: type[Any]) -> str:
     return f"{module}.{kind.__qualname__}"
 
 
-def registered_classes() -> dict[str, type[Any]]:
+def classes_by_name() -> dict[str, type[Any]]:
     """Name in the format -> class, for every node class of this process that a checkpoint may name."""
     return {class_name(kind): kind for kind in tree.registered_classes() if attrs.has(kind)}

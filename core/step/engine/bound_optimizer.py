@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidState, MastersRebuilt, UnsupportedOptimizer
-from trainfold.core.optim.param_groups import check_cover
+from trainfold.core.optim.param_groups import check_partition
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.masters import check_masters, is_low_precision, make_masters
 from trainfold.core.state.state import OptimizerState, ParamGroup
@@ -85,7 +85,7 @@ class BoundOptimizer:
             )
         members = tuple(group.params for group in state.groups)
         if members != self._covered:  # usually the same objects as in the last step, so that no names are compared
-            check_cover(state.groups, self._params)
+            check_partition(state.groups, self._params)
             self._covered = members
         self._bind_masters(state)
         slots = state.slots.alive()

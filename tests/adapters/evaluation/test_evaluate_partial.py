@@ -21,7 +21,7 @@ from trainfold import metrics as M
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
 from trainfold.core.exact.sum import exact_add, exact_zero
-from trainfold.core.metrics.metric import text_of
+from trainfold.core.metrics.metric import metric_text
 
 
 def test_a_limit_of_time_around_a_part_does_not_make_it_whole():
@@ -523,13 +523,13 @@ def scaled(factor):
     ],
 )
 def test_metrics_that_differ_in_a_field_have_another_text(one, other):
-    assert text_of(one) != text_of(other)
-    assert text_of(one) == text_of(copy.deepcopy(one) if not callable(getattr(one, "number", None)) else one)
+    assert metric_text(one) != metric_text(other)
+    assert metric_text(one) == metric_text(copy.deepcopy(one) if not callable(getattr(one, "number", None)) else one)
 
 
 def test_the_text_of_a_metric_is_the_same_in_every_process():
     script = (
-        "import dataclasses\nfrom trainfold.core.metrics.metric import text_of\n"
+        "import dataclasses\nfrom trainfold.core.metrics.metric import metric_text\n"
         "T = dataclasses.make_dataclass('T', ['tags'])\n"
         "print(text_of(T(frozenset(['a', 'b', 'c', 'd', 'e']))))"
     )

@@ -343,7 +343,7 @@ def test_a_process_that_never_imported_metrics_reads_a_checkpoint_that_has_a_tal
     manifest = (tmp_path / "run" / "step-00000000" / "manifest.json").read_text()
     named = set(re.findall(r'"node": ?"(trainfold\.\w+)"', manifest))
     assert {"trainfold.Tally", "trainfold.Quotient", "trainfold.Bins"} <= named
-    script = "from trainfold.core.format.structure.rebuild import registered_classes; print(*registered_classes())"
+    script = "from trainfold.core.format.structure.rebuild import classes_by_name; print(*classes_by_name())"
     known = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert named <= set(known)
 

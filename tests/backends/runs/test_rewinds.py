@@ -30,7 +30,7 @@ from trainfold.core.data.cursor import DataCursor
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, SaveFailed
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.history.inventory import lineage
-from trainfold.core.history.quarantine import Outcome
+from trainfold.core.history.quarantine import LoadOutcome
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.rng import make_key
 from trainfold.core.save.retention import keep_best, keep_last
@@ -38,7 +38,7 @@ from trainfold.core.state.descent import Descent
 from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")
-DAMAGED = Outcome("damaged", "its digest is another one")
+DAMAGED = LoadOutcome("damaged", "its digest is another one")
 
 
 def state_at(step, value=None):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trainfold import metrics as M
 from trainfold.core import tree
-from trainfold.core.evaluate.combine import check_layouts, layout_of, pack, unpack
+from trainfold.core.evaluate.combine import check_same_suite, layout_of, tally_of, vector_of
 from trainfold.core.evaluate.suite import Tally, merge_tallies, no_tally, observe, results_of
 from trainfold.core.exact import cpu_sum, terms
 
@@ -105,9 +105,9 @@ def evaluated(shares, cuts, *, interrupted, by_wire, suite=SUITE):
         tallies.append(tally)
     if by_wire:
         layouts = [layout_of(suite, tally, world_size=len(tallies)) for tally in tallies]
-        check_layouts(layouts)
-        summed = sum(pack(tally, layouts, rank) for rank, tally in enumerate(tallies))
-        return unpack(suite, tallies[0], layouts, summed, batches=sum(tally.batches for tally in tallies))
+        check_same_suite(layouts)
+        summed = sum(vector_of(tally, layouts, rank) for rank, tally in enumerate(tallies))
+        return tally_of(suite, tallies[0], layouts, summed, batches=sum(tally.batches for tally in tallies))
     total = no_tally(suite)
     for tally in tallies:
         total = merge_tallies(suite, tally, total)

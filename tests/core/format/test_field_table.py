@@ -3,13 +3,22 @@
 import pytest
 
 from trainfold.core.errors import CheckpointHostile
-from trainfold.core.format.strict_json import count, finite, items, positive, read_fields, row, text_of, yes_or_no
+from trainfold.core.format.strict_json import (
+    finite,
+    int_of,
+    items,
+    positive_int_of,
+    read_fields,
+    row,
+    text_of,
+    yes_or_no,
+)
 
 TABLE = {
-    "step": positive,
+    "step": positive_int_of,
     "score": finite,
     "is_best": yes_or_no,
-    "kept": items(row(finite, count), least=1, most=2),
+    "kept": items(row(finite, int_of), least=1, most=2),
     "notes": items(text_of, most=1),
 }
 GOOD = {"step": 1, "score": 0.5, "is_best": True, "kept": [[0.5, 0]], "notes": []}

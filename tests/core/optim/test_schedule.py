@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from trainfold.core.errors import HorizonUnknown, InvalidSchedule, ScheduleMismatch
-from trainfold.core.optim.schedule import check_same, constant, cosine, describe, horizon, linear, wsd
+from trainfold.core.optim.schedule import check_schedule, constant, cosine, describe_schedule, horizon, linear, wsd
 
 steps = st.integers(0, 60)
 
@@ -104,16 +104,16 @@ def test_a_stream_without_a_horizon_raises():
 
 @given(any_schedule())
 def test_a_description_is_plain_and_equal_for_equal_schedules(schedule):
-    described = describe(schedule)
+    described = describe_schedule(schedule)
     assert all(value is None or isinstance(value, int | float | str) for value in described.values())
-    check_same(described, describe(schedule))
-    check_same(None, described)
+    check_schedule(described, describe_schedule(schedule))
+    check_schedule(None, described)
 
 
 def test_another_horizon_is_a_mismatch_that_lists_both():
     """A13: the horizon is compared at resume."""
     with pytest.raises(ScheduleMismatch) as caught:
-        check_same(linear(100, warmup_steps=5).describe(), linear(200).describe())
+        check_schedule(linear(100, warmup_steps=5).describe(), linear(200).describe())
     assert "total_steps=100" in str(caught.value)
     assert "total_steps=200" in str(caught.value)
     assert "warmup_steps=5" in str(caught.value)
@@ -123,7 +123,7 @@ def test_a_users_own_schedule_goes_by_its_name_and_a_stateful_schedulers_state_i
     def mine(step):
         return 0.5
 
-    assert describe(mine)["name"].endswith("mine")
-    check_same({"last_epoch": 3, "_step_count": 4}, None)
+    assert describe_schedule(mine)["name"].endswith("mine")
+    check_schedule({"last_epoch": 3, "_step_count": 4}, None)
     with pytest.raises(ScheduleMismatch):
-        check_same({"last_epoch": 3}, describe(mine))
+        check_schedule({"last_epoch": 3}, describe_schedule(mine))

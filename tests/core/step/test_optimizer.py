@@ -8,7 +8,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, MastersRebuilt, UnsupportedOptimizer
-from trainfold.core.optim.param_groups import check_cover
+from trainfold.core.optim.param_groups import check_partition
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.state import ParamGroup
@@ -262,18 +262,18 @@ def test_the_names_of_groups_are_checked_in_linear_time(size):
     """The test bounds the number of looks at each name, not the seconds."""
     names = [Looked(f"layer.{index}.weight") for index in range(size)]
     groups = (ParamGroup({}, tuple(names[::2])), ParamGroup({}, tuple(names[1::2])))
-    assert looks_of(lambda: check_cover(groups, names)) <= 10 * size
+    assert looks_of(lambda: check_partition(groups, names)) <= 10 * size
     wrong = (ParamGroup({}, (*names[1:], *names[1:3], "other")),)
     Looked.count = 0
     with pytest.raises(InvalidState, match=r"missing: \['layer\.0.*unknown: \['other.*twice: \['layer\.1\..*layer\.2"):
-        check_cover(wrong, names)
+        check_partition(wrong, names)
     assert Looked.count <= 10 * size
 
 
 def test_groups_that_did_not_change_are_not_checked_again(monkeypatch):
     """A step that does not donate binds a copy of the state each time; the names are those of the previous step."""
     checks = []
-    monkeypatch.setattr(bound_optimizer, "check_cover", lambda groups, names: checks.append(groups))
+    monkeypatch.setattr(bound_optimizer, "check_partition", lambda groups, names: checks.append(groups))
     sgd = optimizer(torch.optim.SGD, lr=0.1)
     params = {"a": torch.nn.Parameter(torch.ones(2)), "b": torch.nn.Parameter(torch.ones(2))}
     state, bound = sgd.init(params), sgd.bound_to(params)

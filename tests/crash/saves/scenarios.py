@@ -28,7 +28,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.history.quarantine import LIMIT, Outcome
+from trainfold.core.history.quarantine import LIMIT, LoadOutcome
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import TrainState
 
@@ -194,7 +194,7 @@ def quarantine(scene: Scene) -> None:
     attempt(LIMIT, older)
     scene.save(3)
     with scene.doing(Doing(3, older, attempts=LIMIT + 1)):
-        end_attempt(store, directory_of(3), Outcome("damaged", "its digest is another one"))
+        end_attempt(store, directory_of(3), LoadOutcome("damaged", "its digest is another one"))
     scene.save(3, variant=1)
 
 

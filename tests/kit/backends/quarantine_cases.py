@@ -18,7 +18,7 @@ from trainfold.core.history.inventory import lineage
 from trainfold.core.history.quarantine import (
     LIMIT,
     Attempts,
-    Outcome,
+    LoadOutcome,
     after_attempt,
     after_outcome,
     with_quarantined,
@@ -28,7 +28,7 @@ from trainfold.core.state.state import Progress, TrainState
 SEVEN, EIGHT = directory_of(7), directory_of(8)
 
 
-DAMAGED = Outcome("damaged", "a digest differs")
+DAMAGED = LoadOutcome("damaged", "a digest differs")
 
 
 def save_at(store, *steps):

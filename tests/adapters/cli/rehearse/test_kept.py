@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import trainfold
 from trainfold.adapters.cli.rehearse import kept
-from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, measure, saved_of
+from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, difference_size, saved_of
 from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
@@ -104,7 +104,7 @@ def test_differences_are_measured_in_the_files_and_outlive_the_run(tmp_path, mon
         for step in (1, 2):
             LocalStore(tmp_path / name / "run").delete(f"step-{step:08d}/")
     found = difference_of(whole, other)
-    measured = measure(whole, other, found)
+    measured = difference_size(whole, other, found)
     assert measured.step == 2
     assert list(measured.sizes) == ["w"]
     size = measured.sizes["w"]
@@ -132,7 +132,7 @@ def test_what_is_kept_is_thinned_to_the_first_that_differs(tmp_path):
 def test_another_shape_is_not_measured_and_a_filesystem_without_links_keeps_nothing(tmp_path, monkeypatch):
     whole = make_kept(tmp_path / "whole", {1: torch.ones(4)})
     other = make_kept(tmp_path / "killed", {1: torch.ones(5)})
-    assert measure(whole, other, difference_of(whole, other)) is None
+    assert difference_size(whole, other, difference_of(whole, other)) is None
 
     def refuses(*_, **__):
         raise OSError(1, "Operation not permitted")
@@ -141,7 +141,7 @@ def test_another_shape_is_not_measured_and_a_filesystem_without_links_keeps_noth
         patch.setattr(os, "link", refuses)
         assert keep_checkpoint(tmp_path / "whole" / "run" / "step-00000001", tmp_path / "none") is None
     assert list((tmp_path / "none").iterdir()) == []
-    assert measure(whole, KeptCheckpoints(tmp_path / "none"), difference_of(whole, other)) is None
+    assert difference_size(whole, KeptCheckpoints(tmp_path / "none"), difference_of(whole, other)) is None
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from trainfold.core.history.quarantine import (
     MAX_REASONS,
     MAX_RECORDS,
     Attempts,
-    Outcome,
+    LoadOutcome,
     after_attempt,
     after_outcome,
     after_success,
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_quarantined_when_it_is_proved_bad_or_has_failed_as_ofte
             digest = digest_of(bytes([revision[name]]))
             attempts = after_attempt(attempts, name, digest)
             if event != "died":
-                attempts = after_outcome(attempts, name, digest, Outcome(event, f"{event} é\ud800"))
+                attempts = after_outcome(attempts, name, digest, LoadOutcome(event, f"{event} é\ud800"))
         if event in {"saved again", "loaded"}:
             failures[name], proved[name] = 0, False
         failures[name] += event in {"died", "failed", "damaged"}
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_quarantined_when_it_is_proved_bad_or_has_failed_as_ofte
 @given(outcomes=st.lists(st.sampled_from(ENDINGS), min_size=1, max_size=5))
 def test_an_attempt_of_several_ranks_ended_as_for_the_worst(outcomes):
     """P07: one rank that saw wrong bytes is enough, and only a load of all is a load."""
-    assert worst_outcome(map(Outcome, outcomes)).ending == max(outcomes, key=ENDINGS.index)
+    assert worst_outcome(map(LoadOutcome, outcomes)).ending == max(outcomes, key=ENDINGS.index)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_remembered_is_bounded():
         name, digest = directory_of(step), digest_of(bytes([step]))
         for reason in range(MAX_REASONS + 3):
             attempts = after_attempt(attempts, name, digest)
-            attempts = after_outcome(attempts, name, digest, Outcome("failed", f"{reason}" + "é" * 10_000))
+            attempts = after_outcome(attempts, name, digest, LoadOutcome("failed", f"{reason}" + "é" * 10_000))
     data = quarantine_to_json(attempts)
     assert len(data) <= QUARANTINE_LIMIT_BYTES
     assert quarantine_from_json(data) == attempts

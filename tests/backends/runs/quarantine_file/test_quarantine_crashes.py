@@ -23,7 +23,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.history.quarantine import (
     LIMIT,
-    Outcome,
+    LoadOutcome,
     Tried,
 )
 from trainfold.core.history.quarantine_json import (
@@ -45,7 +45,7 @@ def test_after_any_crash_the_record_is_whole_and_counts_each_attempt_that_was_ac
     actions = [
         lambda: begin_attempt(store, EIGHT),
         lambda: begin_attempt(store, EIGHT),
-        lambda: end_attempt(store, EIGHT, Outcome("interrupted")),
+        lambda: end_attempt(store, EIGHT, LoadOutcome("interrupted")),
         lambda: begin_attempt(store, EIGHT),
         lambda: end_attempt(store, EIGHT),
         lambda: begin_attempt(store, EIGHT),

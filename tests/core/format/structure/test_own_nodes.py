@@ -10,7 +10,7 @@ import torch
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.format.structure import kinds
 from trainfold.core.format.structure.own_nodes import COMPONENTS, NODES
-from trainfold.core.format.structure.rebuild import class_name, registered_classes
+from trainfold.core.format.structure.rebuild import class_name, classes_by_name
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState
 
@@ -32,7 +32,7 @@ def kind_of(hint):
     if origin is Leaves:
         return kinds.leaves_of(kind_of(arguments[0]))
     if origin is Mapping and arguments[0] is str:
-        return kinds.mapping_of(kind_of(arguments[1]))
+        return kinds.mapping_kind(kind_of(arguments[1]))
     assert attrs.has(hint), hint
     return kinds.node_of(class_name(hint))
 
@@ -52,7 +52,7 @@ def fields_of(name, kind):
 
 def test_the_table_has_every_class_of_trainfold_that_a_checkpoint_may_name():
     """U05: a class missing from the table would be read without checks of its fields."""
-    own = {name: kind for name, kind in registered_classes().items() if name.startswith("trainfold.")}
+    own = {name: kind for name, kind in classes_by_name().items() if name.startswith("trainfold.")}
     assert NODES.keys() == own.keys()
     for name, kind in own.items():
         assert NODES[name] == fields_of(name, kind), name
