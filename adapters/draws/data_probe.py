@@ -35,7 +35,7 @@ def compare_batch(
 
     Args:
         last: the last batch of the position.
-        found: what was drawn now; None at the end of the data.
+        found: the batch drawn now; None at the end of the data.
         policy: the policy of the restore.
         drew_from: components under ``extra`` that this draw has changed and whose values before the batch are unknown. If
             there are any, a difference proves nothing.

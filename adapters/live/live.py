@@ -172,7 +172,7 @@ class Live:
         """Yield the loader's batches from the position on, also from the middle of an epoch, and epoch after epoch.
 
         ``set_epoch`` is called on samplers that have it, before the sampler is started. If ``epochs`` or ``steps`` are
-        reached already, nothing is drawn and no iterator is made; for ``epochs`` a warning is logged.
+        reached already, no batch is drawn and no iterator is made; for ``epochs`` a warning is logged.
 
         In the body of a loop over `epochs` it yields the batches of that epoch. If random streams have moved since a
         restore, they are put back at the first batch, and a warning names them.

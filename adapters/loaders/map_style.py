@@ -48,7 +48,7 @@ class MapFeed(AtPosition):
     def rewind(self) -> None:
         """Go back to the position: batches handed out but not consumed will be handed out again."""
         if self._deliveries.waiting:
-            self._iterators.alive = False  # the workers have drawn what will be drawn again
+            self._iterators.alive = False  # the workers have already drawn batches that will be drawn again
             self._at.forget_unread()
             self._drawer.watch.again.clear()
         self._deliveries.waiting.clear()
@@ -89,7 +89,7 @@ class MapFeed(AtPosition):
         that they have drawn are taken from them.
 
         Raises:
-            DataPositionMismatch: if these workers lived in a process that has died, and it is not known what they had drawn.
+            DataPositionMismatch: if these workers lived in a process that has died, and it is not known which batches they had drawn.
         """
         self._run += 1
         iterator, self._living = self._living, None

@@ -89,7 +89,7 @@ class StatefulPosition:
         self.draws.end_epoch()
 
     def digest_now(self) -> str | None:
-        """Digest of everything that was drawn in this epoch."""
+        """Digest of all batches drawn in this epoch."""
         if self.replay is None:
             return self.digest
         return self.replay.digest if self.drawn else ""
@@ -139,7 +139,7 @@ class StatefulPosition:
         }
 
     def state(self) -> Any:
-        """The loader's state; None if the position needs no state, or nothing was drawn."""
+        """The loader's state; None if the position needs no state, or no batch was drawn."""
         if self.loaded is not None or (self.digest_now() is not None and self.began is None):
             return self.loaded
         untouched = self.iterator is None and self.drawing == 0

@@ -50,7 +50,7 @@ class CopyRoom:
         """Memory for all possible copies, so that a second one is never needed; and how much of it to make present.
 
         Args:
-            leaves: what is held.
+            leaves: the held leaves.
             size_bytes: how much was asked for; None is returned if there is no room for any of it.
         """
         room = self._left(leaves)

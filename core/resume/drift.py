@@ -55,7 +55,7 @@ RECIPES: Mapping[str, str] = {
     "hyperparameters": "Change another hyperparameter",
     "optimizer": "Change the optimizer",
     "batch_size": "Change the batch size",
-    "samples": "Change what is drawn",
+    "samples": "Change which samples are drawn",
     "missing": "Change the layers",
     "unexpected": "Change the layers",
     "shape": "Observers that resize",

@@ -258,7 +258,7 @@ FOUND = {  # each raised a raw error or loaded other values than were saved; tho
     "a key of too many bits": (lambda d: fields_of(d, "rng").update(bits=HUGE), False),
     "a negative key": (lambda d: fields_of(d, "rng").update(bits=-1), False),
     "a component named extra": (lambda d: component(d, "mine").update(name="extra"), False),
-    "a component that is no identifier": (lambda d: component(d, "mine").update(name="a-b"), False),
+    "a component whose name is not an identifier": (lambda d: component(d, "mine").update(name="a-b"), False),
     "a deep contract": (lambda d: d["contract"].update(mine="@list 900"), False),
     "a node as a key": (lambda d: mine(d)["pairs"]["map"].append([NODE, 1]), False),
     "a tensor as a key": (lambda d: mine(d)["pairs"]["map"].append([{"t": 0}, 1]), False),

@@ -278,7 +278,7 @@ def body_problems(body: Any, loaders: Collection[str]) -> list[TrainfoldError]:
 
 
 def _leave(feed: Feed) -> None:
-    """Begin the next epoch; persistent workers first draw ahead what they had drawn in the process that has died."""
+    """Begin the next epoch; persistent workers first draw again the batches that they had drawn ahead in the process that has died."""
     try:
         feed.leave_epoch()
     except DataPositionMismatch:

@@ -243,7 +243,7 @@ CLOSURES = {
 NOT_RUN = {
     name: why
     for name, why in {
-        "pytorch_optimizer.demo": "needs einops, which is no dependency of the development environment"
+        "pytorch_optimizer.demo": "needs einops, which is not a dependency of the development environment"
     }.items()
     if importlib.util.find_spec("einops") is None
 }

@@ -87,7 +87,7 @@ def test_other_data_behind_the_same_length_are_refused_before_training_goes_on(n
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("draws", [False, True])
 def test_the_probe_moves_no_stream(workers, draws, kind):
-    """W03: the run continues as if nothing had been drawn again."""
+    """W03: the run continues as if no batch had been drawn again."""
     dataset = partial(Data, draws=draws)
     live = start(workers, dataset(), kind)
     whole = []

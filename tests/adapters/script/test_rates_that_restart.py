@@ -1,4 +1,4 @@
-"""W08: a schedule held by no attached object is named if a resume restarts it; a rate computed from the step is not."""
+"""W08: a schedule that no attached object references is named if a resume restarts it; a rate computed from the step is not."""
 
 import math
 import warnings

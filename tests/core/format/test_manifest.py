@@ -127,7 +127,7 @@ HOSTILE = {
     "huge shape": lambda d: d["components"][0]["tensors"][0][0].update(shape=[2**40, 2**40]),
     "many dimensions": lambda d: d["components"][0]["tensors"][0][0].update(shape=[1] * 1000),
     "unknown dtype": lambda d: d["components"][0]["tensors"][0][0].update(dtype="object"),
-    "dtype of torch that is none": lambda d: d["components"][0]["tensors"][0][0].update(dtype="save"),
+    "name in torch that is not a dtype": lambda d: d["components"][0]["tensors"][0][0].update(dtype="save"),
     "no shards": lambda d: d["components"][0]["tensors"][0][0].update(shards=[]),
     "overlapping ranges": lambda d: d["components"][0]["tensors"][0].append(
         {**d["components"][0]["tensors"][0][0], "path": "model.params['v']"}

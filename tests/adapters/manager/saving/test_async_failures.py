@@ -221,7 +221,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_touched(wrong):
 
 
 def test_a_manager_leaves_no_hook_and_keeps_nothing_alive():
-    """D03: nothing is held when no save is under way."""
+    """D03: the manager holds no leaf when no save is under way."""
     job = Job()
     before = len(job.optimizer._optimizer_step_pre_hooks)
     with CheckpointManager(PausingStore(), mode="async") as manager:
