@@ -1,4 +1,4 @@
-"""`Helpers`: threads that share the work of a block with the block's own thread, which never waits for one that has not started.
+"""`Helpers`: threads that share a caller's tasks, such as reading files; the caller also works, and never waits for one to start.
 
 A thread is made once. At the end of a block it waits for the next block of any thread, so a run of saves starts as many threads as one
 save needs.

@@ -1,4 +1,4 @@
-"""`Feed`: the protocol of what batches come from, a loader with a position.
+"""`Feed`: the protocol of the source that a loop reads batches from: a loader with a position.
 
 Also what every feed needs: the batches in flight, the generators of a loader, and checks of a position. The feeds are in `loaders`.
 """

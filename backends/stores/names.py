@@ -1,4 +1,4 @@
-"""The names that a store accepts."""
+"""Checks the names of files: which ones a store accepts, so that no name leads outside a run."""
 
 import re
 from typing import Final

@@ -1,4 +1,4 @@
-"""`plan_best`: which of the N best stay after a new result, decided before anything is deleted; and `rewound`."""
+"""`plan_best`: which of the N best stay after a new result, decided before any deletion; `rewound`: which stay after a rewind."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, final

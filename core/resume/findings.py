@@ -1,4 +1,4 @@
-"""`Findings`: what a comparison has found so far."""
+"""`Findings`: collects the drifts, problems and unused leaves that comparing a checkpoint with the run finds."""
 
 from collections.abc import Mapping
 

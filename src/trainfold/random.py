@@ -1,4 +1,4 @@
-"""Randomness as an argument.
+"""Random numbers that are a function of an explicit key, and the random streams of ranks.
 
 The names are re-exports, each documented where it lives.
 """
