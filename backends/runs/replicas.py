@@ -17,9 +17,9 @@ from trainfold.core.save.replicas import (
     Leaves,
     Proof,
     differing,
-    disagreement,
     first_in_doubt,
     is_trained,
+    replicas_differ,
 )
 from trainfold.core.tensor_memory import tensor_bytes
 
@@ -94,4 +94,4 @@ def check_copies(
     path = names[0] if names else ""
     found = world.gather((len(names), path, repr(mine.get(path, "nothing"))[:80]))
     odd = next(each[1] for each in found if each[0])
-    raise disagreement(name, found, repr(first.get(odd, "nothing"))[:80])
+    raise replicas_differ(name, found, repr(first.get(odd, "nothing"))[:80])

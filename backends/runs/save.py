@@ -39,7 +39,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import Proof, absent_optional, summary
 from trainfold.core.save.save_plan import SavePlan, plan_save
-from trainfold.core.save.written import WrittenFile, manifest_of, stale_files, wrong_size
+from trainfold.core.save.written import WrittenFile, incomplete_file, manifest_of, stale_files
 from trainfold.core.state.descent import Descent
 
 T = TypeVar("T")
@@ -297,7 +297,7 @@ def run_save(  # noqa: PLR0913 - keywords
         nonlocal data
         with named_failures(f"{store.url}/{plan.directory}"):
             sizes = {file.name: store.size(f"{plan.directory}/{file.name}") for file in plan.files}
-            error = wrong_size(plan, f"{store.url}/{plan.directory}", sizes)
+            error = incomplete_file(plan, f"{store.url}/{plan.directory}", sizes)
             if error is not None:
                 raise error
         data = _proved_bytes(manifest, plan.directory)

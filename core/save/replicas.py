@@ -146,7 +146,7 @@ def _text(held: Mapping[str, Any], name: str) -> bytes:
     return canonical_json([held[name]]) if name in held else b""
 
 
-def disagreement(name: str, found: Sequence[tuple[int, str, str]], first: str) -> RanksDisagree:
+def replicas_differ(name: str, found: Sequence[tuple[int, str, str]], first: str) -> RanksDisagree:
     """The error that every rank raises.
 
     Args:

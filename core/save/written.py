@@ -65,7 +65,7 @@ def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
     return Manifest(head, plan.world_size, components, omitted, contract, versions, tuple(files))
 
 
-def wrong_size(plan: SavePlan, url: str, sizes: Mapping[str, int | None]) -> SaveFailed | None:
+def incomplete_file(plan: SavePlan, url: str, sizes: Mapping[str, int | None]) -> SaveFailed | None:
     """The error for a file that is not there in its planned size before the commit, or None if all are.
 
     Args:

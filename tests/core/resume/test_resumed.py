@@ -87,7 +87,7 @@ def test_settings_of_the_checkpoint_are_recorded_for_objects_that_are_attached_l
 
 
 def test_a_drift_that_adapts_a_scheduler_is_in_the_origin():
-    """Attached schedulers continue under the settings of the run only where the plan says so."""
+    """Attached schedulers continue under the settings of the run only where the plan says `adapt`."""
     drifts = (
         Drift("scheduler", "scheduler.lr.base_lrs", "10", "20", "adapt"),
         Drift("schedule_function", "scheduler.f", "a", "b", "warn"),

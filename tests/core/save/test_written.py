@@ -8,7 +8,7 @@ from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import FileRecord, Head, Manifest
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.save.save_plan import plan_save
-from trainfold.core.save.written import stale_files, wrong_size
+from trainfold.core.save.written import incomplete_file, stale_files
 
 NAMES = st.sampled_from([MANIFEST, "a.safetensors", "a.r1.safetensors", "b.safetensors", "sidecar"])
 
@@ -25,8 +25,8 @@ def test_a_file_that_is_not_there_in_its_size_stops_the_commit_and_is_named():
     plan = plan_save([{"ema": describe({"w": torch.ones(2)}, "ema")[0]}], step=3)
     sizes = {file.name: file.size_bytes for file in plan.files}
     assert sizes
-    assert wrong_size(plan, "runs/a/step-00000003", sizes) is None
+    assert incomplete_file(plan, "runs/a/step-00000003", sizes) is None
     for name, size in sizes.items():
-        assert "no file" in str(wrong_size(plan, "runs/a/step-00000003", {**sizes, name: None}))
-        error = wrong_size(plan, "runs/a/step-00000003", {**sizes, name: size + 1})
+        assert "no file" in str(incomplete_file(plan, "runs/a/step-00000003", {**sizes, name: None}))
+        error = incomplete_file(plan, "runs/a/step-00000003", {**sizes, name: size + 1})
         assert name in error.where
