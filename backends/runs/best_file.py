@@ -12,7 +12,14 @@ from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.api import Run, open_store
 from trainfold.backends.runs.best_lock import best_json_lock
-from trainfold.backends.runs.best_reader import BEST_POINTER, best_bytes, carried, parsed_best, read_best, timelines_at
+from trainfold.backends.runs.best_reader import (
+    BEST_POINTER,
+    best_bytes,
+    carried_entries,
+    parsed_best,
+    read_best,
+    timelines_at,
+)
 from trainfold.backends.runs.scan import read_run_id
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile, Placed, best_to_json
@@ -159,7 +166,7 @@ def _loaded(
     def load() -> tuple[BestRecord, tuple[BestEntry, ...], tuple[str, ...]]:
         meant = attrs.evolve(wanted, run_id=read_run_id(store)) if wanted.run_id is None else wanted
         file = read_best(store)
-        there, reasons = ((), ()) if file is None else carried(store, file, entries(file), meant)
+        there, reasons = ((), ()) if file is None else carried_entries(store, file, entries(file), meant)
         return meant, tuple(entry for entry, _ in there), reasons
 
     meant, there, reasons = on_rank_zero(world, load)
@@ -189,7 +196,7 @@ def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...]
     old = best_bytes(store)
     was = None if old is None else parsed_best(store, old)
     if places is None:
-        kept = carried(store, was, was.kept, mine)[0] if was is not None else ()
+        kept = carried_entries(store, was, was.kept, mine)[0] if was is not None else ()
     else:
         kept = tuple((entry, timelines[entry.step]) for entry in places)
     data = best_to_json(mine, timeline=timelines[_step(mine)], kept=kept)
@@ -224,7 +231,7 @@ def _check_none_lost(store: Store, was: BestFile, mine: BestRecord, kept: list[B
     assert best.score is not None
     assert mine.score is not None
     is_better = best.step < step and beats(best.score, mine.score, direction=mine.direction)
-    if is_better and carried(store, was, [was.best], mine)[0]:
+    if is_better and carried_entries(store, was, [was.best], mine)[0]:
         raise InvalidState(
             f"{store.url}/{BEST_FILE}",
             expected=f"no better {mine.metric} than {mine.score!r}",
@@ -232,7 +239,7 @@ def _check_none_lost(store: Store, was: BestFile, mine: BestRecord, kept: list[B
             fix="start with load_best after a restart; if the measure has changed, remove the file or rename the metric",
         )
     steps = {entry.step for entry in kept}
-    for entry, _ in carried(store, was, was.entries, mine)[0] if kept else ():
+    for entry, _ in carried_entries(store, was, was.entries, mine)[0] if kept else ():
         is_dropped = entry.step < max(steps) and entry.step not in steps
         if is_dropped and ranked([entry, kept[-1]], direction=mine.direction)[0] == entry:
             raise InvalidState(

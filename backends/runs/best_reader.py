@@ -38,7 +38,7 @@ def measured_best(store: Store) -> str | None:
     return file.name
 
 
-def carried(
+def carried_entries(
     store: Store, file: BestFile, entries: Sequence[Placed], wanted: BestRecord
 ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     """The entries that the run continues with, and why others are not among them; see `BestFile.carried`."""
