@@ -1,6 +1,7 @@
 """`trainfold prune RUN`: deletes old checkpoints by the rules of a manager's retention, or shows what it would delete."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -15,11 +16,12 @@ from trainfold.backends.runs.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.problem import problem_of
 from trainfold.core.save.events import Event
-from trainfold.core.save.pruning import UNFINISHED, Pruning, newest_complete, newest_to_examine
+from trainfold.core.save.pruning import UNFINISHED, Pruning, held_back, newest_complete, newest_to_examine
 from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
 
 _COMMAND: Final = "trainfold prune"
@@ -61,31 +63,31 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
         dry_run: whether nothing is deleted. Only a deletion needs the run's lock.
 
     Returns:
-        What stays, and what went or would go.
+        What stays, and what went or would go. If the newest checkpoint proves damaged, it must not be the only one left: then nothing is
+        deleted, and the answer has the error.
 
     Raises:
         UsageError: without a rule, or for a value that a rule cannot have.
         RunEmpty: if nothing in the run is complete.
         RunLocked: while another program may save into the run.
         CheckpointError: the matching subclass, if the directory is not a run, or its ``best.json`` cannot be read.
-        CheckpointDamaged: if the newest checkpoint is damaged, so that it must not be the only one; nothing is deleted.
         SaveFailed: if something cannot be deleted.
     """
     store, inventory = open_run(run)
     policy, left_behind = _policies(store, keep)
     pruner = Pruner(store, policy, left_behind)
-    if dry_run:
-        plan = pruner.plan(_newest(store, inventory))
-        return _answer(inventory, plan, plan.deleted, _sizes(store, plan), dry_run=True)
     events: list[Event] = []
-    with store.lock():
-        written = _newest(store, open_run(run)[1])
+    with nullcontext() if dry_run else store.lock():
+        written = _newest(store, inventory if dry_run else open_run(run)[1])
         plan = pruner.plan(written)
-        _check_newest(run, written, plan)
+        damage = _damage(run, written, plan)
+        if damage is not None:
+            plan = held_back(plan, written.name, problem_of(damage))
         sizes = _sizes(store, plan)
-        pruner.prune(written, events)
-    deleted = tuple(event.checkpoint for event in events if event.checkpoint is not None)
-    return _answer(inventory, plan, deleted, sizes, dry_run=False)
+        if not dry_run and damage is None:
+            pruner.prune(written, events)
+    deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)
+    return attrs.evolve(_answer(inventory, plan, deleted, sizes, dry_run=dry_run), error=damage)
 
 
 def _policies(store: Store, keep: Keep) -> tuple[Retention, Retention | None]:
@@ -142,14 +144,9 @@ def _newest(store: Store, inventory: Inventory) -> Saved:
     return found
 
 
-def _check_newest(run: Path, newest: Saved, plan: Pruning) -> None:
-    """Read the newest checkpoint whole before others are deleted: a manager has just written its newest, but this one may be damaged.
-
-    Raises:
-        CheckpointError: the matching subclass, if it is damaged.
-    """
-    if plan.deleted and (damage := verify_checkpoint(run / newest.name).error) is not None:
-        raise damage
+def _damage(run: Path, newest: Saved, plan: Pruning) -> TrainfoldError | None:
+    """Read the newest checkpoint whole if others are to be deleted: a manager has just written its newest, but this one may be damaged."""
+    return verify_checkpoint(run / newest.name).error if plan.deleted else None
 
 
 def _sizes(store: Store, plan: Pruning) -> dict[str, int]:

@@ -154,6 +154,21 @@ def plan_pruning(  # noqa: PLR0913 - keywords
     return Pruning(mine, others, torn, alone)
 
 
+def held_back(plan: Pruning, newest: str, problem: Problem) -> Pruning:
+    """The plan if the newest complete checkpoint proves damaged when it is read whole: nothing goes, because it may be all that would be left.
+
+    Args:
+        plan: the plan that was made before it was read.
+        newest: its name.
+        problem: what is wrong with it.
+    """
+    spared = dict.fromkeys((*plan.deleted, *plan.torn), "would go if the newest checkpoint were whole")
+    alone = {**plan.left_alone, **spared, newest: f"the newest, but {_in_words(problem)}; nothing is deleted"}
+    kept = {name: why for name, why in plan.lineage.kept.items() if name != newest}
+    behind = RetentionPlan(plan.left_behind.kept, ())
+    return Pruning(RetentionPlan(kept, ()), behind, (), dict(sorted(alone.items())))
+
+
 def best_still_there(inventory: Inventory, best: BestFile) -> str | None:
     """The best of the kept checkpoints on the current lineage; None if a rewind has left all of them behind.
 
@@ -190,8 +205,12 @@ def _why_alone(entry: Entry, problem: Problem | None, written: Saved, files: Col
         is_behind = entry.head is not None and entry.head.timeline < written.timeline
         return "left behind by a rewind, and no rule is for these" if is_behind else "not of the present lineage"
     if entry.head is not None or problem.error != "CheckpointTorn":
-        return f"{problem.error}: expected {problem.expected}, found {problem.found}; no rule counts it"
+        return f"{_in_words(problem)}; no rule counts it"
     if files is None:
         return "a save that is under way or did not finish: the next save removes what did not finish"
     others = [name for name in files if not is_data_file(name)]
     return f"no manifest, and {'no file' if not files else f'{others[0]}, which no save writes'}: no rule counts it"
+
+
+def _in_words(problem: Problem) -> str:
+    return f"{problem.error}: expected {problem.expected}, found {problem.found}"

@@ -128,16 +128,23 @@ def test_a_newest_checkpoint_that_is_torn_protects_nothing(run, answered):
     assert answered("plan", run)[0]["checkpoint"] == "step-00000030"
 
 
-def test_a_damaged_newest_checkpoint_is_never_the_only_one_left(tmp_path, answered):
+def test_a_damaged_newest_checkpoint_is_never_the_only_one_left(tmp_path, call, answered):
     """The sizes of its files do not show a flipped bit: it is read whole before the others go."""
     run = tmp_path / "b"
     for step in (1, 2, 3):
         save(state_at(step), run)
     flip(next((run / "step-00000003").glob("model-*")))
     before = files_of(run)
-    _, error = answered("prune", run, "--keep-last", "1", code=14)
-    assert error["kind"] == "CheckpointDamaged"
+    for options in (["--dry-run"], []):
+        found, error = answered("prune", run, "--keep-last", "1", *options, code=14)
+        assert error["kind"] == "CheckpointDamaged"
+        why = {each["name"]: each["why"] for each in found["left_alone"]}
+        assert list(why) == ["step-00000001", "step-00000002", "step-00000003"]
+        assert "CheckpointDamaged" in why["step-00000003"]
+        assert (found["kept"], found["deleted"], found["freed_bytes"]) == ([], [], 0)
     assert {path: data for path, data in files_of(run).items() if path in before} == before
+    out, _ = call("prune", run, "--keep-last", "1", code=14)
+    assert out.count("stays") == 3
 
 
 def test_what_a_killed_save_has_left_goes(run, answered):

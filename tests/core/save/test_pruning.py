@@ -14,6 +14,7 @@ from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.problem import Problem
 from trainfold.core.save.pruning import (
     best_still_there,
+    held_back,
     may_be_torn,
     newest_complete,
     newest_to_examine,
@@ -23,6 +24,7 @@ from trainfold.core.save.pruning import (
 from trainfold.core.save.retention import Saved, keep_every, keep_last
 
 QUARANTINED = Problem("CheckpointQuarantined", "r", "one that loads", "none", "", 16)
+TORN = Problem("CheckpointTorn", "r", "manifest.json", "none: a save that did not finish", "", 13)
 POLICIES = st.sampled_from([keep_last(1), keep_last(2), keep_every(3), keep_last(1) | keep_every(4)])
 DATA = "model-00000-of-00001.safetensors"
 
@@ -93,6 +95,10 @@ def test_what_goes_is_proved_and_unprotected_and_planning_again_deletes_nothing(
     again = planned(after)
     assert (again.deleted, again.torn) == ((), ())
     assert all(name in str(plan) for name in gone)
+    back = held_back(plan, written.name, TORN)
+    assert (back.deleted, back.torn) == ((), ())
+    assert sorted([*back.lineage.kept, *back.left_behind.kept, *back.left_alone]) == sorted(told)
+    assert "CheckpointTorn" in back.left_alone[written.name]
     event(f"{min(len(gone), 3)} go")
 
 
@@ -106,9 +112,6 @@ def test_only_what_can_be_loaded_is_proved_and_the_written_one_needs_no_proof(ca
     assert len(asked) == len(set(asked))
     mine = {entry.name for entry in lineage(run)} - {written.name}
     assert set(to_prove(run, written, with_left_behind=False)) == mine
-
-
-TORN = Problem("CheckpointTorn", "r", "manifest.json", "none: a save that did not finish", "", 13)
 
 
 @pytest.mark.parametrize(
