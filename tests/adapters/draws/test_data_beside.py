@@ -19,7 +19,7 @@ from trainfold.core.state.state import Opaque
 N = 10
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 KINDS: dict[str, Any] = {"plain": DataLoader, "stateful": StatefulDataLoader}
-ELSEWHERE: dict[str, Any] = {}  # state that no dataset holds
+ELSEWHERE: dict[str, Any] = {}  # state that is in no dataset
 
 
 class Data(Dataset):
@@ -34,7 +34,7 @@ class Data(Dataset):
 
 
 class Held(Data):
-    """It draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self, rng):
         super().__init__(self.number)
@@ -47,7 +47,7 @@ class Held(Data):
 
 
 class Counting(Data):
-    """It says its state, or has a count that a pair of functions reads."""
+    """Has a ``state_dict``, or a count that a pair of functions reads."""
 
     def __init__(self):
         super().__init__(self.next)
@@ -96,7 +96,7 @@ CASES: dict[str, Any] = {
 
 
 class Run:
-    """A run that writes down its batches and what the training drew."""
+    """A run that records its batches and what the training drew."""
 
     def __init__(self, make, kind="plain", state=None, policy=None, step=None, **arguments):
         torch.manual_seed(1 if state is None else 99)
@@ -186,14 +186,14 @@ def draw_elsewhere():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_that_are_drawn_from_extra_in_a_way_that_is_not_seen_are_exact_and_said(kind, caplog):
-    """W03: the state before the last batch is not known, so a difference proves nothing; the probe moves no state either."""
+    """W03: the state before the last batch is not known, so a difference proves nothing. The probe changes no state."""
     check(elsewhere, kind=kind, cuts=(3,))
     assert "not compared" in caplog.text
     assert "extra['noise']" in caplog.text
 
 
 class Own(Sampler):
-    """A sampler with a generator that no loader knows of; it draws at its start, or as it goes on."""
+    """A sampler with a generator that no loader knows; it draws when iteration starts, or during it."""
 
     def __init__(self, rng, *, late):
         self.rng = rng
@@ -211,7 +211,7 @@ class Own(Sampler):
 @pytest.mark.parametrize("policy", [None, {"data_probe": "adapt"}])
 @pytest.mark.parametrize(("late", "workers"), [(False, 0), (True, 0), (False, 2), (True, 2)])
 def test_a_samplers_own_generator_under_extra_gives_the_same_order(late, workers, policy):
-    """W03: the order of an epoch was drawn from it, whether the last batch is drawn again or not."""
+    """W03: the order of an epoch comes from that generator, whether the last batch is drawn again or not."""
 
     class Runs(Run):
         def __init__(self, **arguments):
@@ -267,7 +267,7 @@ def test_a_curriculum_in_workers_goes_on_at_the_level_that_they_were_started_wit
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_waits_is_drawn_once_more_from_what_it_was_drawn_from(kind):
-    """W04: a loop that is one batch ahead, over a dataset with its own generator."""
+    """W04: the loop draws one batch ahead, and the dataset has its own generator."""
 
     def read(run, until):
         seen, waiting = [], deque()
@@ -287,7 +287,7 @@ def test_a_batch_that_waits_is_drawn_once_more_from_what_it_was_drawn_from(kind)
 
 
 def test_a_position_without_what_the_order_was_drawn_from_is_refused_by_name():
-    """V09: an older trainfold did not write it."""
+    """V09: older versions of trainfold did not save that state."""
 
     def start(**arguments):
         rng = np.random.default_rng(4)
@@ -304,7 +304,7 @@ def test_a_position_without_what_the_order_was_drawn_from_is_refused_by_name():
 
 @pytest.mark.parametrize("value", [5, {"noise": 5}, {"noise": {"kind": "x", "state": 1}}])
 def test_what_is_no_state_of_a_generator_is_refused(value):
-    """G02: checked before anything changes."""
+    """G02: it is checked before anything changes."""
     make = CASES["numpy"]
     first = Run(make)
     first.read(3)

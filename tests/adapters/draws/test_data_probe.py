@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # t
 
 
 class Data(Dataset):
-    """Different samples behind the same length."""
+    """A dataset whose samples can change while its length stays the same."""
 
     def __init__(self, *, scale=1.0, draws=False, counts=False):
         self.scale = scale
@@ -49,7 +49,7 @@ def start(workers, dataset=None, kind=DataLoader, **arguments):
     torch.manual_seed(3)
     random.seed(3)
     loader = kind(dataset or Data(), batch_size=2, shuffle=True, num_workers=workers, **arguments)
-    return attach(torch.nn.Linear(1, 1), loader=loader, unsaved=["loader.dataset"])  # it counts for the tests
+    return attach(torch.nn.Linear(1, 1), loader=loader, unsaved=["loader.dataset"])  # a counter for the tests
 
 
 def stopped(workers, steps, dataset=None, kind=DataLoader):
@@ -137,7 +137,7 @@ def test_a_dataset_that_counts_for_itself_is_found_out(kind):
 
 
 class Shifted(IterableDataset):
-    """A stream with a state, that adds what it drew when its iteration was started."""
+    """A stream with a state; it adds to each sample what it drew when its iteration started."""
 
     def __init__(self, *, late):
         self.at = 0
@@ -190,14 +190,14 @@ def test_a_stream_that_draws_when_its_iteration_starts_is_exact_or_refused(worke
 
 
 class Buffered(Shifted):
-    """Its state is large."""
+    """A dataset with a large state."""
 
     def state_dict(self):
         return {"at": self.at, "buffer": torch.zeros(2_000_000)}
 
 
 class Own:
-    """A loader with a state, of no known class."""
+    """A loader with a state, of a class that trainfold does not know."""
 
     def __init__(self):
         self.at = 0
@@ -217,7 +217,7 @@ class Own:
 
 @pytest.mark.parametrize("make", [lambda: StatefulDataLoader(Buffered(late=False), batch_size=3), Own])
 def test_data_that_are_not_compared_at_a_resume_are_said_once(make, caplog):
-    """W03: where a batch cannot be drawn again, or its state is too large to be taken for each batch."""
+    """W03: if a batch cannot be drawn again, or the state is too large to be read at each batch."""
     live = attach(torch.nn.Linear(1, 1), loader=make())
     for _ in live.batches(steps=3):
         live.advance()
@@ -327,7 +327,7 @@ class Whole(Data):
 
 
 def test_a_digest_of_an_older_trainfold_is_not_compared_and_that_is_said(caplog):
-    """V09: the older digest was over every byte."""
+    """V09: the older digest covered every byte."""
     state = stopped(0, 3)
     value = state.dataset.value
     draws = {name: held for name, held in value["draws"].items() if name != "lasts"}
@@ -345,7 +345,7 @@ def test_the_digest_of_an_object_is_not_that_of_its_address():
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_compared_by_its_parts(layout):
-    """W03: it has no shape, or one with a new name at each draw; a batch of such tensors failed at the first step."""
+    """W03: such a tensor has no shape, or a shape with a new symbol at each draw; such a batch used to fail at the first step."""
 
     def batch(last):
         return {"x": torch.nested.nested_tensor([torch.ones(2), torch.tensor([1.0, 2.0, last])], layout=layout)}

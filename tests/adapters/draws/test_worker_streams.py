@@ -39,7 +39,7 @@ pytestmark = [
 
 
 class Augmented(Dataset):
-    """Draws from python, numpy (with its hidden second normal) and torch, and says which worker drew."""
+    """Draws from python, numpy (with its hidden second normal) and torch, and returns which worker drew."""
 
     def __init__(self, *streams):
         self.streams = streams
@@ -192,7 +192,7 @@ SHAPES = st.fixed_dictionaries(
     kills=st.lists(st.integers(1, 12), min_size=1, max_size=2).map(lambda kills: tuple(sorted(kills))),
 )
 def test_workers_of_any_shape_are_resumed_exactly(shape, name, kills):
-    """W01: 1 to 4 workers, prefetching 1 to 4 batches, persistent or not."""
+    """W01: 1 to 4 workers that prefetch 1 to 4 batches, persistent or not."""
     check(partial(LOADERS[name], **shape), epochs=2, chains=[kills])
 
 
@@ -207,7 +207,7 @@ def test_workers_that_are_spawned_are_resumed_exactly():
 
 
 def test_pinned_batches_keep_their_report():
-    """W01: pinning makes a list of a tuple, and looks into mappings."""
+    """W01: pinning turns a tuple into a list, and goes into mappings."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     from trainfold.adapters.draws.worker_trace import Report
@@ -283,7 +283,7 @@ def test_a_position_without_workers_streams_is_refused_inside_an_epoch_and_taken
 
 
 def test_batches_that_were_drawn_ahead_and_thrown_away_leave_no_trace():
-    """W01: after leaving an epoch and returning, the next batches are those of the workers' streams without the break."""
+    """W01: a loop that leaves an epoch and returns gets the batches that it would have got without the break."""
     make = partial(LOADERS["torch"], num_workers=2, prefetch_factor=3)
     whole = [batch for batch, _ in plain_loop(make, 1)]
     for persistent in (False, True):
@@ -301,7 +301,7 @@ def test_a_worker_that_has_its_own_dataset_is_that_of_the_user():
 
 
 class Late(Sampler[int]):
-    """Draws each index when it is asked for it: with and without putting it back."""
+    """Draws each index when the loader asks for it, with or without replacement."""
 
     def __init__(self, *, puts_back):
         self.puts_back = puts_back
@@ -316,7 +316,7 @@ class Late(Sampler[int]):
 
 
 class LateStateful(Late):
-    """The same, for a loader with a state."""
+    """The same for a loader with a state."""
 
     def state_dict(self):
         return {}
@@ -377,7 +377,7 @@ class Mapping(DataLoader):
 
 
 def test_a_loader_that_changes_what_its_workers_made_is_refused_by_name():
-    """W01: it is not known which worker's report it would change."""
+    """W01: trainfold cannot know whose report the change would affect."""
     with pytest.raises(InvalidArgument, match=r"Mapping.*num_workers=0"):
         Run(partial(Mapping, Plain(), num_workers=1)).read(1)
     assert len(Run(partial(Mapping, Plain())).read(2)) == 2
@@ -430,7 +430,7 @@ DRAWS: dict[str, Any] = {
 @settings(deadline=None)
 @given(draws=st.lists(st.sampled_from(sorted(DRAWS)), max_size=12), is_known=st.booleans())
 def test_a_reader_finds_exactly_the_streams_that_moved(draws, is_known):
-    """W01: the second number of a pair of normal ones included, which moves no bit of the generator.
+    """W01: including the second number of a pair of normal ones, which changes no bit of the generator.
 
     This holds also if the place of python's stream in the interpreter is not known.
     """
@@ -456,7 +456,7 @@ def test_a_reader_finds_exactly_the_streams_that_moved(draws, is_known):
 
 
 class Stream(IterableDataset):
-    """Each worker has its part, knows where it is, and draws."""
+    """A stream of which each worker reads a part; it keeps its position, and draws."""
 
     def __init__(self):
         self.at = 0
@@ -476,7 +476,7 @@ class Stream(IterableDataset):
 
 
 class OwnGenerator(Augmented):
-    """What numpy's documentation recommends: a generator of its own, made in each worker."""
+    """As numpy's documentation recommends: each worker makes its own generator."""
 
     rng = None
 
@@ -520,7 +520,7 @@ def test_the_last_batch_of_each_worker_is_drawn_again(kind):
     state = copied(run.live.capture())
     assert len(state.dataset.value["draws"]["lasts"]) == 2
     rests = []
-    for policy in ("warn", "adapt"):  # the new data draw, and the old ones did not
+    for policy in ("warn", "adapt"):  # the new data draw random numbers, and the old data did not
         other = Run(partial(make, Augmented("torch", "python", "numpy")), 5)
         other.live.restore(state, policy={"data_probe": policy})
         rests.append(other.read(7))
@@ -547,7 +547,7 @@ def test_a_loader_with_a_state_of_its_own_is_resumed_with_its_workers_streams(na
 
 
 def test_a_loader_with_a_state_of_its_own_is_refused_with_another_number_of_workers():
-    """W02: torchdata would stop at a bare assert."""
+    """W02: torchdata alone would fail with a bare assert."""
     run = Run(partial(STATEFUL["shuffled"], num_workers=2))
     run.read(3)
     with pytest.raises(RestoreRefused, match=r"draws\.num_workers"):

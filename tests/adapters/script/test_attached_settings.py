@@ -72,7 +72,7 @@ class OfConfig(OwnState):
 
 
 class Ours:
-    """Not a scheduler of torch, as those of timm; its state has only the count."""
+    """A scheduler that is not torch's, like those of timm; its state has only the count."""
 
     def __init__(self, optimizer, total):
         self._optimizer, self._total, self.count = optimizer, total, 0
@@ -90,7 +90,7 @@ class Ours:
 
 
 class OursInFull(Ours):
-    """Its state has its setting too."""
+    """The same with the setting in its state."""
 
     def state_dict(self):
         return {key: value for key, value in vars(self).items() if key != "_optimizer"}
@@ -147,7 +147,7 @@ def test_a_setting_in_an_object_that_a_scheduler_holds_is_a_warning():
 
 @pytest.mark.parametrize("kind", [Ours, OursInFull])
 def test_a_setting_of_a_scheduler_that_is_none_of_torchs_is_refused_once_with_a_policy_that_helps(kind):
-    """W08, R09: there was no report if the state lacks the setting; if not, the suggested policy was refused with two other fixes."""
+    """W08, R09: without the setting in the state, nothing was reported; with it, the suggested policy was refused with two other fixes."""
     store = MemoryStore()
     stopped(kind, 12, store)
     for policy in (None, {"scheduler": "adapt"}):
@@ -159,7 +159,7 @@ def test_a_setting_of_a_scheduler_that_is_none_of_torchs_is_refused_once_with_a_
     *_, scheduler, live = scheduled(kind, 100)
     with CheckpointManager(store, policy={"scheduler_own": "warn"}) as manager, pytest.warns(ResumeDrift):
         manager.restore(live)
-    scheduler._total = 100  # the recipe
+    scheduler._total = 100  # as the recipe says
     assert (scheduler.count, scheduler._total) == (3, 100)
 
 
@@ -188,7 +188,7 @@ class Average:
         self.decay, self.values = decay, {"w": torch.zeros(1)}
 
     def state_dict(self):
-        torch.rand(1)  # it may draw
+        torch.rand(1)  # the user's code may draw
         return self.values
 
     def load_state_dict(self, state):
@@ -213,7 +213,7 @@ def test_a_changed_setting_of_an_object_under_extra_is_said(name):
         model, optimizer = parts()
         streams = torch.get_rng_state()
         extra = {"it": make(setting)}
-        if name != "an average of torch":  # which draws for its own layer
+        if name != "an average of torch":  # which draws the weights of its own layer
             assert torch.equal(torch.get_rng_state(), streams)
         before = torch.get_rng_state()
         live = attach(model, optimizer, extra=extra)
@@ -236,7 +236,7 @@ def test_a_changed_setting_of_an_object_under_extra_is_said(name):
 
 
 class Block(torch.nn.Module):
-    """A user's own module: it reads a number and a text."""
+    """A user's own module, which reads a number and a string."""
 
     def __init__(self, rate, log="a"):
         super().__init__()
@@ -261,7 +261,7 @@ MODULES = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::trainfold.core.errors.HiddenState")  # of what the loop changes
+@pytest.mark.filterwarnings("ignore::trainfold.core.errors.HiddenState")  # of the settings that the loop changes
 @pytest.mark.parametrize(
     ("name", "under_extra"),
     [*((name, False) for name in MODULES), ("a rate", True), ("one of several", True)],
@@ -278,7 +278,7 @@ def test_a_changed_setting_of_a_submodule_is_said(name, under_extra):
     model, live = run(old)
     with CheckpointManager(store) as manager:
         for each in model.modules():
-            each.p = 0.7  # as a loop that anneals it
+            each.p = 0.7  # like a loop that anneals it
         live.advance(samples=1)
         manager.save(live)
     with warnings.catch_warnings(), CheckpointManager(store) as manager:
@@ -318,7 +318,7 @@ def test_a_setting_of_an_object_that_is_registered_after_the_restore_is_compared
         live = attach(model)
         manager.restore(live)
         live.advance(samples=1)
-        manager.save(live)  # with what is kept for the object
+        manager.save(live)  # with the state that is kept for the object
         live = attach(model)
         manager.restore(live)
         if verdict == "refuse":
@@ -354,7 +354,7 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("several", [False, True])
 def test_other_samples_to_draw_are_refused_at_an_epochs_end_too(name, several):
-    """G02: behind a dataset of the same length; inside an epoch the last batch shows it, and at its end nothing did."""
+    """G02: the dataset has the same length. Inside an epoch the last batch shows the difference; at its end nothing did."""
     make, old, new, said = LOADERS[name]
     store = MemoryStore()
 
@@ -379,7 +379,7 @@ def test_other_samples_to_draw_are_refused_at_an_epochs_end_too(name, several):
 
 
 def test_a_dataset_of_another_length_is_one_reason():
-    """3.4: the other length of its sampler follows from it."""
+    """3.4: the sampler's other length follows from it, and is no second reason."""
     store = MemoryStore()
 
     def run(length):
@@ -399,7 +399,7 @@ def test_a_dataset_of_another_length_is_one_reason():
 
 
 def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
-    """V05: an object that knows its rank, or a subset for each rank, does not make another run: ranks save and resume together."""
+    """V05: an object that contains its rank, or a subset for each rank, is no difference: the ranks save and resume together."""
     store = MemoryStore()
 
     def rank(world):
@@ -423,7 +423,10 @@ def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
 
 
 def accumulated(store, every, batches, *, length=32, is_cut=True):
-    """Train on some batches or more, with an update after every so many of an epoch, and at its end where it is cut; save."""
+    """Train on at least ``batches`` batches, with an update after every ``every`` of an epoch; save.
+
+    With ``is_cut`` the last window of an epoch ends with the epoch.
+    """
     model, optimizer = parts()
     live = attach(model, optimizer, loader=DataLoader(TensorDataset(torch.ones(length, 2)), 4))
     with CheckpointManager(store) as manager:
@@ -464,7 +467,7 @@ def test_another_number_of_batches_for_each_step_is_said_once(then, caplog):
 
 
 def test_steps_that_end_with_their_epoch_are_compared_too(caplog):
-    """G12: 4 batches, 2 of them for each step, and all 4 from the resume on."""
+    """G12: epochs of 4 batches, with 2 batches a step before the resume and 4 after it."""
     store = MemoryStore()
     with caplog.at_level(logging.WARNING):
         accumulated(store, 2, 8, length=16)
@@ -473,7 +476,7 @@ def test_steps_that_end_with_their_epoch_are_compared_too(caplog):
 
 
 def test_a_loop_whose_steps_differ_in_their_batches_is_told_nothing(caplog):
-    """G12: 2 and 3 in turn, as where gradients of two losses come at other rates."""
+    """G12: 2 and 3 batches in turn, as with gradients of two losses that come at different rates."""
     first = Pace()
     for batches in (2, 3, 2, 3):
         first.advance(batches, is_step=True, epoch=0)
@@ -483,7 +486,7 @@ def test_a_loop_whose_steps_differ_in_their_batches_is_told_nothing(caplog):
 
 
 def test_batches_that_an_epoch_leaves_over_are_no_other_accumulation(caplog):
-    """G12: 5 batches, 2 of them for each step, and the fifth is in the next epoch's first window."""
+    """G12: epochs of 5 batches, 2 for each step: the fifth is in the first window of the next epoch."""
     for cut in (2, 4, 5, 7, 9):
         store = MemoryStore()
         with caplog.at_level(logging.WARNING):
@@ -493,7 +496,7 @@ def test_batches_that_an_epoch_leaves_over_are_no_other_accumulation(caplog):
 
 
 def test_a_window_that_an_epochs_end_cuts_short_is_no_other_accumulation(caplog):
-    """G12: 5 batches, 2 of them for each step, are windows of 2, 2 and 1."""
+    """G12: epochs of 5 batches, 2 for each step: windows of 2, 2 and 1."""
     for cut in range(1, 11):
         store = MemoryStore()
         with caplog.at_level(logging.WARNING):

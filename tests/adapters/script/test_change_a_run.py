@@ -54,7 +54,7 @@ def test_each_recipe_that_a_refusal_names_is_on_its_page(name, request):
 
 
 def test_what_follows_comes_after_its_cause_and_a_cause_is_told_once():
-    """A parameter of another shape has other slots, and a new one has no group: one cause had 28 lines before."""
+    """A parameter of another shape has other slots, and a new one has no group: one cause used to print 28 lines."""
 
     def state(width, parameters):
         model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
@@ -86,7 +86,7 @@ def test_another_hyperparameter_is_not_sent_to_the_recipe_for_the_rate():
 
 
 def simple(make=torch.optim.SGD, schedule=None, store=None, **kwargs):
-    """A run of two layers; trained for two steps and saved where there is a store."""
+    """A run of two layers; with a store, it trains for two steps and saves."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     optimizer = make(model.parameters(), lr=0.1, **kwargs)
@@ -133,7 +133,7 @@ def test_another_optimizer_is_one_reason_whose_fix_works():
     assert "policy" not in error.fix
     assert '"Change the optimizer"' in error.fix
     restored(simple(torch.optim.SGD), store, reset={"optimizer": "SGD from here on"})
-    restored(simple(torch.optim.SGD), store)  # and the next start needs no word
+    restored(simple(torch.optim.SGD), store)  # and the next start needs no policy
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -214,7 +214,7 @@ def test_a_group_that_was_added_as_the_run_went_is_to_be_added_before_attach(cap
     assert '"Unfreeze layers"' in error.fix
     live = build(added=True)[2]
     frozen = {"contract:attached.optimizer.frozen": "adapt"}
-    restored(live, store, policy=frozen)  # the right move: all moments are there
+    restored(live, store, policy=frozen)  # the right fix: all moments are there
     assert all(live.capture().optimizer.slots.values())
     with caplog.at_level(logging.WARNING):
         restored(build(added=False)[2], store, policy={"unexpected": "adapt", **frozen})
@@ -236,7 +236,7 @@ def test_a_fix_is_told_once_and_no_older_checkpoint_where_there_is_none(tmp_path
 
 @pytest.mark.parametrize("own_group", [False, True])
 def test_unfreezing_keeps_the_moments_of_the_others_and_begins_the_new_ones_without(own_group):
-    """B10: with ``add_param_group``, and in the one group; it goes on, and the next resume is exact."""
+    """B10: with ``add_param_group``, and in the one group; the run continues, and its next resume is exact."""
 
     def build(unfrozen):
         torch.manual_seed(0)
@@ -308,7 +308,7 @@ def test_fewer_epochs_than_were_done_are_said(caplog):
     ],
 )  # fmt: skip
 def test_the_refusal_of_a_common_change_says_the_line_to_type_and_names_its_recipe(before, after, line, recipes):
-    """3.3: each recipe is named by the refusal that needs it, and no other one."""
+    """3.3: each recipe is named by the refusal that needs it, and by no other one."""
     store = MemoryStore()
 
     def start(*, horizon=8, lr=0.1, batch=2, frozen=True, own_group=False, observer=False):
@@ -352,5 +352,5 @@ def test_a_refusal_of_the_live_objects_says_nothing_of_policies():
     save(attach(torch.nn.Linear(3, 1)).capture(), store)
     with pytest.raises(ResumeRefused) as planned:
         load(store, like=live.capture())
-    assert str(planned.value).count("model.params['weight']") == 2  # the reason, and the fix
+    assert str(planned.value).count("model.params['weight']") == 2  # in the reason, and in its fix
     assert "policy" not in str(planned.value)

@@ -65,7 +65,7 @@ def train(store, steps, shape, *, how):
 
 
 def told(shape, cut, *, how):
-    """What the second of two parts warns of, and whether it has the bits of the whole."""
+    """The warnings of a run's second part, and whether it ends with the bits of the uninterrupted run."""
     store, whole = MemoryStore(), train(MemoryStore(), cut + 9, shape, how=how)
     train(store, cut, shape, how=how)
     with warnings.catch_warnings(record=True) as caught:
@@ -90,12 +90,12 @@ def test_a_schedule_that_nothing_holds_is_named_when_a_resume_has_begun_it_anew(
 )
 @settings(max_examples=12)
 def test_a_rate_that_goes_on_is_exact_and_not_a_word_is_said(cut, shape, how):
-    """NanoGPT's way, and an own object that is attached."""
+    """The rate computed from the step, as in NanoGPT, and an attached schedule of the user's."""
     assert told(shape, cut, how=how) == ([], True)
 
 
 def test_it_is_named_at_the_second_resume_as_well():
-    """What the run began with goes from checkpoint to checkpoint."""
+    """Each checkpoint passes on the rates that the run started with."""
     store = MemoryStore()
     for steps in (10, 20):
         train(store, steps, "decay", how="from the step")

@@ -28,7 +28,7 @@ def adam(model, rate=0.1):
 
 
 class Stepped:
-    """A multiplier that is an object with a state of its own."""
+    """A multiplier that is an object with its own state."""
 
     def __init__(self, every):
         self.every = every
@@ -112,7 +112,7 @@ def stopped(kind, steps, store, **changes):
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_changed_setting_is_refused_by_name_and_says_what_to_type(kind):
-    """W08, V08: it was resumed in silence, under the old setting."""
+    """W08, V08: the resume used to keep the old setting silently."""
     store = MemoryStore()
     stopped(kind, 5, store)
     optimizer, scheduler, _, new, key = CHANGES[kind]
@@ -133,7 +133,7 @@ def test_a_changed_setting_is_refused_by_name_and_says_what_to_type(kind):
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_adapt_is_a_fresh_run_of_the_new_schedule_stepped_as_often(kind, steps):
-    """W08: the law, for each scheduler of torch, those with a recursive form and several in a chain included.
+    """W08: the law, for each scheduler of torch, including recursive ones and chains.
 
     Rates, momenta and the schedulers' own states are those of the fresh run, then and after more steps.
     """
@@ -178,7 +178,7 @@ def test_another_horizon_and_base_rate_are_adapted_together(old, new, steps, rat
 
 
 def test_a_restart_in_the_middle_of_an_epoch_is_adapted_with_its_fraction():
-    """W08: ``scheduler.step(epoch + i / n)`` of warm restarts sets the position and counts nothing."""
+    """W08: with warm restarts, ``scheduler.step(epoch + i / n)`` sets the position and counts nothing."""
     store, made = MemoryStore(), {}
     for period in (3, 5):
         model, optimizer, schedule = built(sgd, S.CosineAnnealingWarmRestarts, period)
@@ -199,7 +199,7 @@ def test_a_restart_in_the_middle_of_an_epoch_is_adapted_with_its_fraction():
 
 
 def test_a_plateau_keeps_what_it_has_seen_and_takes_the_new_settings():
-    """W08: no schedule says a rate that follows from what was measured, so the rate that was reached goes on."""
+    """W08: the rate follows from measurements, and no schedule can compute it again, so the saved rate continues."""
     store = MemoryStore()
 
     def plateau(patience):
@@ -261,7 +261,7 @@ def test_what_another_class_left_in_the_groups_goes_with_it():
 
 
 def test_a_cycle_of_momentum_takes_the_first_beta_and_leaves_the_second_as_it_was_saved():
-    """W08: a loop may set ``betas[1]`` as it goes, and no schedule moves that."""
+    """W08: a loop may set ``betas[1]`` itself, and no schedule changes that."""
     store = MemoryStore()
     optimizer, scheduler, old, new, _ = CHANGES["one cycle of betas"]
     model, made, schedule = built(optimizer, scheduler, old)
@@ -279,7 +279,7 @@ def test_a_cycle_of_momentum_takes_the_first_beta_and_leaves_the_second_as_it_wa
 
 
 def test_two_schedulers_of_one_optimizer_are_stepped_in_turn():
-    """W08: both move the rate, so both make it; one that drives another optimizer is left alone."""
+    """W08: both change the rate, so both are replayed; a scheduler of another optimizer is left alone."""
 
     def make(gamma):
         model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -320,7 +320,7 @@ def test_two_schedulers_of_one_optimizer_are_stepped_in_turn():
 
 
 def test_a_scheduler_under_extra_is_compared_and_adapted_too():
-    """W08: it is attached there as well, alone or beside others."""
+    """W08: it is attached there too, alone or beside others."""
 
     def make(gamma):
         model = torch.nn.Linear(2, 1)
@@ -345,7 +345,7 @@ def test_a_scheduler_under_extra_is_compared_and_adapted_too():
 
 
 def test_schedulers_of_one_optimizer_that_were_not_stepped_alike_are_refused_and_nothing_is_changed():
-    """V12: in which order they were stepped is in no state."""
+    """V12: no state says in which order they were stepped."""
 
     def make(gamma):
         model = torch.nn.Linear(2, 1)
@@ -404,7 +404,7 @@ def test_a_state_that_load_has_planned_is_adapted_by_live_restore_too():
 
 
 def test_without_a_change_nothing_is_refused_and_the_saved_rates_go_on():
-    """W08: also where the loop has set a rate by hand."""
+    """W08: also if the loop has set a rate by hand."""
     for kind, (optimizer, scheduler, old, *_) in CHANGES.items():
         store = MemoryStore()
         stopped(kind, 5, store)
@@ -442,7 +442,7 @@ WARMUP = 4
     ids=["another constant", "another argument", "partial", "object", "closure", "default"],
 )
 def test_a_changed_function_is_a_warning_that_names_what_changed(old, new, said):
-    """W08: a function has no value that could be compared, only its code and what it reads; ``refuse`` is for those who want it."""
+    """W08: only a function's code and what it reads can be compared, so a change is a warning; the policy ``refuse`` is stricter."""
     store, made = MemoryStore(), []
     for function in (old, new):
         model, optimizer, schedule = built(sgd, S.LambdaLR, function)
@@ -460,7 +460,7 @@ def test_a_changed_function_is_a_warning_that_names_what_changed(old, new, said)
 
 
 def test_a_global_that_a_function_reads_is_compared(monkeypatch):
-    """W08: ``WARMUP = 4`` at the top of a script is the commonest constant of all."""
+    """W08: such as ``WARMUP = 4`` at the top of a script."""
     store = MemoryStore()
 
     def make():
@@ -476,7 +476,7 @@ def test_a_global_that_a_function_reads_is_compared(monkeypatch):
 
 
 def test_adapt_replays_a_recursive_function_and_a_warning_does_not():
-    """W08: ``MultiplicativeLR`` goes on from the saved rate, unless it is asked to be what the new function makes of it."""
+    """W08: ``MultiplicativeLR`` continues from the saved rate; only ``adapt`` computes the rate again with the new function."""
     found = {}
     for verdict in ("warn", "adapt"):
         store = MemoryStore()
@@ -495,7 +495,7 @@ def test_adapt_replays_a_recursive_function_and_a_warning_does_not():
 
 
 def test_a_checkpoint_that_says_nothing_of_settings_is_resumed_as_before():
-    """V09: those of earlier versions have ``scheduler.kind`` alone."""
+    """V09: checkpoints of earlier versions have only ``scheduler.kind``."""
     store = MemoryStore()
     optimizer, scheduler, old, new, _ = CHANGES["cosine"]
     model, made, schedule = built(optimizer, scheduler, old)

@@ -19,7 +19,7 @@ def start(frozen=(), **options):
 
 
 def train(live, steps, change, manager=None):
-    """Train until so many steps; the losses and the states."""
+    """Train until a step; returns the losses and the states."""
     losses, states = [], []
     (model,), optimizer = live.modules, live.optimizers["optimizer"]
     while live.progress.step < steps:
@@ -60,7 +60,7 @@ def two_stages(model, step):
 @pytest.mark.parametrize("change", [once, condition, in_turns, two_stages])
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1)])
 def test_a_layer_that_is_frozen_or_unfrozen_on_the_way_is_so_again_after_a_resume_at_any_step(change, frozen):
-    """Once at a step, or in each step: the resumed run has the bits of the whole one."""
+    """Once at a step, or in each step: the resumed run has the bits of the uninterrupted one."""
     whole, states = train(start(frozen), 8, change)
     for cut in range(1, 8):
         live = start(frozen, strict=True)

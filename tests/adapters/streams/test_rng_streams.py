@@ -44,12 +44,12 @@ def stored_and_loaded(value):
 @given(seed=st.integers(0, 2**32 - 1), drawn=st.integers(0, 3))
 @settings(deadline=None, max_examples=30)
 def test_streams_come_back_bit_for_bit_through_the_format(seed, drawn):
-    """H01, U01: python, numpy and torch; also between the two halves of a pair of normal numbers."""
+    """H01, U01: python, numpy and torch; also between the two numbers of a pair of normal ones."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     draw(drawn)
-    random.gauss(0, 1)  # python and numpy keep the other half of the pair
+    random.gauss(0, 1)  # python and numpy keep the second number of the pair
     np.random.standard_normal()  # noqa: NPY002
     streams = stored_and_loaded(capture_streams())
     wanted = draw()
@@ -77,7 +77,7 @@ def test_a_numpy_stream_of_another_generator_comes_back_too():
 
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
 def test_the_state_of_each_of_numpys_generators_is_taken_and_a_place_outside_of_its_buffer_is_not(kind):
-    """W20."""
+    """W20: a position outside of the generator's buffer is refused."""
     state = np.random.RandomState(getattr(np.random, kind)(0)).get_state(legacy=False)
     check_numpy_state(stored_and_loaded(state), kind)
     places = {"MT19937": (state["state"], "pos"), "Philox": (state, "buffer_pos")}
@@ -90,7 +90,7 @@ def test_the_state_of_each_of_numpys_generators_is_taken_and_a_place_outside_of_
 
 
 def test_capturing_moves_no_stream():
-    """H05."""
+    """H05: the next numbers are the same as without the capture."""
     streams = capture_streams()
     first = draw()
     restore_streams(streams)
@@ -99,7 +99,7 @@ def test_capturing_moves_no_stream():
 
 
 def test_a_block_can_draw_without_a_trace():
-    """H05: evaluation, or building a dataset; also when it raises."""
+    """H05: for an evaluation, or to build a dataset; also if the block raises."""
     streams = capture_streams()
     wanted = draw()
     restore_streams(streams)
@@ -128,7 +128,7 @@ def test_a_block_can_draw_without_a_trace():
         (lambda s: s.update(seed="0"), "seed"),
         (lambda s: s["numpy"]["state"].update(pos=625), "numpy"),
         (lambda s: s["numpy"]["state"].update(pos=-1), "numpy"),
-        (lambda s: s["numpy"]["state"].update(pos=10**8), "numpy"),  # the next draw read there, and the process died
+        (lambda s: s["numpy"]["state"].update(pos=10**8), "numpy"),  # the next draw would crash the process
         (lambda s: s["numpy"]["state"].update(pos=1.0), "numpy"),
         (lambda s: s["numpy"]["state"].update(key=np.zeros(3, np.uint32)), "numpy"),
         (lambda s: s["numpy"]["state"].update(key=np.zeros(624, np.int64)), "numpy"),
@@ -142,15 +142,15 @@ def test_a_block_can_draw_without_a_trace():
         (lambda s: s.update(torch=torch.zeros(5056)), "torch"),
         (lambda s: s.update(torch=None), "torch"),
         (lambda s: s["torch"][8:12].fill_(9), "torch"),
-        (lambda s: s["torch"][16:18].copy_(torch.tensor([100, 2])), "torch"),  # 612 words on, 624 of them left
+        (lambda s: s["torch"][16:18].copy_(torch.tensor([100, 2])), "torch"),  # 612 used, 624 left
     ],
 )
 def test_a_stream_that_is_missing_or_damaged_is_refused_by_name(change, words):
-    """H04, W20: never silence; by type, size and range, before anything is written."""
+    """H04, W20: never silently; type, size and range are checked before anything is written."""
     streams = capture_streams()
     change(streams)
     assert [words in str(problem) for problem in stream_problems(streams)] == [True]
-    describe(Opaque(streams), "rng")  # a checkpoint can hold it
+    describe(Opaque(streams), "rng")  # a checkpoint can contain it
     live = attach(torch.nn.Linear(1, 1))
     state = live.capture().evolve(rng=Opaque(streams))
     before = torch.get_rng_state()
@@ -160,7 +160,7 @@ def test_a_stream_that_is_missing_or_damaged_is_refused_by_name(change, words):
 
 
 def test_a_generator_that_refuses_its_state_leaves_all_streams_as_they_were():
-    """V12: what was written before it is taken back."""
+    """V12: the streams that were written before it are put back."""
     streams = capture_streams()
     saved = Opaque({**streams, "python": derive_streams(9, step=1)["python"], "numpy": {"bit_generator": "MT19937"}})
     with pytest.raises((ValueError, KeyError)):
@@ -195,7 +195,7 @@ def test_the_derived_streams_do_not_depend_on_the_machine():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_stream_of_the_bound_device_is_part_of_a_state():
-    """H01: the device that the model is on, and no other."""
+    """H01: the stream of the device that the model is on, and no other."""
     model = torch.nn.Linear(1, 1).cuda()
     live = attach(model)
     state = live.capture()

@@ -43,7 +43,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("case", [name for name in CHANGES if name != "a queue"])
 def test_what_changes_with_training_and_is_saved_nowhere_is_named_once(case):
-    """W07: a buffer that is not persistent, an attribute, a mode, a generator; with the cure."""
+    """W07: a buffer that is not persistent, an attribute, a mode, a generator; with the fix."""
     change, path = CHANGES[case]
     heard, listed = run(Net(change, **attributes()), steps=5)
     assert len(heard) == 1, heard
@@ -73,7 +73,7 @@ def test_a_model_that_goes_on_in_eval_mode_is_named():
 
 
 def test_an_evaluation_before_each_save_is_none_of_it():
-    """Nor are frozen statistics: they are set before the first step, and a resume sets them again."""
+    """Frozen statistics are no hidden state either: the loop sets them before the first step, and again after a resume."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)
@@ -122,7 +122,7 @@ def test_the_log_has_it_too(caplog):
 
 
 def test_a_program_without_a_log_is_told_once(monkeypatch, caplog):
-    """Python prints a warning, and what is logged where no log is kept, both to the terminal."""
+    """Without a log handler, Python prints both warnings and log records to the terminal, so one of them is enough."""
     monkeypatch.setattr(logging.getLogger("trainfold"), "hasHandlers", lambda: False)
     assert len(run(Net(lambda net: net.mask.add_(1)), steps=8)[0]) == 1
     assert not [each for each in caplog.records if "model.mask" in each.getMessage()]
@@ -153,11 +153,11 @@ def test_what_a_resume_has_named_is_not_named_again_and_what_is_new_is():
         assert "model.mask" in live.contract()["unsaved"]
 
 
-# --- what is made on the way -------------------------------------------------------------------------------------------
+# --- what training creates -------------------------------------------------------------------------------------------
 
 
 class Lazy(nn.Module):
-    """An average that is not there before the first forward."""
+    """An average that the first forward creates."""
 
     def __init__(self, way):
         super().__init__()
@@ -186,7 +186,7 @@ def strict_at(model, saves, steps=5):
 
 @pytest.mark.parametrize("way", ["one line", "in place"])
 def test_strict_refuses_what_the_first_forward_makes_and_the_others_change(way):
-    """The first save after the second step finds it: what the first step has made is what it is compared with."""
+    """The first save after the second step finds it: that save compares with the state after the first step."""
     with pytest.raises(HiddenStateRefused, match=r"model\.mean: a tensor"):
         strict_at(Lazy(way), saves=[5])
     with pytest.raises(HiddenStateRefused, match=r"model\.mean: a tensor"):

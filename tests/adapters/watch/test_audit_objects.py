@@ -18,7 +18,7 @@ from trainfold.core.state import audit
 
 
 class Recurrent(nn.Module):
-    """A hidden state that goes from batch to batch, detached by the next forward."""
+    """A hidden state that is passed from batch to batch; the next forward detaches it."""
 
     def __init__(self, *, is_saved=False):
         super().__init__()
@@ -85,7 +85,7 @@ class ExtraState(Net):
 
 
 class Average:
-    """An average of the weights with a counter, as in many a tutorial."""
+    """An average of the weights with a counter, as in many tutorials."""
 
     def __init__(self, model, *, saves_counter):
         self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -137,7 +137,7 @@ def test_an_object_with_a_state_of_its_own_is_compared_with_what_it_says(saves_c
 
 
 class Holding:
-    """An average that holds a module, and saves what that says."""
+    """An average that contains a module, and saves the module's state."""
 
     def __init__(self, wide, *, says):
         self.net, self.says = nn.Linear(3, wide), says
@@ -156,7 +156,7 @@ class Holding:
 @pytest.mark.parametrize("wide", [1, 2**19])
 @pytest.mark.parametrize("says", [False, True])
 def test_a_module_inside_of_an_object_is_compared_with_what_the_object_says(wide, says):
-    """Also a large one, of which a part is read."""
+    """Also a large module, of which only a part is read."""
     ema = Holding(wide, says=says)
     _, listed = run(Net(), each=lambda step: ema.update(), extra={"ema": ema})
     assert listed == ({} if says else {"ema.net.weight": "a tensor"})
@@ -220,7 +220,7 @@ class Collate:
 
 
 class Shuffles(torch.utils.data.Sampler):
-    """Keeps its own generator and the order of its epoch, which it draws again at each start."""
+    """Has its own generator and the order of its epoch, which it draws again at each start."""
 
     def __init__(self, length):
         self.length, self.rng, self.order = length, random.Random(0), []
@@ -235,7 +235,7 @@ class Shuffles(torch.utils.data.Sampler):
 
 
 def test_what_datasets_samplers_and_collates_own_is_named():
-    """1.4: in the process of the loop; what workers own is found by a rehearsal."""
+    """1.4: in the process of the loop; a rehearsal finds the state of workers."""
     data, rng = Noisy(), torch.Generator()
 
     def scaled(samples, generator):
@@ -302,7 +302,7 @@ def test_a_cache_that_is_a_function_of_the_length_is_no_hidden_state():
 
 
 class Keeps(nn.Module):
-    """What a forward leaves for a loss or a plot."""
+    """A module whose forward keeps a value for a loss or a plot."""
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ class Data(Dataset):
 
 
 class Order(Sampler):
-    """Gives indices; ``order`` is what it keeps."""
+    """Yields indices from ``order``, which it keeps."""
 
     def __init__(self):
         self.order = list(range(LENGTH))
@@ -173,7 +173,7 @@ def made(kind, seed=0):
 
 
 def train(live, optimizer, steps, *, each=lambda live: None):
-    """Train until so many steps; the samples of each one, and a state at each boundary."""
+    """Train until a step, and call ``each`` at each boundary; returns the samples of each step."""
     seen = []
     model = live.modules[0]
     for batch in live.batches(steps=steps):
@@ -191,7 +191,7 @@ STATEFUL = [InPlace, FromTheOld, ForTheNext, BuiltOnce, ByHelper, Rotates, Queue
 
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_an_order_that_goes_on_from_the_one_before_is_named_once_with_a_cure(kind):
-    """W07: in place, or as a new list of the old one; at the latest in the epoch after it has changed."""
+    """W07: changed in place, or a new list made from the old one; named in the epoch after the change at the latest."""
     model, optimizer, loader = made(kind)
     live = attach(model, optimizer, loader=loader)
     with warnings.catch_warnings(record=True) as heard:
@@ -204,7 +204,7 @@ def test_an_order_that_goes_on_from_the_one_before_is_named_once_with_a_cure(kin
 
 
 def test_strict_refuses_a_save_of_an_order_in_place_at_the_end_of_an_epoch():
-    """It would be the first save, and the one that a resume takes."""
+    """It would be the first save, and the one that a resume loads."""
     model, optimizer, loader = made(InPlace)
     live = attach(model, optimizer, loader=loader, strict=True)
     train(live, optimizer, 3)
@@ -226,7 +226,7 @@ def test_an_order_that_is_made_anew_is_no_hidden_state_and_resumes_exactly(kind)
 
 
 class Buckets(Sampler):
-    """The usual one: a list of batches, shuffled in place."""
+    """The usual sampler of buckets: a list of batches, shuffled in place."""
 
     def __init__(self, count):
         self.batches = [[2 * each, 2 * each + 1] for each in range(count)]
@@ -284,7 +284,7 @@ def test_weights_that_follow_the_losses_are_named_and_the_cure_is_exact():
                 seen.append(batch[:, 0].tolist())
                 live.advance()
                 states.append(live.capture())
-            sampler.weights = torch.rand(LENGTH, dtype=torch.double)  # stands for what the training says
+            sampler.weights = torch.rand(LENGTH, dtype=torch.double)  # stands for the training
         return seen
 
     with pytest.warns(HiddenState, match=r"loader\.sampler\.weights: an order or weights"):
@@ -334,7 +334,7 @@ def test_a_sampler_s_own_generator_is_saved_under_the_name_that_the_cure_says():
 
 
 class Counts(Dataset):
-    """It has a state, which a plain DataLoader does not ask it for."""
+    """It has a ``state_dict``, which a plain DataLoader never calls."""
 
     def __init__(self):
         self.reads = 0
@@ -377,7 +377,7 @@ def test_a_dataset_with_a_state_under_a_plain_loader_is_named_with_the_cure_that
     assert data.reads == LENGTH
 
 
-# --- what the bytecode says --------------------------------------------------------------------------------------------
+# --- what the bytecode shows --------------------------------------------------------------------------------------------
 
 
 class Code:

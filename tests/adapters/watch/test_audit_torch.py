@@ -115,7 +115,7 @@ def test_strict_refuses_the_save_with_the_names_and_leaves_nothing_half_done(mod
     with CheckpointManager(store, every=1, at_end=False, mode=mode) as manager:
         live = attach(model, optimizer, strict=True)
         manager.restore(live)
-        for _ in range(2):  # each save, and not only the first one
+        for _ in range(2):  # each save is refused, not only the first one
             model(torch.ones(4, 3)).sum().backward()
             optimizer.step()
             live.advance(samples=4)
@@ -187,7 +187,7 @@ def test_a_manifest_lists_so_many_and_no_more():
 
 
 def test_a_resume_says_what_the_checkpoint_does_not_hold_and_compares_nothing_of_it(tmp_path, capsys):
-    """A listed entry is not a difference: a run that has changed nothing yet has nothing to list."""
+    """A listed entry is not a difference: a run that has not trained yet has changed nothing, and lists nothing."""
     from trainfold.adapters.cli import main
 
     model = Net(lambda net: net.mask.add_(1))
@@ -276,7 +276,7 @@ def test_the_audit_moves_nothing_and_runs_no_code_of_the_users():
 
 
 class Proxy:
-    """It answers for what it stands for, when it can."""
+    """A proxy whose object cannot be reached: even asking for its class raises."""
 
     @property
     def __class__(self):

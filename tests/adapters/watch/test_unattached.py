@@ -28,7 +28,7 @@ def step(model, *optimizers):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Lookahead and SAM do: holds another optimizer and calls its step."""
+    """Contains another optimizer and calls its step, like Lookahead and SAM."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -56,7 +56,7 @@ def test_a_second_optimizer_that_is_not_attached_is_refused_by_name():
 
 
 def test_a_run_without_its_optimizer_is_refused():
-    """W11: no optimizer."""
+    """W11: attach was called without the optimizer."""
     model, optimizer = make()
     live = attach(model)
     step(model, optimizer)
@@ -144,7 +144,7 @@ def test_a_scheduler_that_is_attached_does_not_save_its_optimizer():
 
 
 def test_an_optimizer_that_was_thrown_away_before_the_boundary_leaves_nothing_to_save():
-    """As a search for a learning rate does."""
+    """As after a search for a learning rate."""
     model, first = make()
     live = attach(model, first)
     step(model, torch.optim.SGD(model.parameters(), lr=1e-3))

@@ -50,7 +50,7 @@ def exposed_bytes(leaves):
     kinds=shapes_of_leaves(), pieces_before=st.integers(0, 20), room=st.none() | st.integers(0, 4000), data=st.data()
 )
 def test_what_is_read_is_what_was_there_and_the_copies_fit(kinds, pieces_before, room, data):
-    """Law: whatever was read before the update, and whatever may be copied, the saved bytes are those before it (D01, D02)."""
+    """Law: whatever was read before the update, and whatever may be copied, the saved bytes are those from before it (D01, D02)."""
     leaves = {name_of(i): make_leaf(kind, i) for i, kind in enumerate(kinds)}
     before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
     order = data.draw(st.permutations(list(leaves)))
@@ -183,7 +183,7 @@ def test_a_leaf_whose_memory_goes_elsewhere_is_read_from_there(monkeypatch, at, 
     hold = Hold({W: leaf})
 
     def copy(to, part):
-        if len(copies) == at:  # in the middle of a piece: half of it is foreign data in the freed memory
+        if len(copies) == at:  # in the middle of a piece: half of it is foreign data from the freed memory
             real(to, part)
             to[: len(to) // 2] = 255
             leaf.share_memory_()
@@ -198,14 +198,14 @@ def test_a_leaf_whose_memory_goes_elsewhere_is_read_from_there(monkeypatch, at, 
 
 
 def test_a_leaf_whose_memory_is_freed_and_made_again_fails_the_save():
-    """As fully sharded training frees and gathers parameters: the memory has other content; an update does not copy it."""
+    """As when fully sharded training frees and gathers parameters: the memory has other content, and an update does not copy it."""
     leaf = torch.arange(1024.0)
     hold = Hold({W: leaf})
     keeper, storage = [], leaf.untyped_storage()
     before = storage.data_ptr()
-    while storage.data_ptr() in (0, before):  # memory at the same address looks as if nothing was freed
+    while storage.data_ptr() in (0, before):  # new memory at the same address would look as if nothing was freed
         storage.resize_(0)
-        keeper.append(torch.empty(1024))  # takes the memory that became free
+        keeper.append(torch.empty(1024))  # takes the freed memory
         storage.resize_(4096)
     updating = threading.Thread(target=hold.protect)
     updating.start()
@@ -258,7 +258,7 @@ def test_a_hold_that_is_over_makes_nobody_wait_and_keeps_nothing():
 
 
 def kernel(leaf, value):
-    """Write as an in-place kernel does until it returns: the version counter does not change."""
+    """Write like an in-place kernel that has not returned yet: the version counter does not change."""
     leaf.numpy()[:] = value
 
 
@@ -268,7 +268,7 @@ def returns(leaf):
 
 
 def read_across_a_kernel(hold, leaf):
-    """Read a leaf while a kernel writes to it, and let that return when the last piece has been read."""
+    """Read a leaf while a kernel writes to it, and let the kernel return when the last piece has been read."""
     pieces = hold.pieces(W, PIECE)
     found = bytes(next(pieces))
     kernel(leaf, 7.0)
@@ -278,7 +278,7 @@ def read_across_a_kernel(hold, leaf):
 
 
 def test_a_write_that_ends_after_the_last_piece_was_read_is_found_in_the_end():
-    """P10: the bytes read are torn, and nothing showed it during the read."""
+    """P10: the bytes are torn, and nothing shows it during the read."""
     leaf = torch.zeros(1024)
     hold = Hold({name_of(0): torch.zeros(4), W: leaf})
     assert len(set(read_across_a_kernel(hold, leaf))) > 1
@@ -288,7 +288,7 @@ def test_a_write_that_ends_after_the_last_piece_was_read_is_found_in_the_end():
 
 
 def test_a_write_that_ends_after_the_last_piece_was_read_is_found_by_the_update_too():
-    """After `protect` the counters prove nothing, so `protect` itself checks them, whatever was read by then."""
+    """After `protect` the counters prove nothing, so `protect` checks them itself, however much was read by then."""
     leaf, other = torch.zeros(1024), torch.zeros(4)
     hold = Hold({W: leaf, name_of(0): other})
     read_across_a_kernel(hold, leaf)

@@ -1,4 +1,4 @@
-"""Writes that neither hooks nor version counters show: their target is copied in the call, or `hold_check` detects them."""
+"""Writes that neither hooks nor version counters show: their target is copied in the call, or `hold_check` finds them."""
 
 import contextlib
 import threading
@@ -62,7 +62,7 @@ def through_dlpack(model, _):
 
 
 def through_the_storage(model, _):
-    """A flat parameter, of which the module's are views: the flat one has a counter of its own."""
+    """Make the module's parameters views of one flat parameter, which has its own version counter."""
     weight = model[0].weight
     flat = torch.empty(0).set_(weight.untyped_storage(), 0, (weight.numel(),), (1,))
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_a_writer_that_goes_around_is_found_and_nothing_is_committed(writer, whe
 
 @pytest.mark.parametrize("writer", ["tensor.data", "a fused kernel"])
 def test_without_the_check_such_a_writer_is_not_found(writer):
-    """The other side of the law: the README says that such a leaf is committed torn."""
+    """The other side of the law: as the README says, `wait_staging()` must come before such a write. Without it, a torn leaf is committed."""
     live, model, optimizer = make_run()
     before = model[0].weight.detach().clone()
     store = StandingStore()

@@ -44,9 +44,9 @@ def test_a_leaf_that_was_read_is_let_go_when_it_needs_no_look_any_more(end):
     assert gone() is None
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of other tests' threads, on Python 3.12
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from the threads of other tests, on Python 3.12
 def test_a_forked_child_waits_for_nobody():
-    """Neither for a writer, which runs in its parent, nor for a lock that the parent held at the fork."""
+    """It waits neither for a writer, which runs in its parent, nor for a lock that the parent held at the fork."""
     hold = Hold({W: torch.zeros(1024)}, max_extra_bytes=0)
     with hold._mutex, hold._protecting:
         pid = os.fork()
@@ -91,7 +91,7 @@ def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypat
             super().make_present(size_bytes)
 
     def protect():
-        thread = threading.Thread(target=hold.protect)  # it waits for what there is no room for
+        thread = threading.Thread(target=hold.protect)  # it waits for the leaves that have no room
         thread.start()
         reader_is_done.append(thread.join)
         while not hold.copied_bytes:
@@ -117,7 +117,7 @@ def test_memory_for_copies_is_there_once_however_late_it_is_made_ready(monkeypat
     "look", [lambda t: t.t(), lambda t: t[::2], lambda t: t.view(2, 2, 1024, 512).permute(3, 0, 2, 1), lambda t: t]
 )
 def test_copies_lie_in_memory_that_goes_back_at_once_and_are_made_once(monkeypatch, dtype, how, look):
-    """Extra memory is 0 at rest: malloc would keep tens of megabytes of copies by `clone` or `to`."""
+    """Between saves there is no extra memory: after `clone` or `to`, malloc would keep tens of megabytes of copies."""
     taken, made = [], []
     take = Arena.take
     monkeypatch.setattr(Arena, "take", lambda self, size_bytes: (taken.append(size_bytes), take(self, size_bytes))[1])
@@ -140,7 +140,7 @@ def test_copies_lie_in_memory_that_goes_back_at_once_and_are_made_once(monkeypat
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_leaf_that_is_copied_to_be_read_counts_among_the_extra_bytes(begun):
-    """Its bytes are not contiguous; the writer has a full copy while the update makes its own."""
+    """It is not contiguous, so the writer has a full copy while the update makes another."""
     leaves = {W: torch.arange(4096.0).view(64, 64).t(), ("model", "flat"): torch.arange(16384.0)}
     expected = {name: bytes_of(leaf) for name, leaf in leaves.items()}
     hold = Hold(leaves, max_extra_bytes=24 << 10)

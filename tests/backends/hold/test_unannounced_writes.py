@@ -23,7 +23,7 @@ from trainfold.core.state.state import Progress, TrainState
 
 
 class StandingStore:
-    """A store whose writer pauses before its first byte, calls ``during`` within each file and ``after`` behind it."""
+    """A store whose writer pauses before its first byte, and calls ``during`` in the middle of each file and ``after`` at its end."""
 
     def __init__(self):
         self.inner = MemoryStore()
@@ -116,7 +116,7 @@ def test_an_announced_write_before_the_last_look_is_no_failure():
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("place", ["model", "extra"])
 def test_an_embedding_with_max_norm_is_saved_as_it_was_when_the_call_was_made(kind, place):
-    """D01: its forward writes to its weights, in an ordinary loop that has nothing to announce."""
+    """D01: its forward writes to its weights, in an ordinary loop that announces nothing."""
     torch.manual_seed(0)
     embedding, head = kind(50, 8, max_norm=1.0), nn.Linear(8, 1)
     optimizers = [torch.optim.SGD(module.parameters(), lr=1.0) for module in (embedding, head)]
@@ -146,7 +146,7 @@ def test_an_embedding_with_max_norm_is_saved_as_it_was_when_the_call_was_made(ki
 
 
 class Renormalised(nn.Module):
-    """A trained weight whose columns each forward scales to norm 1, as prototypes of self-supervised models are."""
+    """A trained weight whose columns are scaled to norm 1 by each forward, like the prototypes of self-supervised models."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Renormalised(nn.Module):
 
 
 def test_a_trained_weight_that_the_forward_moves_fails_one_save_and_is_copied_from_then_on():
-    """D01, P10: it fails with an error, and only once."""
+    """D01, P10: the first save fails with an error, and no later one."""
     torch.manual_seed(0)
     model = Renormalised()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -211,7 +211,7 @@ def test_leaves_of_a_state_that_were_written_to_are_copied_from_then_on():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of threads, which are the point
 def test_a_forked_child_steps_its_optimizer_although_its_parents_save_is_under_way():
-    """The thread that it would wait for exists only in its parent; the child has its own memory."""
+    """The thread to wait for exists only in the parent, and the child has its own memory."""
     model, store = nn.Linear(8, 8), StandingStore()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)

@@ -46,13 +46,13 @@ def written(folder, parts, *, size_bytes=None):
 
 
 def test_a_file_has_no_padding_where_the_filesystem_has_no_direct_writes(tmp_path):
-    """W18: a save of any file above 1 MiB failed there, since the last write was padded and only cut in direct mode."""
+    """W18: every save of a file above 1 MiB failed there: the last write was padded, and only direct mode cut the padding off."""
     with mock.patch.object(direct_io, "try_direct", return_value=False):
         assert written(tmp_path, [b"x" * (PAGE + 7), b"y"]) == b"x" * (PAGE + 7) + b"y"
 
 
 def refusing(started):
-    """Threads of which only so many can be started, as at the end of Python (from 3.12 on) or of a limit."""
+    """Let only this many threads start, as when Python shuts down (from 3.12 on) or at a limit of the system."""
     real, left = threading.Thread.start, [None] * started
 
     def start(thread):
@@ -69,7 +69,7 @@ def refusing(started):
 def test_a_file_has_the_bytes_of_its_parts_in_order_however_many_threads_write_them(
     tmp_path_factory, sizes, started, slow
 ):
-    """D01, P11: each byte is written once, from a buffer that is not filled again before; with 2 threads, 1 or none."""
+    """D01, P11: each byte is written once, from a buffer that is refilled only afterwards; with 2 threads, 1 or none."""
     data = np.random.default_rng(len(sizes)).integers(0, 255, sum(sizes), dtype=np.uint8).tobytes()
     ends = np.cumsum(sizes)
     parts = [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -150,7 +150,7 @@ if sys.argv[2] == "raise":
     ],
 )
 def test_a_program_that_ends_without_close_leaves_the_save_under_way_whole(tmp_path, end, code, which):
-    """P11: 40 MB, more than the buffers hold, so that it is written while Python comes down."""
+    """P11: 40 MB are more than the buffers hold, so Python shuts down while they are written."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), end, which], capture_output=True, text=True, check=False
     )
@@ -163,7 +163,7 @@ def test_a_program_that_ends_without_close_leaves_the_save_under_way_whole(tmp_p
 
 
 class Made:
-    """Parts that are made where they are wanted; those of odd numbers are made elsewhere, and shorter than there is room for."""
+    """Parts that are made in the writer's buffers, some shorter than the room there; parts with odd numbers are made elsewhere."""
 
     def __init__(self, sizes):
         self.sizes, self.elsewhere = sizes, 0
@@ -211,7 +211,7 @@ def test_parts_that_are_made_where_they_are_wanted_are_not_copied_again(tmp_path
 def test_a_write_that_is_interrupted_again_and_again_is_left_when_nothing_is_being_written(
     tmp_path, monkeypatch, small_buffers, times
 ):
-    """A late write would hit whatever file has the number next, and buffers that others fill."""
+    """A late write would go to the next file with this descriptor, from a buffer that another save fills."""
     under_way, may_go_on, real, interrupts = [], threading.Event(), direct_io._write_at, []
 
     def slow(*args):
@@ -246,7 +246,7 @@ def test_a_write_that_is_interrupted_again_and_again_is_left_when_nothing_is_bei
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of other tests' threads, on Python 3.12
 def test_a_forked_child_has_buffers_of_its_own(tmp_path):
-    """Its saves and its parent's go through other memory, whatever waited for reuse when it was forked."""
+    """A child and its parent never share buffers, not even those that waited for reuse at the fork."""
     with direct_io._POOL.borrow(2) as (one, other):
         one[:] = 1
     arena = Arena(4096).take(4096).fill_(1)

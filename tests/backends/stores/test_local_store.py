@@ -81,7 +81,7 @@ def test_files_then_directories_then_the_record_then_its_directory_are_synced(st
         "rename a",
         "fsync step-1",
         "fsync run",
-        *above,  # the entry of the run itself, also if another process made it, and those above it
+        *above,  # the directory entry of the run, even if another process made it, and of each directory above it
         "fsync temporary",
         "link manifest.json",
         "fsync step-1",
@@ -93,7 +93,7 @@ def test_files_then_directories_then_the_record_then_its_directory_are_synced(st
 
 
 def test_a_replacement_is_one_rename(store, calls):
-    """C08: there is no moment without a manifest."""
+    """C08: at no moment is there no manifest."""
     save(store)
     calls.clear()
     store.commit(MANIFEST, b"new", replaces=digest_of(b"{}"))
@@ -103,7 +103,7 @@ def test_a_replacement_is_one_rename(store, calls):
 
 @pytest.mark.parametrize("failing", range(8))
 def test_a_failed_fsync_abandons_the_file_and_is_never_repeated(store, monkeypatch, failing):
-    """C15: after a failed fsync the bytes may be gone, and a second one would say that all is well."""
+    """C15: after a failed fsync the bytes may be lost, and a second fsync would succeed all the same."""
     save(store, 0)
     real, synced, failed = os.fsync, [], []
 
@@ -123,7 +123,7 @@ def test_a_failed_fsync_abandons_the_file_and_is_never_repeated(store, monkeypat
         where = error.where
     else:
         where = ""
-    assert bool(failed) == (failing < 5)  # a save has no more syncs than that
+    assert bool(failed) == (failing < 5)  # a save syncs five times
     assert where.startswith(store.url) == bool(failed)
     assert ("manifest.json" in store.list("step-1")) != bool(failed)
     monkeypatch.setattr(os, "fsync", real)
@@ -145,7 +145,7 @@ def test_a_filesystem_without_direct_writes_or_allocation_ahead_is_served(store,
     def refuse(fd, data, offset, real=os.pwrite):
         if os.get_blocking(fd) and fcntl_flags(fd) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(fd, data[: 1 + len(data) // 2], offset)  # and short writes on top
+        return real(fd, data[: 1 + len(data) // 2], offset)  # and writes are short too
 
     monkeypatch.setattr(os, "pwrite", refuse)
     monkeypatch.setattr(direct_io, "_allocate", lambda fd, size_bytes: None)
@@ -155,7 +155,7 @@ def test_a_filesystem_without_direct_writes_or_allocation_ahead_is_served(store,
 
 
 def test_a_writer_whose_write_was_refused_while_the_other_gave_direct_writes_up_writes_again(store, monkeypatch):
-    """Two threads write one file, and its O_DIRECT flag is the file's: who comes second finds it cleared, and no fault."""
+    """Two threads write one file and share its O_DIRECT flag: the second one finds the flag cleared, and must write again."""
 
     def refuse(fd, data, offset, real=os.pwrite):
         if (flags := fcntl_flags(fd)) & os.O_DIRECT:
@@ -181,7 +181,7 @@ def fcntl_flags(fd):
 
 
 def test_reading_the_head_of_a_checkpoint_takes_six_system_calls(store, monkeypatch):
-    """A thousand checkpoints are looked at in tens of milliseconds."""
+    """So listing a thousand checkpoints takes tens of milliseconds."""
     store.commit(MANIFEST, b"x" * 5000)
     made = []
     for name in ("open", "close", "fstat", "stat", "pread", "read", "listdir", "scandir"):
@@ -291,7 +291,7 @@ def test_writing_over_a_planted_link_replaces_the_link_and_not_its_target(store,
 
 
 def test_a_read_asks_for_no_more_memory_than_the_file_has(store):
-    """U05: an absurd range allocates nothing."""
+    """U05: a range far beyond the file allocates nothing."""
     save(store)
     assert store.read("step-1/a", stop=1 << 60) == b"weights"
     assert store.read("step-1/a", start=1 << 60) == b""
@@ -314,7 +314,7 @@ def test_short_reads_are_continued_and_a_shrunken_file_is_torn(store, monkeypatc
 
 
 def test_a_directory_inside_of_a_checkpoint_goes_with_it_and_links_in_it_are_not_followed(store, tmp_path):
-    """E05: a sidecar; it goes before the manifest, so that one which cannot be removed leaves the checkpoint whole."""
+    """E05: the user's own files. They are deleted before the manifest: if one cannot be deleted, the checkpoint stays whole."""
     save(store)
     mine = Path(store.url, "step-1/mine/deep")
     mine.mkdir(parents=True)
@@ -332,7 +332,7 @@ def test_a_directory_inside_of_a_checkpoint_goes_with_it_and_links_in_it_are_not
 
 @contextmanager
 def mounted(path, options):
-    """A tmpfs of its own, where this process may mount one."""
+    """A new tmpfs, if this process may mount one."""
     path.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, text=True, check=False
@@ -346,7 +346,7 @@ def mounted(path, options):
 
 
 def test_a_full_disk_is_refused_before_and_survived_during_a_write(tmp_path):
-    """C15: disk full fails the save by name, leaves no temporary files and the earlier checkpoint whole."""
+    """C15: on a full disk the save raises NoSpace, leaves no temporary files, and leaves the earlier checkpoint whole."""
     with mounted(tmp_path / "small", "size=8m") as place:
         store = LocalStore(place / "run")
         save(store)
@@ -356,7 +356,7 @@ def test_a_full_disk_is_refused_before_and_survived_during_a_write(tmp_path):
         for size in (50 << 20, 12 << 20):
             with pytest.raises(NoSpace):
                 store.write("step-2/a", [bytes(1 << 20)] * (size >> 20), size_bytes=size)
-        # allocation ahead is what failed above; now in the middle of the stream
+        # the allocation ahead failed above; now a write in the middle of the stream fails
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(direct_io, "_allocate", lambda fd, size_bytes: None)
             with pytest.raises(NoSpace):
@@ -367,7 +367,7 @@ def test_a_full_disk_is_refused_before_and_survived_during_a_write(tmp_path):
 
 
 def test_a_read_only_place_is_refused_by_name(tmp_path):
-    """C15: a place that may not be written fails the save before anything is touched, and can still be read."""
+    """C15: a save into a read-only place fails before it changes anything, and the place can still be read."""
     with mounted(tmp_path / "place", "size=8m") as place:
         store = LocalStore(place / "run")
         save(store)
@@ -388,7 +388,7 @@ def test_a_read_only_place_is_refused_by_name(tmp_path):
 
 
 def test_an_injected_full_or_forbidden_disk_is_named(store, monkeypatch):
-    """C15: the same without a mount of its own, for those who may not mount."""
+    """C15: the same without a mount, for a process that may not mount."""
     save(store)
     for code, kind in (
         (errno.ENOSPC, NoSpace),
@@ -440,7 +440,7 @@ with store.lock():
 
 
 def test_of_two_processes_that_save_into_one_run_the_second_is_told_who_has_it(store):
-    """C15: two writers: the second is refused by name; when the first dies, its lock and its leftovers go."""
+    """C15: the second of two writers is refused by name; when the first dies, its lock and its leftovers are removed."""
     save(store)
     with subprocess.Popen([sys.executable, "-c", HOLDER, store.url], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "locked\n"
@@ -468,7 +468,7 @@ def test_a_second_store_object_of_the_same_process_is_refused_too(store):
 
 
 def test_a_forked_child_does_not_keep_its_parents_lock(store):
-    """A loader's worker may outlive the training process; the run must be free for the next one all the same."""
+    """A loader's worker may outlive the training process; the next process must get the lock of the run anyway."""
     with store.lock():
         reader, writer = os.pipe()
         child = os.fork()
@@ -497,7 +497,7 @@ def test_a_living_writers_file_is_not_collected(store):
 
 
 def test_a_pointer_leads_somewhere_at_every_instant(store, tmp_path, monkeypatch):
-    """E14: after each system call that changes a directory it is the old one or the new one, relative; never none."""
+    """E14: after each system call that changes a directory, it is a relative link to the old or the new target, and never missing."""
     save(store, 1), save(store, 2)
     store.point("latest", "step-1")
     seen = []

@@ -21,7 +21,7 @@ def save(store, step=1, data=b"weights"):
 
 
 def whole_steps(store):
-    """What a reader believes: manifests whose data file has the digest they say."""
+    """The steps that a reader accepts: their manifest names the digest that the data file has."""
     found = []
     for directory in store.list():
         if "manifest.json" in store.list(directory):
@@ -77,7 +77,7 @@ def test_every_crash_during_a_replacement_leaves_the_old_or_the_new():
 
 
 def test_every_crash_during_a_deletion_leaves_no_committed_half():
-    """C02: a kill during the removal of a checkpoint leaves it whole, or not a checkpoint."""
+    """C02: after a kill during its deletion, a checkpoint is whole, or it is no checkpoint."""
     store = MemoryStore()
     save(store)
     before = len(store.effects)
@@ -149,7 +149,7 @@ def test_a_disk_that_stays_full_can_still_be_cleaned():
     for _ in range(2):
         with pytest.raises(NoSpace):
             save(store, 2)
-    store.point("latest", "step-2")  # a hint is best effort: it may not fail a save
+    store.point("latest", "step-2")  # a hint is best effort: it must not make a save fail
     assert store.point_target("latest") is None
     store.delete("step-1/")
     assert store.list() == []

@@ -1,4 +1,4 @@
-"""The place of a run: paths and ``file://`` URLs of this machine, never a folder named like a bucket."""
+"""The place of a run: a path or a ``file://`` URL of this machine; a bucket's URL never becomes a folder."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ URLS = ["s3://bucket/run", "gs://bucket/run", "GS://bucket", "hdfs:///data/run",
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, monkeypatch, capsys):
-    """W22: ``s3://bucket/run`` was a folder of that name; as a text, as a path, by a manager, a stop file, the commands."""
+    """W22: ``s3://bucket/run`` became a folder of that name, as a string or a path, from a manager, a stop file and the commands."""
     monkeypatch.chdir(tmp_path)
     for run in (url, Path(url)):
         for call in (
@@ -42,7 +42,7 @@ def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, mon
 
 
 def test_a_file_url_is_the_path_that_it_names(tmp_path, capsys):
-    """W22: ``file://`` is local, with and without a host, also after pathlib has taken a slash away."""
+    """W22: ``file://`` is local, with and without a host, and even after pathlib has removed a slash."""
     run = tmp_path / "run 1"
     trainfold.save(STATE, f"file://{tmp_path}/run%201")
     for place in (f"file://localhost{tmp_path}/run%201", Path(f"file://{tmp_path}/run%201"), run):

@@ -1,4 +1,4 @@
-"""Every store keeps the contract, and the contract notices stores that do not."""
+"""Every store keeps the contract, and the contract finds stores that do not."""
 
 import itertools
 import os
@@ -15,12 +15,12 @@ from trainfold.properties import contracts
 
 
 def test_the_memory_store_keeps_the_contract():
-    """O05: the storage protocol is a handful of verbs over text names."""
+    """O05: the storage protocol is a few verbs on names that are text."""
     contracts.check_store(MemoryStore)
 
 
 def test_a_memory_store_with_a_clock_keeps_the_contract_and_tells_what_the_clock_said():
-    """So that a test of ages needs no clock of the machine."""
+    """So a test of ages does not need the machine's clock."""
     ticks = itertools.count(1_800_000_000)
     contracts.check_store(lambda: MemoryStore(clock=lambda: float(next(ticks))))
     store = MemoryStore(clock=lambda: 1.8e9)
@@ -32,7 +32,7 @@ def test_a_memory_store_with_a_clock_keeps_the_contract_and_tells_what_the_clock
 
 
 def test_a_local_store_tells_when_a_checkpoint_was_committed(tmp_path):
-    """By the file's time, so that a copy that keeps the times keeps the ages."""
+    """It reads the file's time, so a copy that preserves the times preserves the ages."""
     store = LocalStore(tmp_path / "run")
     store.commit("step-1/manifest.json", b"{}")
     os.utime(tmp_path / "run" / "step-1" / "manifest.json", (1, 1.5e9))
@@ -42,7 +42,7 @@ def test_a_local_store_tells_when_a_checkpoint_was_committed(tmp_path):
 
 
 def test_the_local_store_keeps_the_contract_on_a_disk(tmp_path):
-    """C03: the same contract, with the commit of the backend."""
+    """C03: the same contract, on the real commit of this store."""
     counter = itertools.count()
     contracts.check_store(lambda: LocalStore(tmp_path / f"run-{next(counter)}"))
 
@@ -55,7 +55,7 @@ def test_the_local_store_keeps_the_contract_in_a_tmpfs():
 
 
 def test_the_local_store_keeps_the_contract_without_hard_links(tmp_path, monkeypatch):
-    """C03: a filesystem that refuses links commits by a rename under the run's lock."""
+    """C03: if the filesystem refuses links, a commit is a rename under the run's lock."""
 
     def no_link(*args, **kwargs):
         raise PermissionError(1, "Operation not permitted")
@@ -66,7 +66,7 @@ def test_the_local_store_keeps_the_contract_without_hard_links(tmp_path, monkeyp
 
 
 class Liar:
-    """Passes everything on to a memory store, except where a test says otherwise."""
+    """Passes every call to a memory store; each subclass breaks one rule."""
 
     def __init__(self):
         self.inner = MemoryStore()
@@ -109,7 +109,7 @@ class ReservesByAnotherError(Liar):
 
 
 class ReservesInFiles(Liar):
-    """It tries whether it can write, and leaves the trial behind when the room is not enough."""
+    """It writes a file to try whether it can, and leaves the file behind if there is not enough room."""
 
     def reserve(self, size_bytes):
         self.inner.write("step-1/probe", [b"1"], size_bytes=1)
@@ -130,7 +130,7 @@ class TellsMilliseconds(Liar):
 
 
 class TellsTheTimeOfTheLastWrite(Liar):
-    """As the time of a directory, which each file in it moves on."""
+    """It reports the time of a directory, which each new file in it changes."""
 
     def committed_at(self, name):
         told = self.inner.size(name) and 1.8e9 + sum(map(len, map(self.inner.list, self.inner.list())))

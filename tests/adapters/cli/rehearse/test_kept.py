@@ -51,7 +51,7 @@ def bits(element):
 @settings(max_examples=150)
 @given(pair=pairs(), cut=st.integers(1, 7), across=st.integers(1, 4))
 def test_the_size_of_a_difference_is_that_of_its_elements_however_it_is_cut(pair, cut, across):
-    """Beside a simple model that looks at each element; shards of rows, and pieces of shards, in any order."""
+    """Compared with a simple model that looks at each element; shards of rows, and pieces of shards, in any order."""
     one, other = pair
     height, width = one.shape
     indices = [(i, j) for i in range(height) for j in range(width) if bits(one[i, j]) != bits(other[i, j])]
@@ -92,7 +92,7 @@ def difference_of(one, other):
 
 
 def test_differences_are_measured_in_the_files_and_outlive_the_run(tmp_path, monkeypatch):
-    """Checkpoints that the run has deleted are there under their other name; pieces are small, so that no tensor has to fit."""
+    """A deleted checkpoint can still be read under its second name. Pieces are small, so no tensor has to fit into memory."""
     monkeypatch.setattr(kept, "_PIECE_BYTES", 64)
     weights = torch.arange(60.0).reshape(6, 10)
     bent = weights.clone()
@@ -152,7 +152,7 @@ def test_a_manager_that_keeps_all_keeps_two_in_a_rehearsal_and_any_other_policy_
 
 
 def test_a_loop_without_a_loader_is_told_that_nobody_saves_its_position():
-    """A stranger's word_language_model: it looked like a state of the step, and the report said that the data position is the same."""
+    """From a user's word_language_model: the report blamed the state of the step, and said that the data position is the same."""
     leaf = ("model.params['w']", "a", "b")
     found = [
         RunDifference(11, "value", "loss", "0x1p+0", "0x1p-1", 2, 10),
