@@ -27,6 +27,9 @@ class TimeLimit(Generic[T]):
         self._clock = clock
         self._gave_all = False
 
+    def __repr__(self) -> str:
+        return f"TimeLimit({self.batches!r}, secs={self._secs})"
+
     @property
     def complete(self) -> bool:
         """Whether the last iteration gave every batch, and these were all there is."""

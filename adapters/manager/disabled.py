@@ -40,6 +40,9 @@ class DisabledManager:
         if requests is not None:
             self._held.callback(requests.close)
 
+    def __repr__(self) -> str:
+        return "DisabledManager(saves and loads nothing)"
+
     @classmethod
     def from_config(cls, config: CheckpointConfig, **extra: Any) -> "DisabledManager":
         """The same whatever the config says; of ``extra`` it takes ``requests`` and ``collectives``."""

@@ -56,6 +56,9 @@ class Asked:
     def __init__(self) -> None:
         self._waiting: deque[StopRequest] = deque()
 
+    def __repr__(self) -> str:
+        return f"Asked(waiting: {', '.join(self._waiting) or 'nothing'})"
+
     def ask(self, request: StopRequest) -> None:
         """Make a request; the next `take` returns it.
 
@@ -133,6 +136,11 @@ class SignalRequests:
                 self._before[number] = disposition_of(number)
                 signal.signal(number, self._handler)
             undo.pop_all()
+
+    def __repr__(self) -> str:
+        wanted = ", ".join(f"{signal.Signals(number).name}: {asked}" for number, asked in self._wanted.items())
+        state = "" if self.is_installed else "; closed" if self._is_closed else "; not in the main thread"
+        return f"SignalRequests({wanted}{state})"
 
     @property
     def is_installed(self) -> bool:
@@ -214,6 +222,9 @@ class Combined:
 
     def __init__(self, *sources: RequestSource) -> None:
         self._sources = sources
+
+    def __repr__(self) -> str:
+        return f"Combined({', '.join(map(repr, self._sources))})"
 
     def take(self) -> tuple[StopRequest, ...]:
         """See `RequestSource.take`."""

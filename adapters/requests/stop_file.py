@@ -67,6 +67,10 @@ class StopFile:
             _LOG.warning("%s: %s left by an earlier process: removed and not done; create it again if it is meant for this one",
                          self._run, ", ".join(name for name, _ in left))  # fmt: skip
 
+    def __repr__(self) -> str:
+        wanted = ", ".join(f"{name}: {asked}" for name, asked in self._wanted.items())
+        return f"StopFile({str(self._run)!r}, {wanted or 'closed'})"
+
     def take(self) -> tuple[StopRequest, ...]:
         """See `RequestSource.take`. It never fails: while the disk cannot be read, there are no requests."""
         now = self._clock()

@@ -121,6 +121,9 @@ class ThreadCollectives:
         self._fault = fault
         self._copies = 0
 
+    def __repr__(self) -> str:
+        return f"ThreadCollectives(rank={self.rank}, world_size={self.world_size})"
+
     def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums over the ranks, added in rank order, so that every rank has the same bits."""
         detail = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)

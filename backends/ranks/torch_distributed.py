@@ -86,6 +86,9 @@ class TorchCollectives:
         store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", _default_store(dist))
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
 
+    def __repr__(self) -> str:
+        return f"TorchCollectives(rank={self.rank}, world_size={self.world_size})"
+
     def __del__(self) -> None:
         """Release the sockets of a group made here, unless an exchange is running or Python is shutting down.
 

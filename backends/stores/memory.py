@@ -59,6 +59,11 @@ class MemoryStore:
         self._attempts = 0
         self._crash: BaseException | None = None
 
+    def __repr__(self) -> str:
+        with self._mutex:
+            sizes = [len(data) for data in self._disk.files.values()]
+        return f"MemoryStore({len(sizes)} files, {sum(sizes)} bytes)"
+
     @property
     def url(self) -> str:
         """Always ``memory:``."""

@@ -25,6 +25,9 @@ class BoundModel:
         buffers = {name: value.detach().clone() for name, value in state.buffers.items()}
         template.bind(dict(state.params.alive()), buffers, state.ties)
 
+    def __repr__(self) -> str:
+        return f"BoundModel({type(self._template.module).__name__}, {len(self._state.params)} parameters)"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; the buffers are restored afterwards.
 

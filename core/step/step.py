@@ -55,6 +55,12 @@ class Step(Generic[B]):
     _collectives: Collectives | None
     _pool: WorkspacePool
 
+    def __repr__(self) -> str:
+        """What was passed to `make_step`; the loss by its name."""
+        loss = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__qualname__)
+        how = f"accumulate={self._accumulate}, clip_norm={self._clip_norm}, donate={self.donate}"
+        return f"Step({loss}, {self._optimizer!r}, {how})"
+
     def __call__(self, state: TrainState, batch: B | list[B]) -> tuple[TrainableState, Metrics]:
         """Do one optimizer step.
 

@@ -33,6 +33,10 @@ class BatchStream:
         self._is_open = False
         self.reading = Reading()
 
+    def __repr__(self) -> str:
+        state = "no batches left" if self.reading.has_ended else "reading" if self._is_open else "not started"
+        return f"<batches of a live run: {state}>"
+
     def __iter__(self) -> "BatchStream":
         if not self._is_open:
             self._is_open = True
