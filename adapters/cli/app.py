@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import App, Group, Parameter, Token
 from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 from cyclopts.validators import Number
 
 from trainfold import __version__
+from trainfold.adapters.cli.completion import Shell, script_of
 from trainfold.adapters.cli.terminal.duration import seconds_of
 from trainfold.adapters.cli.terminal.output import (
     INTERRUPTED,
@@ -36,7 +37,6 @@ def _seconds(_type: object, tokens: Sequence[Token]) -> float:
     return seconds_of(tokens[0].value)
 
 
-Shell = Literal["bash", "zsh", "fish"]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
 RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
 CheckpointPath = Annotated[
@@ -294,11 +294,11 @@ def prune(  # noqa: PLR0913 - one for each option
 def completion(shell: Annotated[Shell, Parameter(help="The shell: bash, zsh or fish.")], /) -> int:
     """Print a script that completes trainfold's commands and options in a shell.
 
-    Example: eval "$(trainfold completion bash)"
+    Example: eval "$(trainfold completion bash)"; the same with zsh after compinit; for fish: trainfold completion fish | source
     """
     from trainfold.adapters.cli.terminal.output import written
 
-    return written(lambda: print(app.generate_completion(prog_name="trainfold", shell=shell), end="")) or 0
+    return written(lambda: print(script_of(app, shell), end="")) or 0
 
 
 @app.command(group=_SHELL)

@@ -113,9 +113,13 @@ def test_every_public_name_is_in_the_reference(inventory):
     assert wanted <= described, sorted(wanted - described)
 
 
-@pytest.mark.parametrize("name", sorted(set(trainfold.__all__) - {"__version__"}))
-def test_every_public_name_has_a_docstring(name):
-    value = getattr(trainfold, name)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("", name) for name in sorted(set(trainfold.__all__) - {"__version__"})]
+    + [(subject, name) for subject in trainfold._MODULES for name in getattr(trainfold, subject).__all__],
+)
+def test_every_public_name_has_a_docstring(place, name):
+    value = getattr(getattr(trainfold, place) if place else trainfold, name)
     if callable(value):
         assert (value.__doc__ or "").strip(), name
 
@@ -123,7 +127,7 @@ def test_every_public_name_has_a_docstring(name):
 def test_links_between_files_lead_somewhere(root):
     """Sphinx checks the pages in docs/; this test checks the links of other pages to files of the repository."""
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)", (root / page).read_text()):
+        for target in re.findall(r"(?:\]\(|src=\")([^)#\s\"]+)", (root / page).read_text()):
             assert target.startswith("https://") or (root / target).exists(), f"{page}: {target}"
 
 

@@ -1,6 +1,7 @@
 """Every JSON document that the command line prints, and every manifest, matches the schema in the package."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -33,6 +34,13 @@ def test_there_is_a_schema_for_each_command_with_json_and_for_the_manifest():
         schema = schema_of(name)
         jsonschema.Draft202012Validator.check_schema(schema)
         assert schema["title"]
+
+
+def test_real_output_of_every_command_is_held_against_its_schema(root):
+    """R03: no schema is left to be checked by itself alone; this looks for the tests that run the command."""
+    text = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
+    checked = set(re.findall(r'(?:answered|fits_its_schema)\(\s*"(\w+)"', text))
+    assert set(names()) <= checked
 
 
 def test_the_schemas_of_a_command_are_listed_and_printed(call):
