@@ -29,7 +29,7 @@ def public_classes():
                 yield pytest.param(found, id=f"{module.__name__}.{name}")
 
 
-@pytest.mark.parametrize("cls", public_classes())
+@pytest.mark.parametrize("cls", list(public_classes()))
 def test_each_public_class_has_its_own_repr(cls):
     """A class without one prints ``<... object at 0x...>``, which says nothing of the run."""
     assert cls.__repr__ is not object.__repr__

@@ -379,7 +379,7 @@ def test_other_samples_to_draw_are_refused_at_an_epochs_end_too(name, several):
 
 
 def test_a_dataset_of_another_length_is_one_reason():
-    """3.4: the sampler's other length follows from it, and is no second reason."""
+    """3.4: the sampler's other length follows from it, and is not reported separately."""
     store = MemoryStore()
 
     def run(length):
@@ -399,7 +399,7 @@ def test_a_dataset_of_another_length_is_one_reason():
 
 
 def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
-    """V05: an object that contains its rank, or a subset for each rank, is no difference: the ranks save and resume together."""
+    """V05: an object that contains its rank, or a subset for each rank, does not count as a difference."""
     store = MemoryStore()
 
     def rank(world):

@@ -73,7 +73,7 @@ def test_a_model_that_goes_on_in_eval_mode_is_named():
 
 
 def test_an_evaluation_before_each_save_is_none_of_it():
-    """Frozen statistics are no hidden state either: the loop sets them before the first step, and again after a resume."""
+    """The same for frozen statistics: the loop sets them before the first step, and again after a resume."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)

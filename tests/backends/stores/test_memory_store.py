@@ -77,7 +77,7 @@ def test_every_crash_during_a_replacement_leaves_the_old_or_the_new():
 
 
 def test_every_crash_during_a_deletion_leaves_no_committed_half():
-    """C02: after a kill during its deletion, a checkpoint is whole, or it is no checkpoint."""
+    """C02: after a kill during its deletion, a checkpoint is either whole or gone."""
     store = MemoryStore()
     save(store)
     before = len(store.effects)
