@@ -531,7 +531,7 @@ def test_the_text_of_a_metric_is_the_same_in_every_process():
     script = (
         "import dataclasses\nfrom trainfold.core.metrics.metric import metric_text\n"
         "T = dataclasses.make_dataclass('T', ['tags'])\n"
-        "print(text_of(T(frozenset(['a', 'b', 'c', 'd', 'e']))))"
+        "print(metric_text(T(frozenset(['a', 'b', 'c', 'd', 'e']))))"
     )
     printed = {
         subprocess.run(
