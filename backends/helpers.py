@@ -3,63 +3,31 @@
 A thread is made once. At the end of a block it waits for the next block of any thread, so a run of saves starts as many threads as one
 save needs.
 
-``Thread.start`` waits until the new thread reports that it runs. A thread without the memory for that report dies in silence, and the
-caller waits forever, with the run's lock. So threads are started here without that wait, and a caller that needs a task that has not
-begun does it itself: if no thread can be started, the caller does everything. An executor would not do, because it starts
-nothing once Python is shutting down.
+``Thread.start`` waits until the new thread reports that it runs. Where torch's threads keep the cores busy, that takes milliseconds. A thread
+without the memory for that report dies in silence, and the caller waits forever, with the run's lock. So threads are started here
+without that wait, and a caller that needs a task that has not begun does it itself: if no thread can be started, the caller does
+everything. An executor would not do, because it starts nothing once Python is shutting down.
 """
 
 import _thread
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Final, Generic, TypeAlias, TypeVar, final
+from typing import Generic, Protocol, TypeAlias, TypeVar, final
 
 from trainfold.backends.wakeup import Latch
 
 T = TypeVar("T")
 
-LONGEST_SECS: Final = 10.0
 
+class Action(Protocol):
+    """Something to do once, in whichever thread claims it first."""
 
-def start_in_time(thread: threading.Thread, *, longest_secs: float = LONGEST_SECS) -> None:
-    """Start a thread that Python joins at exit, or give up on it.
-
-    Args:
-        thread: not started yet. If it begins after this has given up, it must find nothing to do.
-        longest_secs: how long to wait for it.
-
-    Raises:
-        RuntimeError: if no thread can be started, or it did not begin in time.
-        MemoryError: if there is no memory for one.
-
-    Examples:
-        >>> thread = threading.Thread(target=lambda: None)
-        >>> start_in_time(thread)
-        >>> thread.join()
-    """
-    failures: list[BaseException] = []
-    end = Latch()
-
-    def start() -> None:
-        try:
-            thread.start()  # waits for the thread, forever if it died
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-        end.set()
-
-    deadline = time.monotonic() + longest_secs
-    _thread.start_new_thread(start, ())
-    while not end.is_over:
-        if time.monotonic() >= deadline:
-            raise RuntimeError(f"a thread did not begin in {longest_secs:g} s")
-        end.wait_briefly()
-    if failures:
-        raise failures[0]
+    def carry_out(self, helper: "Helper | None" = None) -> None:
+        """Do it, unless it is claimed already; never raises."""
 
 
 @final
@@ -76,11 +44,11 @@ class Task(Generic[T]):
         self._action = action
         self._claim = threading.Lock()
         self._end = Latch()
-        self._helper: _Helper | None = None
+        self._helper: Helper | None = None
         self._value: T | None = None
         self._failure: BaseException | None = None
 
-    def carry_out(self, helper: "_Helper | None" = None) -> None:
+    def carry_out(self, helper: "Helper | None" = None) -> None:
         """Run the task, unless it is claimed already; never raises."""
         if not self._claim.acquire(blocking=False):
             return
@@ -115,10 +83,10 @@ class Task(Generic[T]):
 
 
 @final
-class _Helper:
-    """The work of one thread in one block. It signals its own end: an interrupted `Thread.join` takes the thread for ended."""
+class Helper:
+    """What one thread does for one block or one job. It signals its own end: an interrupted `Thread.join` takes the thread for ended."""
 
-    def __init__(self, waiting: "SimpleQueue[Task[object] | None]", idle: "SimpleQueue[Inbox]") -> None:
+    def __init__(self, waiting: "SimpleQueue[Action | None]", idle: "SimpleQueue[Inbox]") -> None:
         self._waiting = waiting
         self._idle = idle  # where its block looked for it: a thread that begins late returns there
         self.has_begun = False
@@ -137,7 +105,7 @@ class _Helper:
             self.end.set()
 
 
-Inbox: TypeAlias = "SimpleQueue[_Helper]"
+Inbox: TypeAlias = "SimpleQueue[Helper]"
 _IDLE: "SimpleQueue[Inbox]" = SimpleQueue()  # inboxes of the threads that have nothing to do
 
 
@@ -151,13 +119,43 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_idle_threads)
 
 
-def _be_a_thread(helper: _Helper) -> None:
+def _be_a_thread(helper: Helper) -> None:
     """Do the work of one helper after another, until the process ends or a failure such as a lack of memory ends the thread."""
     inbox: Inbox = SimpleQueue()
     while True:
         helper.work(inbox)
         del helper  # and the queue of a block that is over
         helper = inbox.get()
+
+
+def _engaged(waiting: "SimpleQueue[Action | None]") -> Helper:
+    """A helper whose thread takes actions from a queue until there is a None: an idle thread, or else a new one."""
+    idle = _IDLE
+    helper = Helper(waiting, idle)
+    try:
+        idle.get_nowait().put(helper)
+    except Empty:
+        _thread.start_new_thread(_be_a_thread, (helper,))
+    return helper
+
+
+def hand_over(action: Action) -> None:
+    """Let an idle thread carry out an action, or else a new one. This does not wait until the thread runs.
+
+    Raises:
+        RuntimeError: if no thread can be started.
+        MemoryError: if there is no memory for one.
+
+    Examples:
+        >>> task = Task(lambda: 7)
+        >>> hand_over(task)
+        >>> task.result()
+        7
+    """
+    waiting: SimpleQueue[Action | None] = SimpleQueue()
+    waiting.put(action)
+    waiting.put(None)
+    _engaged(waiting)
 
 
 @final
@@ -177,22 +175,16 @@ class Helpers:
     """
 
     def __init__(self, count: int) -> None:
-        self._waiting: SimpleQueue[Task[object] | None] = SimpleQueue()
-        self._helpers: list[_Helper] = []
+        self._waiting: SimpleQueue[Action | None] = SimpleQueue()
+        self._helpers: list[Helper] = []
         self._count = count
 
     def __enter__(self) -> "Helpers":
         for _ in range(self._count):
-            idle = _IDLE
-            helper = _Helper(self._waiting, idle)
             try:
-                idle.get_nowait().put(helper)
-            except Empty:
-                try:
-                    _thread.start_new_thread(_be_a_thread, (helper,))
-                except (RuntimeError, MemoryError):
-                    break
-            self._helpers.append(helper)
+                self._helpers.append(_engaged(self._waiting))
+            except (RuntimeError, MemoryError):
+                break
         return self
 
     def __exit__(
@@ -211,14 +203,14 @@ class Helpers:
 
     def give(self, task: Task[T]) -> Task[T]:
         """Let a free thread run the task, or the first thread that asks for its result."""
-        self._waiting.put(task)  # type: ignore[arg-type]  # whatever it returns
+        self._waiting.put(task)
         return task
 
     def _end(self) -> None:
         with suppress(Empty):
             while True:
                 task = self._waiting.get_nowait()
-                if task is not None:
+                if isinstance(task, Task):
                     task.withdraw()
         for _ in self._helpers:
             self._waiting.put(None)  # again after an interrupt; a surplus one does no harm

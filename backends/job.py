@@ -1,21 +1,27 @@
-"""`Job`: an action that runs once, in its own thread, and its outcome.
+"""`Job`: an action that runs once, in a thread that waits for work, and its outcome.
 
 It is not an executor. Python refuses to start work in one once the main thread has ended, which is when the last state of a run
 may be saved. And an interrupt (Ctrl-C) inside an executor, a future or a condition can leave its lock taken for good. Here the
 caller's thread uses only primitive locks, which an interrupt does not break in two.
 """
 
+import atexit
 import inspect
+import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from multiprocessing.util import Finalize
 from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
-from trainfold.backends.helpers import start_in_time
+from trainfold.backends.helpers import Helper, hand_over
 from trainfold.backends.wakeup import Latch
 
 T = TypeVar("T")
+LONGEST_SECS: Final = 10.0  # for a thread to begin
 _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -23,12 +29,12 @@ _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_A
 class Job(Generic[T]):
     """An action that runs once, in whichever thread claims it first.
 
-    Python waits for a job that was started: when the main thread ends, and when a process of `multiprocessing` does. Where no
-    thread can be started, or a new one does not begin in time, the caller runs the action.
+    A process that ends waits for the jobs that it has started, also a process of `multiprocessing`. Where no thread can be started, the
+    caller of `start` runs the action; where a thread does not begin in time, the caller of `wait`.
 
     Args:
         action: what to run.
-        name: of the thread.
+        name: of the thread while it runs the action.
         after: a job to wait for before the action runs.
 
     Attributes:
@@ -50,7 +56,7 @@ class Job(Generic[T]):
         self._name = name
         self._after = after
         self._claim = threading.Lock()
-        self._is_started = Latch()
+        self._helper: Helper | None = None
         self._end = Latch()
         self.result: T | None = None
         self.failure: BaseException | None = None
@@ -61,49 +67,60 @@ class Job(Generic[T]):
         return self._end.is_over
 
     def start(self) -> None:
-        """Run the action in a new thread. If this raises, `withdraw` returns whether the action can still be kept from running.
+        """Let a thread run the action. If this raises, `withdraw` returns whether the action can still be kept from running.
 
         Raises:
             BaseException: an interrupt of the action, if the caller had to run it.
         """
+        if self._claim.locked():
+            return  # withdrawn
+        _wait_at_exit()
+        _STARTED.add(self)
         try:
-            start_in_time(threading.Thread(target=_work, args=([self],), name=self._name, daemon=False))
+            hand_over(self)
         except (RuntimeError, MemoryError):
             self._run_here()
-        finally:
-            # only now: a thread that begins to work would take the interpreter from a caller that waits for it to start
-            self._is_started.is_over = True  # an assignment, which no interrupt can fall into
-            self._is_started.set()
 
-    def wait_for_start(self) -> None:
-        """Return when `start` has returned, or the job was withdrawn; called in the job's thread."""
-        self._is_started.wait()
-
-    def carry_out(self) -> None:
+    def carry_out(self, helper: Helper | None = None) -> None:
         """Run the action, unless it is claimed already; never raises an error of the action."""
         action = self._action
         if action is None or not self._claim.acquire(blocking=False):
             return
+        self._helper = helper
         try:
             after, self._action, self._after = self._after, None, None
+            if helper is not None:
+                threading.current_thread().name = self._name
             if after is not None:
                 after.wait()
             self.result, self.failure = _outcome(action)
         except BaseException as error:  # noqa: BLE001  # an interrupt beside the action, where the caller runs it
             self.failure = error
         end = self._end
+        end.is_over = True  # an assignment, because a call may get no memory
+        _STARTED.discard(self)
         del self, action  # a failure's traceback leads to this frame, and keeps it alive
         end.set()
 
     def withdraw(self) -> bool:
         """Claim the action, so that it never runs; False if it is running or has run."""
         withdrawn = self._claim.acquire(blocking=False)
-        self._is_started.set()  # a thread that waits for the start goes
+        if withdrawn:
+            _STARTED.discard(self)
         return withdrawn
 
     def wait(self) -> None:
         """Return when the action has ended. Do not wait for a job that was withdrawn, or never started."""
-        self._end.wait()
+        latest = time.monotonic() + LONGEST_SECS
+        while not self._end.is_over:
+            if not self._claim.locked() and time.monotonic() >= latest:
+                self.carry_out()  # its thread died before it began, for want of memory
+            elif self._helper is not None and self._helper.end.is_over and not self._end.is_over:
+                self.failure = MemoryError("the thread that did this died")
+                _STARTED.discard(self)
+                self._end.set()
+            else:
+                self._end.wait_briefly()
 
     def _run_here(self) -> None:
         try:
@@ -111,16 +128,38 @@ class Job(Generic[T]):
         except BaseException as error:
             if not self.is_over and self.result is None and self.failure is None:
                 self.failure = error
+            _STARTED.discard(self)
             self._end.set()
             raise
         if self.failure is not None and not isinstance(self.failure, Exception):
             raise self.failure from None
 
 
-def _work(jobs: list[Job[Any]]) -> None:
-    """Run the one job of a list, and keep no reference to it: a failure's traceback leads to this frame."""
-    jobs[0].wait_for_start()
-    jobs.pop().carry_out()
+_STARTED: Final[set[Job[Any]]] = set()  # those that have not ended
+
+
+def _wait_for_all() -> None:
+    """Wait for the jobs under way, and for those that are started meanwhile."""
+    while _STARTED:
+        for job in list(_STARTED):
+            job.wait()
+
+
+@cache
+def _wait_at_exit() -> None:
+    """Make this process wait for its jobs when it ends. A process of `multiprocessing` calls no function of `atexit`."""
+    atexit.register(_wait_for_all)
+    Finalize(None, _wait_for_all, exitpriority=100)
+
+
+def _forget_jobs() -> None:
+    """Forget the parent's jobs in a forked child, which does not have the threads that do them."""
+    _STARTED.clear()
+    _wait_at_exit.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_jobs)
 
 
 def _outcome(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -1,30 +1,41 @@
 """Jobs: each runs once, after the job that it names, and to its end, however the program ends."""
 
+import _thread
 import gc
+import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from functools import partial
+from queue import SimpleQueue
 
 import pytest
 import torch
 
-from trainfold.backends.job import Job
+from trainfold.backends import helpers
+from trainfold.backends import job as job_module
+from trainfold.backends.job import _STARTED, Job
 from trainfold.backends.runs.api import load
 from trainfold.core.state.state import Progress, TrainState
 
 
-def threads_named(name):
-    return [each for each in threading.enumerate() if each.name == name]
-
-
-def wait_for_no_thread(name):
+def wait_until(is_true):
     deadline = time.monotonic() + 20
-    while threads_named(name) and time.monotonic() < deadline:
+    while not is_true() and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert not threads_named(name)
+    assert is_true()
+
+
+def refuse(*_):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.fixture
+def no_idle_thread(monkeypatch):
+    """Other tests leave threads that wait for work."""
+    monkeypatch.setattr(helpers, "_IDLE", SimpleQueue())
 
 
 def test_a_job_runs_after_the_one_that_it_names():
@@ -62,12 +73,13 @@ def test_a_job_is_carried_out_once_whoever_begins_it():
 
 def test_a_job_that_was_withdrawn_is_never_carried_out():
     count = []
-    job = Job(lambda: count.append(1), name="withdrawn")
+    job = Job(lambda: count.append(1))
     assert job.withdraw()
     job.start()
-    wait_for_no_thread("withdrawn")
+    job.carry_out()
     assert not count
     assert not job.is_over
+    assert job not in _STARTED, "the end of the process does not wait for it"
 
 
 def test_what_a_job_raises_is_its_failure_and_ends_nothing():
@@ -80,14 +92,13 @@ def test_what_a_job_raises_is_its_failure_and_ends_nothing():
     assert next_one.result == 7
 
 
-def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
+def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch, no_idle_thread):
     job, before = Job(threading.current_thread), Job(lambda: 1)
     before.start()
+    before.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(_thread, "start_new_thread", refuse)
+        patched.setattr(helpers, "_IDLE", SimpleQueue())
         job = Job(threading.current_thread, after=before)
         job.start()
         assert job.result is threading.main_thread()
@@ -100,34 +111,76 @@ def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch):
     assert job.result.name == "test"
 
 
-def test_the_thread_ends_with_its_job_and_holds_nothing_that_is_done():
+def test_a_thread_that_waits_for_work_holds_nothing_that_is_done():
     class Thing:
         pass
 
     thing = Thing()
     gone = weakref.ref(thing)
-    job = Job(lambda thing=thing: None, name="ends")
+    job = Job(lambda thing=thing: None)
     job.start()
     del thing
     job.wait()
-    wait_for_no_thread("ends")
-    assert gone() is None
+    wait_until(lambda: gone() is None)
+    assert job not in _STARTED
 
 
-def test_the_action_waits_until_the_call_that_starts_it_is_done(monkeypatch):
-    """Else the new thread takes the interpreter from a caller that waits for it to start."""
-    order, real = [], threading.Thread.start
+def test_jobs_one_after_the_other_have_one_thread(no_idle_thread):
+    seen = set()
+    for _ in range(20):
+        job = Job(threading.get_ident)
+        job.start()
+        job.wait()
+        wait_until(lambda: not helpers._IDLE.empty())
+        seen.add(job.result)
+    assert len(seen) == 1
 
-    def start(thread):
-        real(thread)
-        time.sleep(0.05)
-        order.append("started")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    job = Job(lambda: order.append("ran"))
+def test_the_caller_does_not_wait_for_the_thread(monkeypatch, no_idle_thread):
+    """Torch's threads may keep it from running for milliseconds."""
+    real, go = _thread.start_new_thread, threading.Event()
+    monkeypatch.setattr(
+        _thread, "start_new_thread", lambda function, args: real(lambda: (go.wait(20), function(*args)), ())
+    )
+    job = Job(lambda: 7)
+    job.start()
+    assert not job.is_over
+    go.set()
+    job.wait()
+    assert job.result == 7
+
+
+def test_a_job_whose_thread_never_begins_is_done_by_the_caller_that_waits(monkeypatch, no_idle_thread):
+    """Such as a thread that gets no memory to begin with: it dies in silence."""
+    monkeypatch.setattr(job_module, "LONGEST_SECS", 0.05)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+    job = Job(threading.current_thread)
     job.start()
     job.wait()
-    assert order == ["started", "ran"]
+    assert job.result is threading.main_thread()
+
+
+def test_a_job_whose_thread_dies_in_it_has_failed(monkeypatch, no_idle_thread):
+    monkeypatch.setattr(job_module, "_outcome", lambda _: sys.exit())
+    monkeypatch.setattr(
+        Job, "carry_out", lambda self, helper: (self._claim.acquire(), vars(self).update(_helper=helper), sys.exit())
+    )
+    job = Job(lambda: 7)
+    job.start()
+    job.wait()
+    assert isinstance(job.failure, MemoryError)
+
+
+def test_a_forked_child_does_not_wait_for_the_jobs_of_its_parent():
+    go = threading.Event()
+    job = Job(lambda: go.wait(20))
+    job.start()
+    child = os.fork()
+    if child == 0:
+        os._exit(len(_STARTED))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    go.set()
+    job.wait()
 
 
 PROGRAM = """
@@ -179,7 +232,7 @@ def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_
     assert torch.equal(found.extra["w"], torch.full((2 << 20,), 4.0))
 
 
-def _interrupt(_):
+def _interrupt(*_):
     raise KeyboardInterrupt
 
 
@@ -192,14 +245,13 @@ def test_what_a_job_raises_holds_on_to_nothing():
     gc.disable()
     try:
         thing = Thing()
-        job = Job(partial(_fail, thing), name="raises")
+        job = Job(partial(_fail, thing))
         gone = [weakref.ref(thing), weakref.ref(job)]
         job.start()
         job.wait()
         failure = job.failure
-        wait_for_no_thread("raises")
         del thing, job
-        assert [each() for each in gone] == [None, None]
+        wait_until(lambda: [each() for each in gone] == [None, None])
         assert isinstance(failure, ValueError)
     finally:
         gc.enable()
@@ -217,11 +269,8 @@ def _look_up(things, name, default):
     return things[name] or default
 
 
-def test_jobs_that_can_start_no_thread_leave_nothing_behind(monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+def test_jobs_that_can_start_no_thread_leave_nothing_behind(monkeypatch, no_idle_thread):
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
     gone = []
     for _ in range(3):
         job = Job(lambda: 1 // 0)
@@ -246,10 +295,10 @@ def test_a_failure_whose_causes_go_in_a_circle_ends_its_job():
     assert isinstance(job.failure, KeyError)
 
 
-def test_an_interrupt_before_the_thread_began_leaves_a_job_that_can_be_withdrawn(monkeypatch):
+def test_an_interrupt_before_the_thread_began_leaves_a_job_that_can_be_withdrawn(monkeypatch, no_idle_thread):
     job = Job(lambda: 7)
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", _interrupt)
+        patched.setattr(_thread, "start_new_thread", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             job.start()
     assert job.withdraw()
@@ -277,18 +326,14 @@ def test_a_generator_that_has_kept_an_error_goes_on_when_a_job_raises_it():
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_an_interrupt_around_the_start_of_a_job_leaves_no_thread_waiting(monkeypatch, has_thread):
-    """At each place where Python looks for signals: the job ends, or is withdrawn and its thread goes."""
-
-    def start(_):
-        raise RuntimeError("can't start new thread")
-
+def test_an_interrupt_around_the_start_of_a_job_leaves_it_done_or_withdrawn(monkeypatch, has_thread, no_idle_thread):
+    """At each place where Python looks for signals, and the process does not wait for it at its end."""
     if not has_thread:
-        monkeypatch.setattr(threading.Thread, "start", start)
+        monkeypatch.setattr(_thread, "start_new_thread", refuse)
     at, was_interrupted = 0, True
     while was_interrupted:
         at += 1
-        job = Job(lambda: 7, name="interrupted")
+        job = Job(lambda: 7)
         seen, was_interrupted = 0, False
 
         def profile(frame, event, _):
@@ -311,5 +356,5 @@ def test_an_interrupt_around_the_start_of_a_job_leaves_no_thread_waiting(monkeyp
         if not job.withdraw():
             job.wait()
             assert job.result == 7 or job.failure is not None, f"interrupted at {at}"
+        assert job not in _STARTED
     assert at > 5
-    wait_for_no_thread("interrupted")

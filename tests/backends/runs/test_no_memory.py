@@ -4,19 +4,17 @@ import _thread
 import resource
 import subprocess
 import sys
-import threading
 from queue import SimpleQueue
 
 import pytest
 import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends import helpers
+from trainfold.backends import helpers, job
 from trainfold.backends.runs.api import load
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.state.state import Progress, TrainState
 
-REAL = threading.Thread.start
 SIZE = 3 << 18  # 3 MiB: beyond what is written without threads
 
 
@@ -24,13 +22,12 @@ def state_at(step):
     return TrainState(trainer=Progress(step=step), extra={"w": torch.full((SIZE,), float(step))})
 
 
-def dies_before_it_begins(thread):
-    """Wait for ever, as `Thread.start` does if the new thread gets no memory to signal that it runs."""
-    threading.Lock().acquire()
-    thread._started.wait()
+def dies_before_it_begins(function, args):
+    """As a new thread that gets no memory to begin with: it was started, and never heard of."""
+    return 0
 
 
-def refuses(thread):
+def refuses(function, args):
     raise RuntimeError("can't start new thread")
 
 
@@ -38,17 +35,9 @@ def refuses(thread):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_thread_that_never_begins_makes_no_save_hang(start, mode, tmp_path, monkeypatch):
     """W19: the call does the work, and the lock is released."""
-    monkeypatch.setattr(helpers.start_in_time, "__kwdefaults__", {"longest_secs": 0.05})
-    monkeypatch.setattr(threading.Thread, "start", start)
-    if start is dies_before_it_begins:
-        # those that helpers start themselves: started, and never heard of; and no test has left one to use again
-        monkeypatch.setattr(helpers, "_IDLE", SimpleQueue())
-        real = _thread.start_new_thread
-        monkeypatch.setattr(
-            _thread,
-            "start_new_thread",
-            lambda function, args: 0 if function.__name__ == "_be_a_thread" else real(function, args),
-        )
+    monkeypatch.setattr(job, "LONGEST_SECS", 0.05)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    monkeypatch.setattr(helpers, "_IDLE", SimpleQueue())  # no test has left a thread to use again
     with CheckpointManager(tmp_path / "run", mode=mode) as manager:
         for step in (1, 2):
             manager.save(state_at(step))
