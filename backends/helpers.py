@@ -3,10 +3,10 @@
 A thread is made once. At the end of a block it waits for the next block of any thread, so a run of saves starts as many threads as one
 save needs.
 
-``Thread.start`` waits until the new thread reports that it runs. Where torch's threads keep the cores busy, that takes milliseconds. A thread
-without the memory for that report dies in silence, and the caller waits forever, with the run's lock. So threads are started here
-without that wait, and a caller that needs a task that has not begun does it itself: if no thread can be started, the caller does
-everything. An executor would not do, because it starts nothing once Python is shutting down.
+``Thread.start`` waits until the new thread reports that it runs. Where torch's threads keep the cores busy, that takes milliseconds. A thread without the memory for that report dies in silence, and the
+caller waits forever, with the run's lock. So threads are started here without that wait, and a caller that needs a task that has not
+begun does it itself: if no thread can be started, the caller does everything. An executor would not do, because it starts
+nothing once Python is shutting down.
 """
 
 import _thread
@@ -16,18 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Generic, Protocol, TypeAlias, TypeVar, final
+from typing import Generic, TypeAlias, TypeVar, final
 
 from trainfold.backends.wakeup import Latch
 
 T = TypeVar("T")
-
-
-class Action(Protocol):
-    """Something to do once, in whichever thread claims it first."""
-
-    def carry_out(self, helper: "Helper | None" = None) -> None:
-        """Do it, unless it is claimed already; never raises."""
 
 
 @final
@@ -44,11 +37,11 @@ class Task(Generic[T]):
         self._action = action
         self._claim = threading.Lock()
         self._end = Latch()
-        self._helper: Helper | None = None
+        self._helper: _Helper | None = None
         self._value: T | None = None
         self._failure: BaseException | None = None
 
-    def carry_out(self, helper: "Helper | None" = None) -> None:
+    def carry_out(self, helper: "_Helper | None" = None) -> None:
         """Run the task, unless it is claimed already; never raises."""
         if not self._claim.acquire(blocking=False):
             return
@@ -83,10 +76,10 @@ class Task(Generic[T]):
 
 
 @final
-class Helper:
-    """What one thread does for one block or one job. It signals its own end: an interrupted `Thread.join` takes the thread for ended."""
+class _Helper:
+    """The work of one thread in one block. It signals its own end: an interrupted `Thread.join` takes the thread for ended."""
 
-    def __init__(self, waiting: "SimpleQueue[Action | None]", idle: "SimpleQueue[Inbox]") -> None:
+    def __init__(self, waiting: "SimpleQueue[Task[object] | None]", idle: "SimpleQueue[Inbox]") -> None:
         self._waiting = waiting
         self._idle = idle  # where its block looked for it: a thread that begins late returns there
         self.has_begun = False
@@ -105,7 +98,7 @@ class Helper:
             self.end.set()
 
 
-Inbox: TypeAlias = "SimpleQueue[Helper]"
+Inbox: TypeAlias = "SimpleQueue[_Helper]"
 _IDLE: "SimpleQueue[Inbox]" = SimpleQueue()  # inboxes of the threads that have nothing to do
 
 
@@ -119,43 +112,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_idle_threads)
 
 
-def _be_a_thread(helper: Helper) -> None:
+def _be_a_thread(helper: _Helper) -> None:
     """Do the work of one helper after another, until the process ends or a failure such as a lack of memory ends the thread."""
     inbox: Inbox = SimpleQueue()
     while True:
         helper.work(inbox)
         del helper  # and the queue of a block that is over
         helper = inbox.get()
-
-
-def _engaged(waiting: "SimpleQueue[Action | None]") -> Helper:
-    """A helper whose thread takes actions from a queue until there is a None: an idle thread, or else a new one."""
-    idle = _IDLE
-    helper = Helper(waiting, idle)
-    try:
-        idle.get_nowait().put(helper)
-    except Empty:
-        _thread.start_new_thread(_be_a_thread, (helper,))
-    return helper
-
-
-def hand_over(action: Action) -> None:
-    """Let an idle thread carry out an action, or else a new one. This does not wait until the thread runs.
-
-    Raises:
-        RuntimeError: if no thread can be started.
-        MemoryError: if there is no memory for one.
-
-    Examples:
-        >>> task = Task(lambda: 7)
-        >>> hand_over(task)
-        >>> task.result()
-        7
-    """
-    waiting: SimpleQueue[Action | None] = SimpleQueue()
-    waiting.put(action)
-    waiting.put(None)
-    _engaged(waiting)
 
 
 @final
@@ -175,16 +138,22 @@ class Helpers:
     """
 
     def __init__(self, count: int) -> None:
-        self._waiting: SimpleQueue[Action | None] = SimpleQueue()
-        self._helpers: list[Helper] = []
+        self._waiting: SimpleQueue[Task[object] | None] = SimpleQueue()
+        self._helpers: list[_Helper] = []
         self._count = count
 
     def __enter__(self) -> "Helpers":
         for _ in range(self._count):
+            idle = _IDLE
+            helper = _Helper(self._waiting, idle)
             try:
-                self._helpers.append(_engaged(self._waiting))
-            except (RuntimeError, MemoryError):
-                break
+                idle.get_nowait().put(helper)
+            except Empty:
+                try:
+                    _thread.start_new_thread(_be_a_thread, (helper,))
+                except (RuntimeError, MemoryError):
+                    break
+            self._helpers.append(helper)
         return self
 
     def __exit__(
@@ -203,14 +172,14 @@ class Helpers:
 
     def give(self, task: Task[T]) -> Task[T]:
         """Let a free thread run the task, or the first thread that asks for its result."""
-        self._waiting.put(task)
+        self._waiting.put(task)  # type: ignore[arg-type]  # whatever it returns
         return task
 
     def _end(self) -> None:
         with suppress(Empty):
             while True:
                 task = self._waiting.get_nowait()
-                if isinstance(task, Task):
+                if task is not None:
                     task.withdraw()
         for _ in self._helpers:
             self._waiting.put(None)  # again after an interrupt; a surplus one does no harm

@@ -1,10 +1,12 @@
-"""`Job`: an action that runs once, in a thread that waits for work, and its outcome.
+"""`Job`: an action that runs once, in its own thread, and its outcome.
 
 It is not an executor. Python refuses to start work in one once the main thread has ended, which is when the last state of a run
 may be saved. And an interrupt (Ctrl-C) inside an executor, a future or a condition can leave its lock taken for good. Here the
-caller's thread uses only primitive locks, which an interrupt does not break in two.
+caller's thread uses only primitive locks, which an interrupt does not break in two. It does not wait until the new thread runs, as
+``Thread.start`` does: where torch's threads keep the cores busy, that takes milliseconds.
 """
 
+import _thread
 import atexit
 import inspect
 import os
@@ -17,7 +19,6 @@ from multiprocessing.util import Finalize
 from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
-from trainfold.backends.helpers import Helper, hand_over
 from trainfold.backends.wakeup import Latch
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class Job(Generic[T]):
 
     Args:
         action: what to run.
-        name: of the thread while it runs the action.
+        name: of the thread.
         after: a job to wait for before the action runs.
 
     Attributes:
@@ -53,10 +54,9 @@ class Job(Generic[T]):
         self, action: Callable[[], T], *, name: str = "trainfold-job", after: "Job[Any] | None" = None
     ) -> None:
         self._action: Callable[[], T] | None = action
-        self._name = name
+        self.name = name
         self._after = after
         self._claim = threading.Lock()
-        self._helper: Helper | None = None
         self._end = Latch()
         self.result: T | None = None
         self.failure: BaseException | None = None
@@ -77,20 +77,17 @@ class Job(Generic[T]):
         _wait_at_exit()
         _STARTED.add(self)
         try:
-            hand_over(self)
+            _thread.start_new_thread(_work, ([self],))
         except (RuntimeError, MemoryError):
             self._run_here()
 
-    def carry_out(self, helper: Helper | None = None) -> None:
+    def carry_out(self) -> None:
         """Run the action, unless it is claimed already; never raises an error of the action."""
         action = self._action
         if action is None or not self._claim.acquire(blocking=False):
             return
-        self._helper = helper
         try:
             after, self._action, self._after = self._after, None, None
-            if helper is not None:
-                threading.current_thread().name = self._name
             if after is not None:
                 after.wait()
             self.result, self.failure = _outcome(action)
@@ -115,12 +112,7 @@ class Job(Generic[T]):
         while not self._end.is_over:
             if not self._claim.locked() and time.monotonic() >= latest:
                 self.carry_out()  # its thread died before it began, for want of memory
-            elif self._helper is not None and self._helper.end.is_over and not self._end.is_over:
-                self.failure = MemoryError("the thread that did this died")
-                _STARTED.discard(self)
-                self._end.set()
-            else:
-                self._end.wait_briefly()
+            self._end.wait_briefly()
 
     def _run_here(self) -> None:
         try:
@@ -133,6 +125,12 @@ class Job(Generic[T]):
             raise
         if self.failure is not None and not isinstance(self.failure, Exception):
             raise self.failure from None
+
+
+def _work(jobs: list[Job[Any]]) -> None:
+    """Run the one job of a list, and keep no reference to it: a failure's traceback leads to this frame."""
+    threading.current_thread().name = jobs[0].name
+    jobs.pop().carry_out()
 
 
 _STARTED: Final[set[Job[Any]]] = set()  # those that have not ended

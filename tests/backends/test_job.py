@@ -9,12 +9,10 @@ import threading
 import time
 import weakref
 from functools import partial
-from queue import SimpleQueue
 
 import pytest
 import torch
 
-from trainfold.backends import helpers
 from trainfold.backends import job as job_module
 from trainfold.backends.job import _STARTED, Job
 from trainfold.backends.runs.api import load
@@ -30,12 +28,6 @@ def wait_until(is_true):
 
 def refuse(*_):
     raise RuntimeError("can't start new thread")
-
-
-@pytest.fixture
-def no_idle_thread(monkeypatch):
-    """Other tests leave threads that wait for work."""
-    monkeypatch.setattr(helpers, "_IDLE", SimpleQueue())
 
 
 def test_a_job_runs_after_the_one_that_it_names():
@@ -92,13 +84,12 @@ def test_what_a_job_raises_is_its_failure_and_ends_nothing():
     assert next_one.result == 7
 
 
-def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch, no_idle_thread):
+def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch):
     job, before = Job(threading.current_thread), Job(lambda: 1)
     before.start()
     before.wait()
     with monkeypatch.context() as patched:
         patched.setattr(_thread, "start_new_thread", refuse)
-        patched.setattr(helpers, "_IDLE", SimpleQueue())
         job = Job(threading.current_thread, after=before)
         job.start()
         assert job.result is threading.main_thread()
@@ -111,7 +102,7 @@ def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch, no_idle_
     assert job.result.name == "test"
 
 
-def test_a_thread_that_waits_for_work_holds_nothing_that_is_done():
+def test_a_job_that_is_over_holds_nothing_that_is_done():
     class Thing:
         pass
 
@@ -122,21 +113,10 @@ def test_a_thread_that_waits_for_work_holds_nothing_that_is_done():
     del thing
     job.wait()
     wait_until(lambda: gone() is None)
-    assert job not in _STARTED
+    assert not _STARTED
 
 
-def test_jobs_one_after_the_other_have_one_thread(no_idle_thread):
-    seen = set()
-    for _ in range(20):
-        job = Job(threading.get_ident)
-        job.start()
-        job.wait()
-        wait_until(lambda: not helpers._IDLE.empty())
-        seen.add(job.result)
-    assert len(seen) == 1
-
-
-def test_the_caller_does_not_wait_for_the_thread(monkeypatch, no_idle_thread):
+def test_the_caller_does_not_wait_for_the_thread(monkeypatch):
     """Torch's threads may keep it from running for milliseconds."""
     real, go = _thread.start_new_thread, threading.Event()
     monkeypatch.setattr(
@@ -150,7 +130,7 @@ def test_the_caller_does_not_wait_for_the_thread(monkeypatch, no_idle_thread):
     assert job.result == 7
 
 
-def test_a_job_whose_thread_never_begins_is_done_by_the_caller_that_waits(monkeypatch, no_idle_thread):
+def test_a_job_whose_thread_never_begins_is_done_by_the_caller_that_waits(monkeypatch):
     """Such as a thread that gets no memory to begin with: it dies in silence."""
     monkeypatch.setattr(job_module, "LONGEST_SECS", 0.05)
     monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
@@ -158,17 +138,6 @@ def test_a_job_whose_thread_never_begins_is_done_by_the_caller_that_waits(monkey
     job.start()
     job.wait()
     assert job.result is threading.main_thread()
-
-
-def test_a_job_whose_thread_dies_in_it_has_failed(monkeypatch, no_idle_thread):
-    monkeypatch.setattr(job_module, "_outcome", lambda _: sys.exit())
-    monkeypatch.setattr(
-        Job, "carry_out", lambda self, helper: (self._claim.acquire(), vars(self).update(_helper=helper), sys.exit())
-    )
-    job = Job(lambda: 7)
-    job.start()
-    job.wait()
-    assert isinstance(job.failure, MemoryError)
 
 
 def test_a_forked_child_does_not_wait_for_the_jobs_of_its_parent():
@@ -269,7 +238,7 @@ def _look_up(things, name, default):
     return things[name] or default
 
 
-def test_jobs_that_can_start_no_thread_leave_nothing_behind(monkeypatch, no_idle_thread):
+def test_jobs_that_can_start_no_thread_leave_nothing_behind(monkeypatch):
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     gone = []
     for _ in range(3):
@@ -295,7 +264,7 @@ def test_a_failure_whose_causes_go_in_a_circle_ends_its_job():
     assert isinstance(job.failure, KeyError)
 
 
-def test_an_interrupt_before_the_thread_began_leaves_a_job_that_can_be_withdrawn(monkeypatch, no_idle_thread):
+def test_an_interrupt_before_the_thread_began_leaves_a_job_that_can_be_withdrawn(monkeypatch):
     job = Job(lambda: 7)
     with monkeypatch.context() as patched:
         patched.setattr(_thread, "start_new_thread", _interrupt)
@@ -326,7 +295,7 @@ def test_a_generator_that_has_kept_an_error_goes_on_when_a_job_raises_it():
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_an_interrupt_around_the_start_of_a_job_leaves_it_done_or_withdrawn(monkeypatch, has_thread, no_idle_thread):
+def test_an_interrupt_around_the_start_of_a_job_leaves_it_done_or_withdrawn(monkeypatch, has_thread):
     """At each place where Python looks for signals, and the process does not wait for it at its end."""
     if not has_thread:
         monkeypatch.setattr(_thread, "start_new_thread", refuse)
@@ -357,4 +326,4 @@ def test_an_interrupt_around_the_start_of_a_job_leaves_it_done_or_withdrawn(monk
             job.wait()
             assert job.result == 7 or job.failure is not None, f"interrupted at {at}"
         assert job not in _STARTED
-    assert at > 5
+    assert at > 3
