@@ -252,7 +252,7 @@ def status_bytes(field):
 
 def measure(size, *, quick, device):
     """The figures of a size."""
-    row = time_size(size, max(3 * BLOCK[size], STEPS[size] // (5 if quick else 1)), device)
+    row = time_size(size, max(3 * BLOCK[size], STEPS[size] // (20 if quick else 1)), device)
     row["bit_steps"] = 20 if quick else BIT_STEPS
     row["same_bits"] = same_bits(size, row["bit_steps"], device)
     peaks = {name: [] for name in VARIANTS}
