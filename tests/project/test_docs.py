@@ -188,12 +188,18 @@ def blocks(root: Path) -> list[tuple[str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory) -> tuple[Path, str]:
-    """A real demo with a tiny model, real processes and real kills: its folder, and its output."""
+def demo(tmp_path_factory, warm_python) -> tuple[Path, str]:
+    """A demo with a tiny model, real kills, and processes forked from one with torch: its folder, and its output."""
     folder, stdout = tmp_path_factory.mktemp("demo"), io.StringIO()
+    script = folder / "train.py"
+    script.write_text("import sys; from trainfold.adapters.cli.demo import train; sys.exit(train.main())")
     with contextlib.chdir(folder), contextlib.redirect_stdout(stdout):
         settings = make_settings(steps=24, tiny=True)
-        code = deliver(lambda: run_demo(Path("runs/demo"), settings), as_json=False)
+
+        def command(run: Path) -> list[str]:
+            return warm_python.command(script, run)
+
+        code = deliver(lambda: run_demo(Path("runs/demo"), settings, command=command), as_json=False)
     assert code in {0, 41}, (
         stdout.getvalue()
     )  # 41: the machine was too busy to hit a save with a kill; the lines are the same

@@ -12,11 +12,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "evaluate.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
 
-def run_example(run, *options, ranks=(), kill_after=None):
-    """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix."""
+def run_example(run, *options, ranks=(), warm=None, kill_after=None):
+    """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix.
+
+    It runs in a Python of its own, as a user has it, or in a fork of one that has imported torch.
+    """
     lines = []
     with subprocess.Popen(
-        [sys.executable, *ranks, str(EXAMPLE), str(run), *options],
+        warm.command(EXAMPLE, run) if warm else [sys.executable, *ranks, str(EXAMPLE), str(run), *options],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -34,17 +37,17 @@ def results(lines):
 
 
 @pytest.mark.slow(10)
-def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(tmp_path):
+def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(warm_python, tmp_path):
     """Q01, P30: it is killed in the middle and continues on another number of ranks with another batch size."""
     whole = run_example(tmp_path / "whole")
     assert whole[0] == "from sample 0 of 500"
-    run_example(tmp_path / "killed", kill_after="240 samples")
-    rest = run_example(tmp_path / "killed")
+    run_example(tmp_path / "killed", warm=warm_python, kill_after="240 samples")
+    rest = run_example(tmp_path / "killed", warm=warm_python)
     first = int(rest[0].split()[2])
     assert 240 <= first < 500
     assert results(rest) == results(whole)
 
-    run_example(tmp_path / "other", kill_after="160 samples")
+    run_example(tmp_path / "other", warm=warm_python, kill_after="160 samples")
     other = run_example(tmp_path / "other", "--batch-size", "14", ranks=TORCHRUN)
     assert 160 <= int(next(line for line in other if line.startswith("from sample")).split()[2]) < 500
     for name in (

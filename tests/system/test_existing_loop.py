@@ -45,10 +45,11 @@ def example(pytestconfig):
     return pytestconfig.rootpath / "examples" / "existing_loop.py"
 
 
-def start(program, folder):
+def start(program, folder, warm=None):
+    """Start it, in a fork of a Python that has imported torch if there is one."""
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, str(program)],
+        warm.command(program) if warm else [sys.executable, str(program)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=folder,
@@ -56,16 +57,16 @@ def start(program, folder):
     )
 
 
-def finish(program, folder):
-    with start(program, folder) as process:
+def finish(program, folder, warm=None):
+    with start(program, folder, warm) as process:
         lines = process.stdout.read().splitlines()
     assert process.returncode == 0
     return lines
 
 
-def kill_after(program, folder, step):
+def kill_after(program, folder, step, warm):
     """Run until the line of a step, then send SIGKILL."""
-    with start(program, folder) as process:
+    with start(program, folder, warm) as process:
         for line in process.stdout:
             if line.startswith(f"step {step}:"):
                 process.send_signal(signal.SIGKILL)
@@ -75,17 +76,17 @@ def kill_after(program, folder, step):
 
 @pytest.fixture(scope="module")
 def whole(example, tmp_path_factory):
-    """A run that was never killed: its path and its output."""
+    """A run that was never killed, in a Python of its own as a user has it: its path and its output."""
     folder = tmp_path_factory.mktemp("existing") / "whole"
     return folder, finish(example, folder)
 
 
-@pytest.mark.slow(7)
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(example, whole, tmp_path):
+@pytest.mark.slow(4)
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(example, whole, warm_python, tmp_path):
     """V13, G01: 4 epochs of 19 steps, with a kill in the first epoch, and another in the third epoch after a resume."""
-    kill_after(example, tmp_path, 13)
-    kill_after(example, tmp_path, 49)
-    resumed = finish(example, tmp_path)
+    kill_after(example, tmp_path, 13, warm_python)
+    kill_after(example, tmp_path, 49, warm_python)
+    resumed = finish(example, tmp_path, warm_python)
     first = int(re.match(r"step (\d+):", resumed[0])[1])
     assert first >= 49  # the checkpoint of step 48 was durable before the line of step 49 was printed
     assert first % 4 == 1
@@ -93,7 +94,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_killed(example, w
     assert main(["diff", str(whole[0] / RUN), str(tmp_path / RUN)]) == 0
 
 
-def test_a_finished_run_started_again_trains_nothing_more(example, whole):
+def test_a_finished_run_started_again_trains_nothing_more(example, whole, warm_python):
     """A11: it takes no step, does not repeat the last one, and writes no checkpoint."""
     folder, _ = whole
 
@@ -102,11 +103,11 @@ def test_a_finished_run_started_again_trains_nothing_more(example, whole):
 
     before = written()
     assert sorted(before) == ["step-00000068", "step-00000072", "step-00000076"]
-    assert finish(example, folder) == []
+    assert finish(example, folder, warm_python) == []
     assert written() == before
 
 
-def test_without_the_marked_lines_it_is_the_plain_loop_with_the_same_losses(example, whole, tmp_path):
+def test_without_the_marked_lines_it_is_the_plain_loop_with_the_same_losses(example, whole, warm_python, tmp_path):
     """Only the marked lines use trainfold, and they do not change the results of the loop."""
     text = example.read_text()
     marked = [line for line in text.splitlines() if MARK in line]
@@ -117,6 +118,6 @@ def test_without_the_marked_lines_it_is_the_plain_loop_with_the_same_losses(exam
     code = plain.split('"""', 2)[2]
     assert not re.search(r"trainfold|\blive\b|\bmanager\b", code)
     (tmp_path / "plain_loop.py").write_text(plain)
-    losses = finish(tmp_path / "plain_loop.py", tmp_path / "plain")
+    losses = finish(tmp_path / "plain_loop.py", tmp_path / "plain", warm_python)
     assert len(losses) == 76
     assert losses == whole[1]

@@ -10,10 +10,14 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "functional_loop.py"
 
 
-def run_example(run, *, kill_after=None):
-    """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix."""
+def run_example(run, *, warm=None, kill_after=None):
+    """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix.
+
+    It runs in a Python of its own, as a user has it, or in a fork of one that has imported torch.
+    """
     lines = []
-    with subprocess.Popen([sys.executable, str(EXAMPLE), str(run)], stdout=subprocess.PIPE, text=True) as process:
+    command = warm.command(EXAMPLE, run) if warm else [sys.executable, str(EXAMPLE), str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             lines.append(line.strip())
             if kill_after is not None and line.startswith(kill_after):
@@ -22,12 +26,12 @@ def run_example(run, *, kill_after=None):
     return lines
 
 
-@pytest.mark.slow(8)
-def test_the_loop_of_functions_survives_a_kill_and_ends_with_the_same_bits(tmp_path):
+@pytest.mark.slow(4)
+def test_the_loop_of_functions_survives_a_kill_and_ends_with_the_same_bits(warm_python, tmp_path):
     whole = run_example(tmp_path / "whole")
     assert whole[0] == "starting after step 0"
-    killed = run_example(tmp_path / "killed", kill_after="step 23:")
-    rest = run_example(tmp_path / "killed")
+    killed = run_example(tmp_path / "killed", warm=warm_python, kill_after="step 23:")
+    rest = run_example(tmp_path / "killed", warm=warm_python)
     first = int(rest[0].removeprefix("starting after step "))
     assert 20 <= first <= 60
     assert first % 5 == 0

@@ -432,12 +432,12 @@ def test_an_evaluation_that_depends_on_its_batch_size_makes_the_demo_fail():
     assert rows["loss, recomputed"][-1] == "yes"
 
 
-@pytest.mark.slow(8)
-def test_a_real_resume_that_bends_one_parameter_by_one_bit_makes_the_demo_fail(tmp_path):
+@pytest.mark.slow(2)
+def test_a_real_resume_that_bends_one_parameter_by_one_bit_makes_the_demo_fail(warm_python, tmp_path):
     script = tmp_path / "sabotaged.py"
     script.write_text(SABOTAGED_RUN)
     settings = attrs.evolve(make_settings(steps=12, seed=2, donate=False, tiny=True), kills=1)
-    answer = run_demo(tmp_path / "demo", settings, command=lambda run: [sys.executable, str(script), str(run)])
+    answer = run_demo(tmp_path / "demo", settings, command=lambda run: warm_python.command(script, run))
     assert isinstance(answer.error, NotIdentical)
     assert "model" in answer.error.found
     assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 3

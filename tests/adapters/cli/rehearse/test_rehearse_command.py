@@ -107,7 +107,7 @@ def test_without_a_manager_and_without_a_directory_it_says_what_is_missing(rehea
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow(12)
 def test_the_command_runs_a_real_python_with_json_and_exit_code(tmp_path):
     """The only test here that starts the program as a user does."""
     script = tmp_path / "train.py"
