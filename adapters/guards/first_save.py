@@ -12,7 +12,7 @@ from trainfold.backends.runs.scan import read_inventory, read_manifest
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import RunNotRestored
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.descent import BEGINNING, Descent
+from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
 
@@ -79,7 +79,7 @@ class FirstSave:
         else:
             self._loaded_at = step
 
-    def check(self, run: Live | TrainState) -> Descent | None:
+    def check(self, run: Live | TrainState) -> ParentCheckpoint | None:
         """Return what the first saved state descends from; None if the run is new, or the state was checked before.
 
         Raises:
@@ -90,7 +90,7 @@ class FirstSave:
         run_id, names = self._held.run_id, self._held.checkpoints
         runs = run.origin.runs
 
-        def descent() -> Descent | None:
+        def descent() -> ParentCheckpoint | None:
             if not names:
                 return None
             if self.start_over:

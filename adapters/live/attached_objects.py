@@ -5,6 +5,7 @@ from typing import Any, final
 
 import torch
 
+from trainfold.adapters.batches.beside import is_beside
 from trainfold.adapters.components.component import ComponentAdapter, ObjectPart, Stateful, TreePart
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart
@@ -12,7 +13,6 @@ from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_problems, own_module_parts
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.components.sharded import check_whole, wheres
-from trainfold.adapters.draws.beside import is_beside
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
 from trainfold.adapters.streams.rng_streams import RngPart, bound_device
 from trainfold.core import tree

@@ -4,8 +4,8 @@ from typing import Any, final
 
 import attrs
 
+from trainfold.adapters.batches.feed import mismatch
 from trainfold.adapters.components.component import Undo, nothing
-from trainfold.adapters.draws.feed import mismatch
 from trainfold.adapters.live.loop.loop_data import LoopData
 from trainfold.adapters.loaders.group import Samples, no_names, total_of
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError

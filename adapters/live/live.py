@@ -5,8 +5,8 @@ from typing import Any, final
 
 import torch
 
+from trainfold.adapters.batches.feed import Feed
 from trainfold.adapters.components.component import ComponentAdapter, copied_containers
-from trainfold.adapters.draws.feed import Feed
 from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.live.counters import Counters, check_increments
 from trainfold.adapters.live.dry_capture import dry_capture
@@ -22,7 +22,7 @@ from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.core.errors import CaptureRefused, InvalidArgument, RestoreRefused
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.state.components import components_of, state_of, validate_components
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import Origin, Progress, TrainState
 
 
@@ -47,7 +47,7 @@ class Live:
         self._data = None if feed is None else LoopData(feed, self._parts_now)
         self.optional = frozenset(optional)
         self.recorder: Recorder | None = None
-        self.saved_in: dict[str, Descent] = {}
+        self.saved_in: dict[str, ParentCheckpoint] = {}
         self._counters = Counters(self._data)
         self._pending = PendingComponents()
         self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all

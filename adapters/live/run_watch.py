@@ -13,9 +13,9 @@ from trainfold.adapters.script.schedules import Schedules
 from trainfold.adapters.script.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
 from trainfold.adapters.script.trained import Trained
 from trainfold.adapters.watch.audit import Audit
-from trainfold.adapters.watch.open_window import WindowProbe
 from trainfold.adapters.watch.swapped import SwapProbe
 from trainfold.adapters.watch.unattached import StepWatch
+from trainfold.adapters.watch.window_probe import WindowProbe
 from trainfold.core.errors import IncompleteWindow, TrainfoldError
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import TRAINED, put_back_text, trained_of

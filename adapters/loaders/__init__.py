@@ -1,5 +1,5 @@
 """The feeds of a mutable loop: each reads one kind of loader, from a position that can be saved and restored.
 
-They implement the `Feed` protocol of the room `draws`; `choose.feed_of` chooses the feed for a loader. May import `draws`, `streams`,
+They implement the `Feed` protocol of the room `batches`; `choose.feed_of` chooses the feed for a loader. May import `batches`, `streams`,
 `components`.
 """

@@ -26,8 +26,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trainfold.adapters.batches.feed import Feed, samplers_of
 from trainfold.adapters.components.component import Stateful, kind_of
-from trainfold.adapters.draws.feed import Feed, samplers_of
 from trainfold.adapters.loaders.group import FeedGroup
 from trainfold.adapters.loaders.iterable import iterates, torchdatas
 from trainfold.adapters.loaders.map_style import MapFeed

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, final
 
+from trainfold.adapters.batches.feed import OTHER, Feed, mismatch, position_problems
 from trainfold.adapters.components.component import ComponentAdapter, Undo
-from trainfold.adapters.draws.feed import OTHER, Feed, mismatch, position_problems
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.resume.drift import DriftAction

@@ -5,8 +5,8 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainfold.adapters.draws.batch_digest import content
-from trainfold.adapters.draws.feed import END, mismatch
+from trainfold.adapters.batches.batch_digest import content
+from trainfold.adapters.batches.feed import END, mismatch
 from trainfold.adapters.streams.rng_streams import capture_streams, derive_streams, preserved_rng, restore_streams
 from trainfold.core.digest import digest_of
 from trainfold.core.state.state import Opaque

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import Any, final
 
+from trainfold.adapters.batches.beside import KEY, KeptBeside
+from trainfold.adapters.batches.data_probe import compare_batch, is_wanted
+from trainfold.adapters.batches.draw_batches import Drawer
+from trainfold.adapters.batches.draws import Drawn, LastBatch
+from trainfold.adapters.batches.feed import END, set_epochs, set_generators
+from trainfold.adapters.batches.pull_watch import PullWatch, is_foreign
+from trainfold.adapters.batches.sampler_tap import Tap, capture_order, not_between, restore_order, unfollowed
+from trainfold.adapters.batches.worker_trace import WorkerTrace
 from trainfold.adapters.components.component import kind_of
-from trainfold.adapters.draws.beside import KEY, KeptBeside
-from trainfold.adapters.draws.data_probe import compare_batch, is_wanted
-from trainfold.adapters.draws.draw_batches import Drawer
-from trainfold.adapters.draws.draws import Drawn, LastBatch
-from trainfold.adapters.draws.feed import END, set_epochs, set_generators
-from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign
-from trainfold.adapters.draws.sampler_tap import Tap, capture_order, not_between, restore_order, unfollowed
-from trainfold.adapters.draws.worker_trace import WorkerTrace
 from trainfold.adapters.loaders.map_position import MapPosition
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import Streams

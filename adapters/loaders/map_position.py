@@ -6,10 +6,9 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import ComponentAdapter
-from trainfold.adapters.draws.beside import KEY, Beside, streams_only
-from trainfold.adapters.draws.draws import Draws, plain
-from trainfold.adapters.draws.feed import (
+from trainfold.adapters.batches.beside import KEY, Beside, streams_only
+from trainfold.adapters.batches.draws import Draws, plain
+from trainfold.adapters.batches.feed import (
     OTHER,
     Deliveries,
     Delivery,
@@ -20,8 +19,9 @@ from trainfold.adapters.draws.feed import (
     position_problems,
     set_generators,
 )
-from trainfold.adapters.draws.pull_watch import late_order_problems
-from trainfold.adapters.draws.sampler_tap import order_problems
+from trainfold.adapters.batches.pull_watch import late_order_problems
+from trainfold.adapters.batches.sampler_tap import order_problems
+from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.adapters.streams.rng_streams import moved_stream_problems
 from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import TrainfoldError

@@ -6,9 +6,9 @@ from typing import Any, final
 import attrs
 from torch.utils.data import DataLoader
 
+from trainfold.adapters.batches.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
+from trainfold.adapters.batches.sampler_tap import unfollowed
 from trainfold.adapters.components.component import Undo, copied, kind_of
-from trainfold.adapters.draws.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
-from trainfold.adapters.draws.sampler_tap import unfollowed
 from trainfold.adapters.loaders.map_iterators import MapIterators, not_none
 from trainfold.adapters.loaders.map_position import MapPosition
 from trainfold.core.errors import InvalidArgument, TrainfoldError

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from trainfold.adapters.batches.feed import END, OPENED, OTHER, AtPosition, mismatch
 from trainfold.adapters.components.component import Undo
-from trainfold.adapters.draws.feed import END, OPENED, OTHER, AtPosition, mismatch
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state.state import Opaque

@@ -6,15 +6,15 @@ from typing import Any, final
 import attrs
 from torch.utils.data import DataLoader
 
+from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.batches.beside import KEY
+from trainfold.adapters.batches.draw_batches import unpaired
+from trainfold.adapters.batches.draws import Drawn
+from trainfold.adapters.batches.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
+from trainfold.adapters.batches.hand_out import HandedOut, Mark, Unreported
+from trainfold.adapters.batches.pull_watch import PullWatch, is_foreign
+from trainfold.adapters.batches.sampler_tap import capture_order, restore_order
 from trainfold.adapters.components.component import Undo, copied, kind_of
-from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.draws.beside import KEY
-from trainfold.adapters.draws.draw_batches import unpaired
-from trainfold.adapters.draws.draws import Drawn
-from trainfold.adapters.draws.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
-from trainfold.adapters.draws.hand_out import HandedOut, Mark, Unreported
-from trainfold.adapters.draws.pull_watch import PullWatch, is_foreign
-from trainfold.adapters.draws.sampler_tap import capture_order, restore_order
 from trainfold.adapters.loaders.iterable import torchdatas
 from trainfold.adapters.loaders.stateful_iterators import StatefulIterators
 from trainfold.adapters.loaders.stateful_position import StatefulPosition

@@ -6,16 +6,16 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader
 
+from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.batches.beside import KEY, KeptBeside
+from trainfold.adapters.batches.data_probe import compare_batch, is_wanted, warn_uncompared
+from trainfold.adapters.batches.draw_batches import replaced, streams_put_back
+from trainfold.adapters.batches.draws import Drawn, LastBatch
+from trainfold.adapters.batches.feed import END, OTHER, mismatch, samplers_of, set_epochs, set_generators
+from trainfold.adapters.batches.hand_out import Counted, Unreported
+from trainfold.adapters.batches.sampler_tap import capture_order, restore_order
+from trainfold.adapters.batches.worker_trace import WorkerTrace
 from trainfold.adapters.components.component import copied, copied_containers, kind_of
-from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.draws.beside import KEY, KeptBeside
-from trainfold.adapters.draws.data_probe import compare_batch, is_wanted, warn_uncompared
-from trainfold.adapters.draws.draw_batches import replaced, streams_put_back
-from trainfold.adapters.draws.draws import Drawn, LastBatch
-from trainfold.adapters.draws.feed import END, OTHER, mismatch, samplers_of, set_epochs, set_generators
-from trainfold.adapters.draws.hand_out import Counted, Unreported
-from trainfold.adapters.draws.sampler_tap import capture_order, restore_order
-from trainfold.adapters.draws.worker_trace import WorkerTrace
 from trainfold.adapters.loaders.iterable import Replay, ended_in_part, iterates, keeps_nothing, torchdatas
 from trainfold.adapters.loaders.stateful_position import StatefulPosition
 from trainfold.adapters.streams.rng_streams import preserved_rng

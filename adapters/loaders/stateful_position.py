@@ -6,10 +6,9 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.components.component import ComponentAdapter, copied, copied_containers, kind_of
-from trainfold.adapters.draws.beside import Beside
-from trainfold.adapters.draws.draws import Draws
-from trainfold.adapters.draws.feed import (
+from trainfold.adapters.batches.beside import Beside
+from trainfold.adapters.batches.draws import Draws
+from trainfold.adapters.batches.feed import (
     OTHER,
     Deliveries,
     Delivery,
@@ -21,9 +20,10 @@ from trainfold.adapters.draws.feed import (
     samplers_of,
     set_generators,
 )
-from trainfold.adapters.draws.hand_out import HandedOut
-from trainfold.adapters.draws.pull_watch import late_order_problems
-from trainfold.adapters.draws.sampler_tap import order_problems
+from trainfold.adapters.batches.hand_out import HandedOut
+from trainfold.adapters.batches.pull_watch import late_order_problems
+from trainfold.adapters.batches.sampler_tap import order_problems
+from trainfold.adapters.components.component import ComponentAdapter, copied, copied_containers, kind_of
 from trainfold.adapters.loaders.iterable import Replay, torchdatas
 from trainfold.adapters.loaders.states_before import StatesBefore, steps_since_snapshot
 from trainfold.core.errors import TrainfoldError

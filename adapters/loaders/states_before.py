@@ -3,9 +3,9 @@
 from collections import deque
 from typing import Any, final
 
+from trainfold.adapters.batches.hand_out import is_large
+from trainfold.adapters.batches.pull_watch import is_foreign
 from trainfold.adapters.components.component import Stateful, copied_containers
-from trainfold.adapters.draws.hand_out import is_large
-from trainfold.adapters.draws.pull_watch import is_foreign
 from trainfold.adapters.loaders.iterable import iterates, torchdatas
 
 

@@ -7,8 +7,8 @@ from typing import Any, final
 import attrs
 
 from trainfold.adapters.guards.first_save import FirstSave
-from trainfold.adapters.guards.never_asked import NeverAsked
 from trainfold.adapters.guards.rehearsal import Rehearsal
+from trainfold.adapters.guards.unused_manager import UnusedManager
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.optional import warn_left_out
 from trainfold.adapters.manager.arguments import check_decision
@@ -28,7 +28,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.components import validate_components
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
@@ -56,7 +56,7 @@ class RunLoader:
     policy: Mapping[str, DriftAction] | None
     contract: Mapping[str, Any]
     proves: bool = attrs.field(default=False, kw_only=True)
-    descent: Descent | None = attrs.field(default=None, init=False)
+    descent: ParentCheckpoint | None = attrs.field(default=None, init=False)
 
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
         """Decide whether there is something to resume; loads nothing."""
@@ -154,7 +154,7 @@ class LoadRunner:
     saves: SaveRunner
     due: SaveTriggers
     first: FirstSave
-    asked: NeverAsked
+    asked: UnusedManager
     events: EventLog
     rehearsal: Rehearsal | None
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, final, overload
 
 from trainfold.adapters.guards.first_save import FirstSave
-from trainfold.adapters.guards.never_asked import NeverAsked
 from trainfold.adapters.guards.rehearsal import rehearsal_of
+from trainfold.adapters.guards.unused_manager import UnusedManager
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager import arguments as given
 from trainfold.adapters.manager.config import CheckpointConfig, manager_arguments
@@ -139,7 +139,7 @@ class CheckpointManager:
             lease.before_release(events.report_deferred)
             auto = auto_cadence(events, world) if is_auto else None
             self._due = due = SaveTriggers(triggers, requests, world, auto=auto)
-            self._asked = asked = NeverAsked(store.url)
+            self._asked = asked = UnusedManager(store.url)
             self._saves = SaveRunner(store, world, options, due=due, first=first, events=events, rehearsal=rehearsal, lease=lease,
                                      pruner=Pruner(store, retention, left_behind))  # fmt: skip
             loader = RunLoader(store, world, names, policy, agreed, proves=options.replica_check == "full")

@@ -26,8 +26,8 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.triggers import Verdict
-from trainfold.core.state.descent import Descent
 from trainfold.core.state.leaves import leaves_in
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
 
@@ -83,7 +83,7 @@ class SaveRunner:
         rehearsal: Rehearsal | None,
         lease: object,
     ) -> None:
-        self.descends_from: Descent | None = None
+        self.descends_from: ParentCheckpoint | None = None
         self._store = store
         self._world = world
         self._options = options
@@ -99,7 +99,7 @@ class SaveRunner:
         self._under_way: _UnderWay | None = None
         self._committed_step: int | None = None
         self._ready_bytes = 0  # what the last save had to copy: the next one gets memory ready for as much
-        self._saved_in: dict[str, Descent] = {}  # of the live run being saved
+        self._saved_in: dict[str, ParentCheckpoint] = {}  # of the live run being saved
         self._retention: Callable[[], None] | None = None  # of the last commit, not started yet
         self._deletion: Job[None] | None = None  # the last one that was started
 

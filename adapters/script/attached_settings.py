@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
+from trainfold.adapters.batches.feed import length_of
 from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.components.module_settings import settings_of_modules
 from trainfold.adapters.components.schedule_settings import settings_of_object
-from trainfold.adapters.draws.feed import length_of
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.script.script_contract import bare
 from trainfold.adapters.streams.generator import is_generator

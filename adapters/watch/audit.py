@@ -8,8 +8,8 @@ from typing import Any, final
 
 import torch
 
+from trainfold.adapters.batches.feed import generators_of
 from trainfold.adapters.components.component import Stateful
-from trainfold.adapters.draws.feed import generators_of
 from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.watch.facts import (
     Look,

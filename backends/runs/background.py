@@ -15,7 +15,7 @@ from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 _LOG = logging.getLogger("trainfold")
 _THREAD: Final = "trainfold-save"
@@ -40,7 +40,7 @@ class BackgroundSave:
     take: Callable[[], Snapshot]
     hold: Hold
     collectives: Collectives
-    descends_from: Descent | None
+    descends_from: ParentCheckpoint | None
     ready_bytes: int
     owner: object
 

@@ -43,7 +43,7 @@ from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
@@ -63,7 +63,7 @@ class Loaded:
     """A loaded state, and the checkpoint from which it descends; the same on every rank."""
 
     state: TrainState
-    descent: Descent
+    descent: ParentCheckpoint
 
 
 @final
@@ -150,7 +150,7 @@ def load_run(  # noqa: PLR0913 - keywords
         if not failures and state is not None:
             _warn(outcome)
             head = outcome.manifest.head
-            return Loaded(state, Descent(head.timeline, head.step, head.forks))
+            return Loaded(state, ParentCheckpoint(head.timeline, head.step, head.forks))
         without = after_failure(inventory, request, outcome.checkpoint, failures)
         if without is None:
             reason = failure or _elsewhere(store, failures[0].problem)

@@ -40,7 +40,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import Proof, absent_optional, summary
 from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.save.written import WrittenFile, incomplete_file, manifest_of, stale_files
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 T = TypeVar("T")
 _LOG: Final = logging.getLogger("trainfold")
@@ -75,9 +75,9 @@ class SaveResult:
     omitted: tuple[str, ...] = ()
 
     @property
-    def descent(self) -> Descent:
+    def descent(self) -> ParentCheckpoint:
         """The descent of a state that continues from this checkpoint."""
-        return Descent(self.timeline, self.step, self.forks)
+        return ParentCheckpoint(self.timeline, self.step, self.forks)
 
 
 def library_versions() -> dict[str, str]:
@@ -104,7 +104,7 @@ def save_snapshot(  # noqa: PLR0913 - keywords
     collectives: Collectives,
     lock: bool = True,
     hold: Hold | None = None,
-    descends_from: Descent | None = None,
+    descends_from: ParentCheckpoint | None = None,
 ) -> SaveResult:
     """Save a snapshot; it is durable and checked on return.
 
@@ -144,7 +144,7 @@ def _saved(  # noqa: PLR0913 - keywords
     collectives: Collectives,
     lock: bool,
     hold: Hold | None,
-    descends_from: Descent | None,
+    descends_from: ParentCheckpoint | None,
 ) -> SaveResult:
     """`save_snapshot`; appends this rank's snapshot to ``snapshots``."""
 
@@ -205,7 +205,9 @@ def _without(each: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     return {name: value for name, value in each.items() if name not in names}
 
 
-def begin_checkpoint(store: Store, step: int, *, descends_from: Descent | None = None) -> tuple[Head, bytes | None]:
+def begin_checkpoint(
+    store: Store, step: int, *, descends_from: ParentCheckpoint | None = None
+) -> tuple[Head, bytes | None]:
     """Create the run if it is new, and choose the identity of its next checkpoint. The caller holds the run's lock.
 
     Args:

@@ -7,11 +7,16 @@ import attrs
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Inventory, current_head, head_order, heads_of, is_within, lineage
-from trainfold.core.state.descent import BEGINNING, Descent
+from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
 
 
 def next_checkpoint(
-    inventory: Inventory, run_id: str, step: int, *, files: Collection[str] = (), descends_from: Descent | None = None
+    inventory: Inventory,
+    run_id: str,
+    step: int,
+    *,
+    files: Collection[str] = (),
+    descends_from: ParentCheckpoint | None = None,
 ) -> Head:
     """The head of the next checkpoint, with a revision that differs from those of all files of the step.
 
@@ -48,7 +53,7 @@ def _revision_in(files: Collection[str]) -> int:
     return max((int(part[1:]) for part in parts if part[:1] == "r" and part[1:].isdecimal()), default=0)
 
 
-def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Descent | None = None) -> Head:
+def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: ParentCheckpoint | None = None) -> Head:
     """The head of the next checkpoint: in the same timeline if it continues the newest checkpoint, else in a new one.
 
     Law: the lineage of the new checkpoint is the lineage of what it descends from, up to the step below. Everything else that the run
@@ -69,7 +74,7 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: De
         >>> old = Inventory("r", "r", (Entry("step-00000100", Head("r", 100)), Entry("step-00000200", Head("r", 200))))
         >>> next_head(old, "r", 300).timeline, next_head(old, "r", 110).timeline, next_head(old, "r", 110).forks
         (0, 1, ((0, 100),))
-        >>> rewound = next_head(old, "r", 300, descends_from=Descent(0, 100))
+        >>> rewound = next_head(old, "r", 300, descends_from=ParentCheckpoint(0, 100))
         >>> rewound.timeline, rewound.forks, rewound.parent
         (1, ((0, 100),), 'step-00000100')
     """
@@ -93,10 +98,10 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: De
     return Head(run_id, step, max(taken) + 1, left, parent)
 
 
-def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> Descent | None:
+def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> ParentCheckpoint | None:
     """The descent of a state of that step if only steps are known; None for a run that starts from scratch."""
     if newest is not None and newest.step <= step:
-        return Descent(newest.timeline, newest.step)
+        return ParentCheckpoint(newest.timeline, newest.step)
     usable = [entry.head for entry in lineage(inventory) if entry.head is not None and entry.head.step < step]
     before = max(usable, key=head_order, default=None)
-    return None if before is None else Descent(before.timeline, before.step)
+    return None if before is None else ParentCheckpoint(before.timeline, before.step)

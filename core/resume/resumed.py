@@ -10,9 +10,9 @@ from trainfold.core.format.structure.places import Leaf
 from trainfold.core.optim.slot_layout import beside_params
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.state.contract import noted_settings, run_contract
-from trainfold.core.state.descent import Descent
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import RATES, notes_of, settings_of_later, without_notes
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
 
 
@@ -43,7 +43,7 @@ def resumed_origin(plan: ResumePlan, mine: Origin) -> Origin:
     """
     head = plan.manifest.head
     continues = any(each.name == "trainer" and each.verb not in ("keep", "reset") for each in plan.actions)
-    runs = {head.run_id: Descent(head.timeline, head.step, head.forks)} if continues else {}
+    runs = {head.run_id: ParentCheckpoint(head.timeline, head.step, head.forks)} if continues else {}
     return Origin({**mine.runs, **runs}, frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler))
 
 

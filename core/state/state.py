@@ -9,8 +9,8 @@ import torch
 from trainfold.core import tree
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidState
-from trainfold.core.state.descent import Descent
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 Scalar: TypeAlias = int | float | bool | str | bytes | None
 _STATIC = {"pytree_node": False}
@@ -133,7 +133,7 @@ class Origin:
         adapts: keys of the contract for which a policy prefers the value of the resuming run to that of the checkpoint.
     """
 
-    runs: Mapping[str, Descent] = attrs.field(factory=dict)
+    runs: Mapping[str, ParentCheckpoint] = attrs.field(factory=dict)
     adapts: frozenset[str] = frozenset()
 
     def __eq__(self, other: object) -> bool:

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import trainfold
+from trainfold.adapters.batches.feed import position_problems
 from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.adapters.draws.feed import position_problems
 from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.digest import digest_of

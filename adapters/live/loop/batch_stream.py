@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from threading import get_ident
 from typing import Any, final
 
-from trainfold.adapters.draws.feed import OPENED
+from trainfold.adapters.batches.feed import OPENED
 
 
 @final

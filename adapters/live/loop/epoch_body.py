@@ -5,9 +5,9 @@ import weakref
 from collections.abc import Collection, Iterator
 from typing import Any, Final, final
 
+from trainfold.adapters.batches.data_probe import is_wanted
+from trainfold.adapters.batches.feed import OTHER, Feed, mismatch
 from trainfold.adapters.components.component import Undo
-from trainfold.adapters.draws.data_probe import is_wanted
-from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
 from trainfold.adapters.live.loop.batch_stream import BatchStream
 from trainfold.adapters.live.loop.break_warnings import AGAIN, KEPT, LEFT_AFTER, NEXT_LOADER, STOPPED
 from trainfold.adapters.live.loop.draw_ahead import DrawAhead

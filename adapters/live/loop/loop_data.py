@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from threading import get_ident
 from typing import Any, Final, final
 
+from trainfold.adapters.batches.feed import OTHER, Feed, mismatch
 from trainfold.adapters.components.component import ComponentAdapter, Undo
-from trainfold.adapters.draws.feed import OTHER, Feed, mismatch
 from trainfold.adapters.live.loop.batch_stream import BatchStream, Reading
 from trainfold.adapters.live.loop.batches_per_step import Pace, is_pace
 from trainfold.adapters.live.loop.break_warnings import TOO_EARLY

@@ -6,11 +6,11 @@ from typing import Any, Final, final
 
 import torch
 
+from trainfold.adapters.batches.batch_digest import batch_digest
 from trainfold.adapters.components.component import ComponentAdapter, copied_containers
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.optimizer_state import groups_of
 from trainfold.adapters.components.scheduler import SchedulerPart
-from trainfold.adapters.draws.batch_digest import batch_digest
 from trainfold.adapters.live.restore import refusals, write_all
 from trainfold.adapters.own_state.read_back import Difference, first_unequal
 from trainfold.adapters.streams.rng_streams import RngPart, preserved_rng

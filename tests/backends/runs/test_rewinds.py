@@ -34,7 +34,7 @@ from trainfold.core.history.quarantine import LoadOutcome
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.rng import make_key
 from trainfold.core.save.retention import keep_best, keep_last
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import Progress, TrainState
 
 WANTED = make_best_record(metric="loss", direction="min")
@@ -126,7 +126,7 @@ def test_a_way_that_was_left_behind_can_be_taken_up_again(store):
     """E16: timeline 1 is at 120, 500 of timeline 0 is loaded, and 510 saved: its parent is 500."""
     trained(store, 110, 120, descent=loaded_from(store, 100))
     result = save_from(store, loaded_from(store, 500), 510)
-    assert result.descent == Descent(2, 510, ((0, 500),))
+    assert result.descent == ParentCheckpoint(2, 510, ((0, 500),))
     assert read_manifest(store, directory_of(510)).head.parent == directory_of(500)
     assert steps_of(store) == [510, 500, 400, 300, 200, 100]
 
@@ -137,7 +137,7 @@ def test_what_was_passed_over_and_left_behind_never_wins_though_it_loads_again(s
         begin_attempt(store, directory_of(500))
     with pytest.warns(CheckpointPassedOver, match="Quarantined"):
         descent = loaded_from(store, None)
-    assert descent == Descent(0, 400)
+    assert descent == ParentCheckpoint(0, 400)
     save_from(store, descent, 600)
     loaded_from(store, 500)
     assert quarantined(store) == {}
@@ -193,7 +193,7 @@ def test_the_score_of_a_step_does_not_go_to_the_one_that_takes_its_place(store):
         assert load_best_n(store, WANTED) == (BestEntry(0.3, 200),)
     with pytest.raises(InvalidState, match="found timeline 1"):
         resumer_of(store).load_best(state_at(0))
-    trained(store, 510, descent=Descent(1, 500, ((0, 400),)), keeper=keeper)
+    trained(store, 510, descent=ParentCheckpoint(1, 500, ((0, 400),)), keeper=keeper)
     assert present(store) == [200, 500, 510], "500 is what the pointer names"
     save_best(store, updated(WANTED, {"loss": 0.2}, step=500))
     assert load_best(store, WANTED).score == 0.2
@@ -284,7 +284,9 @@ def test_what_was_loaded_is_known_and_the_same_on_every_rank(store, world_size):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointPassedOver)
         outcomes = run_threads(world_size, look)
-    assert outcomes == [[None, Descent(0, 500), Descent(0, 200), Descent(0, 300)]] * world_size
+    assert (
+        outcomes == [[None, ParentCheckpoint(0, 500), ParentCheckpoint(0, 200), ParentCheckpoint(0, 300)]] * world_size
+    )
 
 
 def test_a_load_that_failed_and_the_weights_of_the_best_do_not_change_where_a_state_comes_from(monkeypatch):
@@ -305,15 +307,15 @@ def test_a_load_that_failed_and_the_weights_of_the_best_do_not_change_where_a_st
     monkeypatch.setattr(Live, "restore", refuse)
     with pytest.raises(RestoreRefused):
         resumer.load(live, step=2, reset=None)
-    assert resumer.descent == Descent(0, 1)
+    assert resumer.descent == ParentCheckpoint(0, 1)
 
 
 def test_every_rank_is_told_what_a_save_has_become_and_rank_0_decides_it(store):
     """E16: the descent of rank 0 counts."""
 
     def save_one(world):
-        return save_from(store, Descent(0, 200 + 100 * world.rank), 600, world=world)
+        return save_from(store, ParentCheckpoint(0, 200 + 100 * world.rank), 600, world=world)
 
     results = run_threads(2, save_one)
-    assert [result.descent for result in results] == [Descent(1, 600, ((0, 200),))] * 2
-    assert attrs.evolve(results[0].descent, step=250) == Descent(1, 250, ((0, 200),))
+    assert [result.descent for result in results] == [ParentCheckpoint(1, 600, ((0, 200),))] * 2
+    assert attrs.evolve(results[0].descent, step=250) == ParentCheckpoint(1, 250, ((0, 200),))

@@ -10,7 +10,7 @@ from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.history.next_checkpoint import next_head
 from trainfold.core.problem import Problem
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 PROBLEM = Problem("CheckpointDamaged", "x", "a", "b", "c")
 
@@ -44,7 +44,7 @@ class Node:
 
     @property
     def descent(self):
-        return Descent(self.head.timeline, self.head.step, self.head.forks)
+        return ParentCheckpoint(self.head.timeline, self.head.step, self.head.forks)
 
 
 class Tree(RuleBasedStateMachine):
@@ -154,7 +154,7 @@ def after(run, head):
 
 def test_a_rewind_that_next_saves_above_the_newest_step_leaves_the_rest_behind():
     """E16, T41: load 100 of 100 to 500, save 600."""
-    head = next_head(HUNDREDS, "r", 600, descends_from=Descent(0, 100))
+    head = next_head(HUNDREDS, "r", 600, descends_from=ParentCheckpoint(0, 100))
     assert (head.timeline, head.forks, head.parent) == (1, ((0, 100),), "step-00000100")
     run = after(HUNDREDS, head)
     assert steps_of(run) == [600, 100]
@@ -163,7 +163,7 @@ def test_a_rewind_that_next_saves_above_the_newest_step_leaves_the_rest_behind()
 
 def test_a_step_that_is_trained_anew_is_of_another_timeline_than_the_one_it_replaces():
     """E12, E16: load 400, then save 500 over the existing 500."""
-    head = next_head(HUNDREDS, "r", 500, descends_from=Descent(0, 400))
+    head = next_head(HUNDREDS, "r", 500, descends_from=ParentCheckpoint(0, 400))
     assert (head.timeline, head.forks, head.parent) == (1, ((0, 400),), "step-00000400")
     assert steps_of(after(HUNDREDS, head)) == [500, 400, 300, 200, 100]
 
@@ -172,15 +172,17 @@ def test_a_run_that_takes_up_what_it_had_left_behind_leaves_the_other_way_behind
     """E16: timeline 1 is at 120; 500 of timeline 0 is loaded, then 510 is saved."""
     run = after(HUNDREDS, Head("r", 120, 1, ((0, 100),), directory_of(100)))
     assert steps_of(run) == [120, 100]
-    head = next_head(run, "r", 510, descends_from=Descent(0, 500))
+    head = next_head(run, "r", 510, descends_from=ParentCheckpoint(0, 500))
     assert (head.timeline, head.forks, head.parent) == (2, ((0, 500),), "step-00000500")
     assert steps_of(after(run, head)) == [510, 500, 400, 300, 200, 100]
 
 
 def test_the_newest_one_saved_again_stays_in_its_timeline_and_an_older_one_does_not():
     """E16: saving 400 again after loading it leaves 500 behind."""
-    assert next_head(HUNDREDS, "r", 500, descends_from=Descent(0, 500)) == Head("r", 500, parent="step-00000400")
-    head = next_head(HUNDREDS, "r", 400, descends_from=Descent(0, 400))
+    assert next_head(HUNDREDS, "r", 500, descends_from=ParentCheckpoint(0, 500)) == Head(
+        "r", 500, parent="step-00000400"
+    )
+    head = next_head(HUNDREDS, "r", 400, descends_from=ParentCheckpoint(0, 400))
     assert (head.timeline, head.parent) == (1, "step-00000300")
     assert steps_of(after(HUNDREDS, head)) == [400, 300, 200, 100]
 
@@ -188,7 +190,7 @@ def test_the_newest_one_saved_again_stays_in_its_timeline_and_an_older_one_does_
 def test_a_newest_one_that_was_passed_over_is_left_behind_even_if_it_is_found_to_be_good_later():
     """P07, E16: 500 was in quarantine, so 400 was loaded."""
     run = HUNDREDS.with_entry(attrs.evolve(HUNDREDS.entries[-1], problem=PROBLEM))
-    head = next_head(run, "r", 600, descends_from=Descent(0, 400))
+    head = next_head(run, "r", 600, descends_from=ParentCheckpoint(0, 400))
     assert (head.timeline, head.parent) == (1, "step-00000400")
     assert steps_of(after(HUNDREDS, head)) == [600, 400, 300, 200, 100]
 
@@ -196,14 +198,14 @@ def test_a_newest_one_that_was_passed_over_is_left_behind_even_if_it_is_found_to
 def test_where_the_parent_is_gone_the_nearest_ancestor_stands_in_for_it():
     """E16: the parent was deleted. If its whole timeline is gone, the forks in the loaded descent give the rest."""
     run = run_of(entry for entry in HUNDREDS.entries if entry.head.step != 400)
-    head = next_head(run, "r", 600, descends_from=Descent(0, 400))
+    head = next_head(run, "r", 600, descends_from=ParentCheckpoint(0, 400))
     assert (head.timeline, head.forks, head.parent) == (1, ((0, 400),), "step-00000300")
     assert steps_of(after(run, head)) == [600, 300, 200, 100]
-    lost = Descent(3, 250, ((0, 200),))
+    lost = ParentCheckpoint(3, 250, ((0, 200),))
     head = next_head(HUNDREDS, "r", 300, descends_from=lost)
     assert (head.timeline, head.forks, head.parent) == (3, ((0, 200),), "step-00000200")
     assert steps_of(after(HUNDREDS, head)) == [300, 200, 100]
-    unknown = next_head(HUNDREDS, "r", 300, descends_from=Descent(3, 250))
+    unknown = next_head(HUNDREDS, "r", 300, descends_from=ParentCheckpoint(3, 250))
     assert steps_of(after(HUNDREDS, unknown)) == [300], "nothing that may be of another way"
     assert next_head(run_of(()), "r", 300, descends_from=lost) == Head("r", 300, 3, ((0, 200),))
 
@@ -211,14 +213,14 @@ def test_where_the_parent_is_gone_the_nearest_ancestor_stands_in_for_it():
 def test_a_state_that_went_back_in_memory_comes_from_the_newest_ancestor_at_or_below():
     """E16: saved at 500, back at 250 in memory, then saved at 260 or at 600; or the step fell below a fork."""
     for step in (260, 600):
-        head = next_head(HUNDREDS, "r", step, descends_from=Descent(0, 250))
+        head = next_head(HUNDREDS, "r", step, descends_from=ParentCheckpoint(0, 250))
         assert (head.timeline, head.parent) == (1, "step-00000200")
         assert steps_of(after(HUNDREDS, head)) == [step, 200, 100]
-    unnoticed = next_head(HUNDREDS, "r", 260, descends_from=Descent(0, 500))
+    unnoticed = next_head(HUNDREDS, "r", 260, descends_from=ParentCheckpoint(0, 500))
     assert (unnoticed.timeline, unnoticed.parent) == (1, "step-00000200")
-    below = next_head(HUNDREDS, "r", 260, descends_from=Descent(1, 250, ((0, 400),)))
+    below = next_head(HUNDREDS, "r", 260, descends_from=ParentCheckpoint(1, 250, ((0, 400),)))
     assert steps_of(after(HUNDREDS, below)) == [260, 200, 100]
-    assert next_head(HUNDREDS, "r", 0, descends_from=Descent(0, 500)) == Head("r", 0, 1)
+    assert next_head(HUNDREDS, "r", 0, descends_from=ParentCheckpoint(0, 500)) == Head("r", 0, 1)
 
 
 # --- unknown origin --------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.resume.resumed import resumed_contract, resumed_optimizer, resumed_origin, with_kept_hyper
-from trainfold.core.state.descent import Descent
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
 
 NAMES = ("lr", "eps", "betas", "initial_lr")
@@ -61,9 +61,12 @@ def test_what_is_no_optimizer_stays_as_it_was_saved():
 @pytest.mark.parametrize(("verb", "continues"), [("load", True), ("adopt", True), ("keep", False), ("reset", False)])
 def test_a_state_descends_from_a_checkpoint_if_it_continues_its_counts(verb, continues):
     """The best weights alone, loaded into another run, do not make it a continuation."""
-    mine = Origin({"other": Descent(0, 1)}, frozenset({"old"}))
+    mine = Origin({"other": ParentCheckpoint(0, 1)}, frozenset({"old"}))
     origin = resumed_origin(plan_of(ComponentAction("trainer", verb), ComponentAction("model", "load")), mine)
-    assert origin.runs == {"other": Descent(0, 1), **({"r": Descent(2, 7, ((0, 3),))} if continues else {})}
+    assert origin.runs == {
+        "other": ParentCheckpoint(0, 1),
+        **({"r": ParentCheckpoint(2, 7, ((0, 3),))} if continues else {}),
+    }
     assert origin.adapts == frozenset()
 
 

@@ -21,11 +21,11 @@ import json, sys
 sys.path.insert(0, {tests!r})
 import trainfold
 from crash.saves.scenarios import state_at
-from trainfold.core.state.descent import Descent
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import Origin
 
 def save(run, mode, run_id, *steps):
-    origin = Origin({{run_id: Descent(0, 1)}})  # as if loaded, without a load's calls
+    origin = Origin({{run_id: ParentCheckpoint(0, 1)}})  # as if loaded, without a load's calls
     with trainfold.CheckpointManager(run, mode=mode, keep_last=1) as manager:
         for step in steps:
             manager.save(state_at(step).evolve(origin=origin))

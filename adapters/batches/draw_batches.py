@@ -8,11 +8,11 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.draws.beside import KEY, Beside
-from trainfold.adapters.draws.draws import Drawn
-from trainfold.adapters.draws.feed import END
-from trainfold.adapters.draws.worker_trace import WorkerTrace, skipping
+from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.batches.beside import KEY, Beside
+from trainfold.adapters.batches.draws import Drawn
+from trainfold.adapters.batches.feed import END
+from trainfold.adapters.batches.worker_trace import WorkerTrace, skipping
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import StreamReader, Streams, set_streams
 from trainfold.core.errors import InvalidArgument

@@ -8,10 +8,10 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.adapters.draws.beside import KEY, Beside, streams_only
-from trainfold.adapters.draws.feed import OTHER, mismatch
-from trainfold.adapters.draws.sampler_tap import order_problems
-from trainfold.adapters.draws.worker_trace import Report
+from trainfold.adapters.batches.beside import KEY, Beside, streams_only
+from trainfold.adapters.batches.feed import OTHER, mismatch
+from trainfold.adapters.batches.sampler_tap import order_problems
+from trainfold.adapters.batches.worker_trace import Report
 from trainfold.adapters.streams.rng_streams import moved_stream_problems
 from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import TrainfoldError

@@ -210,7 +210,7 @@ def test_pinned_batches_keep_their_report():
     """W01: pinning turns a tuple into a list, and goes into mappings."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    from trainfold.adapters.draws.worker_trace import Report
+    from trainfold.adapters.batches.worker_trace import Report
 
     report = Report(1, {"torch": np.zeros(3, np.uint8)}, "xxh3:0")
     batch, kept = pin_memory(("text", report))

@@ -1,4 +1,4 @@
-"""`NeverAsked`: reports at the end that a run was trained but its manager was never called to save."""
+"""`UnusedManager`: reports at the end that a run was trained but its manager was never called to save."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ _LOG: Final = logging.getLogger("trainfold")
 
 
 @final
-class NeverAsked:
+class UnusedManager:
     """Watches a live run from its restore until the first call that may save it.
 
     Args:

@@ -9,8 +9,8 @@ from typing import Any, Final, final
 import torch
 from torch.utils.data import DataLoader
 
+from trainfold.adapters.batches.feed import OTHER, generators_of, mismatch
 from trainfold.adapters.components.component import ComponentAdapter, ObjectPart, TreePart, copied
-from trainfold.adapters.draws.feed import OTHER, generators_of, mismatch
 from trainfold.adapters.own_state.attributes import held_by
 from trainfold.adapters.own_state.read_back import first_unequal
 from trainfold.adapters.streams.generator import GeneratorPart

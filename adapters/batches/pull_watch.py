@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, final
 
-from trainfold.adapters.draws.feed import mismatch
+from trainfold.adapters.batches.feed import mismatch
 from trainfold.adapters.streams.stream_reader import StreamReader
 from trainfold.core.errors import TrainfoldError
 

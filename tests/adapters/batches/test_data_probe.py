@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainfold
+from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.components.component import copied
-from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.state.state import Opaque

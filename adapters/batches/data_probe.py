@@ -7,9 +7,9 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from trainfold.adapters.draws.batch_digest import PREFIX
-from trainfold.adapters.draws.draws import Drawn, LastBatch
-from trainfold.adapters.draws.feed import mismatch
+from trainfold.adapters.batches.batch_digest import PREFIX
+from trainfold.adapters.batches.draws import Drawn, LastBatch
+from trainfold.adapters.batches.feed import mismatch
 from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.json_values import shown
 from trainfold.core.resume.drift import DriftAction, verdict_of

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from trainfold.adapters.batches.beside import KEY, Beside
+from trainfold.adapters.batches.feed import END, OTHER, generator_problems, length_of, mismatch, set_generators
+from trainfold.adapters.batches.pull_watch import PullWatch
+from trainfold.adapters.batches.worker_trace import Empty
 from trainfold.adapters.components.component import nothing
-from trainfold.adapters.draws.beside import KEY, Beside
-from trainfold.adapters.draws.feed import END, OTHER, generator_problems, length_of, mismatch, set_generators
-from trainfold.adapters.draws.pull_watch import PullWatch
-from trainfold.adapters.draws.worker_trace import Empty
 from trainfold.adapters.streams.rng_streams import capture_streams, restore_streams, stream_problems
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.state.state import Opaque

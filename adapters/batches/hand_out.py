@@ -5,7 +5,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from trainfold.adapters.draws.draws import Drawn
+from trainfold.adapters.batches.draws import Drawn
 from trainfold.core import tree
 from trainfold.core.state.state import Opaque
 

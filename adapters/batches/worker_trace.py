@@ -10,7 +10,7 @@ from typing import Any, final
 import attrs
 from torch.utils.data import get_worker_info
 
-from trainfold.adapters.draws.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.streams.stream_reader import StreamReader, Streams, set_streams
 
 
