@@ -6,33 +6,50 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import Undo, nothing, wrong_kind
-from trainfold.core.errors import SpecMismatch, TrainfoldError
+from trainfold.adapters.sharded.dtensor import is_dtensor, leaf_of, named_shards
+from trainfold.adapters.sharded.parts import cut_differs, memory_of, part_for
+from trainfold.core.errors import InvalidState, SpecMismatch, TrainfoldError
 from trainfold.core.format.codec import DENSE
 from trainfold.core.layout.leaf_spec import diff_specs
-from trainfold.core.state.fqn import NamedTensors, named_tensors
+from trainfold.core.state.fqn import NamedTensors
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import spec_of
 from trainfold.core.state.state import ModelState
 
 
-def module_state(named: NamedTensors, *, view: bool = False) -> ModelState:
+def module_state(named: NamedTensors, path: str = "model", *, view: bool = False) -> ModelState:
     """Return a module's tensors as a value; they are the module's own, not copies.
 
-    It has no non-persistent buffers, tied parameters once, and names without the prefixes of wrappers.
+    It has no non-persistent buffers, tied parameters once, and names without the prefixes of wrappers. Of a DTensor it has the part
+    that this rank holds, as a `Shard`.
 
     Args:
         named: the tensors of the module, by canonical name.
+        path: the component, for messages.
         view: whether parameters may be the module's own objects, which require gradients; for a caller that reads them at once.
 
+    Raises:
+        InvalidState: for a DTensor that cannot be saved.
+
     Examples:
-        >>> state = module_state(named_tensors(torch.nn.Linear(2, 1)))
+        >>> state = module_state(named_shards(torch.nn.Linear(2, 1)))
         >>> list(state.params), list(state.buffers)
         (['weight', 'bias'], [])
     """
     params: dict[str, torch.Tensor] = dict(named.params)
     if not view or not set(map(type, params.values())) <= DENSE:
-        params = {name: value if view and type(value) in DENSE else value.detach() for name, value in params.items()}
-    return ModelState(params=Leaves(params), buffers=Leaves(named.buffers), ties=named.ties)
+        params = {
+            name: value if view and type(value) in DENSE else _leaf(value, f"{path}.params[{name!r}]")
+            for name, value in params.items()
+        }
+    buffers = named.buffers
+    if not set(map(type, buffers.values())) <= DENSE:
+        buffers = {name: leaf_of(value, f"{path}.buffers[{name!r}]") for name, value in buffers.items()}
+    return ModelState(params=Leaves(params), buffers=Leaves(buffers), ties=named.ties)
+
+
+def _leaf(parameter: torch.Tensor, path: str) -> Any:
+    return leaf_of(parameter, path) if is_dtensor(parameter) else parameter.detach()
 
 
 @final
@@ -52,15 +69,16 @@ class ModulePart:
 
     def capture(self) -> ModelState:
         """Return the module's tensors, not copied."""
-        return module_state(named_tensors(self.module))
+        return module_state(named_shards(self.module), self.path)
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Return all missing, unexpected and differing tensors."""
         if not isinstance(saved, ModelState):
             return [wrong_kind(self.path, "the parameters and buffers of a module", saved)]
         own = self.capture()
-        differences = diff_specs(spec_of(_as_named_by(saved, own), self.path), spec_of(own, self.path))
-        return [SpecMismatch(self.path, differences)] if differences else []
+        saved = _as_named_by(saved, own)
+        differences = diff_specs(spec_of(saved, self.path), spec_of(own, self.path))
+        return [SpecMismatch(self.path, differences)] if differences else self._other_cuts(saved, own)
 
     def write(self, saved: Any) -> Undo:
         """Copy the values into the live tensors, and clear the gradients, because a checkpoint is at a boundary.
@@ -72,14 +90,25 @@ class ModulePart:
         undo = self._undo(own) if self.can_undo else nothing
         with torch.no_grad():
             for mine, theirs in ((own.params, saved.params), (own.buffers, saved.buffers)):
-                for name, tensor in mine.items():
-                    tensor.copy_(theirs[name])
+                for name, leaf in mine.items():
+                    memory_of(leaf).copy_(part_for(theirs[name], leaf))
         for parameter in self.module.parameters():
             parameter.grad = None
         return undo
 
+    def _other_cuts(self, saved: ModelState, own: ModelState) -> list[TrainfoldError]:
+        fix = "restore on as many ranks as the state was captured on, or load it from its checkpoint"
+        return [
+            InvalidState(
+                f"{self.path}.params[{name!r}]", expected="the part that this rank holds", found=found, fix=fix
+            )
+            for name, leaf in own.params.items()
+            if (found := cut_differs(saved.params[name], leaf)) is not None
+        ]
+
     def _undo(self, own: ModelState) -> Undo:
-        before = [(tensor, tensor.clone()) for each in (own.params, own.buffers) for tensor in each.values()]
+        tensors = [memory_of(leaf) for each in (own.params, own.buffers) for leaf in each.values()]
+        before = [(tensor, tensor.clone()) for tensor in tensors]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
 
         def undo() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.adapters.own_state.attributes import attributes
+from trainfold.adapters.sharded.dtensor import FSDP_ATTRIBUTES, own_class
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json, canonical_json, encode_scalar
 from trainfold.core.state.fqn import canonical_name
@@ -73,18 +74,22 @@ def settings_of_root(root: torch.nn.Module, path: str) -> dict[str, Json]:
 def _places(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield each module with its path, without wrappers and their prefixes."""
     for name, module in root.named_modules():
-        if not type(module).__module__.startswith(_WRAPPERS):
+        if not own_class(module).__module__.startswith(_WRAPPERS):
             yield canonical_name(f"{name}._")[:-2] if name else "", module
 
 
 def _settings(module: torch.nn.Module) -> Iterator[tuple[str, Json]]:
-    kind = type(module)
+    kind = own_class(module)
     is_torchs = kind.__module__.startswith("torch.")
     if is_torchs:
         yield "kind", kind.__qualname__
     for dotted, value in attributes(module):
         name = dotted[1:]
-        if name in _OF_MODULES or (is_torchs and (name[:1] == "_" or name in _OF_SHAPES)):
+        if (
+            name in _OF_MODULES
+            or name.startswith(FSDP_ATTRIBUTES)
+            or (is_torchs and (name[:1] == "_" or name in _OF_SHAPES))
+        ):
             continue
         if (plain := _plain(value, texts=is_torchs)) is not _NONE:
             yield name, plain

@@ -15,10 +15,12 @@ from trainfold.adapters.components.held_optimizers import (
     overrides_state_dict,
 )
 from trainfold.adapters.components.optimizer_state import NOT_HYPER, base_of, capture_optimizer, names_of
+from trainfold.adapters.components.sharded_slots import cut_problems, memory_for, part_of_slot
 from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
+from trainfold.adapters.sharded.parts import as_whole
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.state.state import OptimizerState, OwnOptimizerState
@@ -87,6 +89,9 @@ class OptimizerPart:
             slots = {name: from_plain(form, params) for name, form in base.slots.items()}
         except InvalidState as error:
             return [*found, error]
+        for name, each in slots.items():
+            found.extend(cut_problems(each, params[name], f"{self.path}.slots[{name!r}]") if name in params else ())
+        slots = {name: {key: as_whole(value) for key, value in each.items()} for name, each in slots.items()}
         is_torchs = base.kind.startswith("torch.optim.") and not found
         present = (
             {name: self.optimizer.state.get(parameter, {}) for name, parameter in params.items()} if base.slots else {}
@@ -238,7 +243,11 @@ class OptimizerPart:
             slots[parameter] = {}
             for key, value in from_plain(saved.slots[name], parameters).items():
                 present = current.get(key)
-                if _same_spec(value, present):
+                part = part_of_slot(value, parameter)
+                if part is not None:
+                    memory, slots[parameter][key], is_new = memory_for(part, present, parameter)
+                    overwritten += [] if is_new else [(memory, part)]
+                elif _same_spec(value, present):
                     overwritten.append((present, value))
                     slots[parameter][key] = present
                 else:

@@ -16,8 +16,11 @@ from trainfold.adapters.components.held_optimizers import (
     overrides_state_dict,
     own_state,
 )
+from trainfold.adapters.components.sharded_slots import slot_leaves
 from trainfold.adapters.own_state.plain_form import to_plain, with_layout
+from trainfold.adapters.sharded.dtensor import is_dtensor
 from trainfold.core.errors import InvalidState
+from trainfold.core.format.codec import DENSE
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import OptimizerState, OwnOptimizerState, ParamGroup
 
@@ -127,9 +130,12 @@ def _copied_slots(
     entries: list[tuple[torch.Tensor, Any]], names: Mapping[int, str], *, is_torchs: bool
 ) -> Iterable[Any]:
     slots = [each for _, each in entries]
-    if set(map(type, slots)) <= {dict} and set(map(type, chain.from_iterable(map(dict.values, slots)))) <= {
-        torch.Tensor
-    }:
+    is_dense = set(map(type, (parameter for parameter, _ in entries))) <= DENSE  # no DTensors among them
+    if (
+        is_dense
+        and set(map(type, slots)) <= {dict}
+        and set(map(type, chain.from_iterable(map(dict.values, slots)))) <= {torch.Tensor}
+    ):
         tensors = () if is_torchs else chain((p for p, _ in entries), chain.from_iterable(map(dict.values, slots)))
         if all(map(torch.Tensor.is_contiguous, tensors)):  # torch's own slots have the layout of their parameters
             return map(dict.copy, slots)  # the fast path, which nearly all slots take
@@ -138,6 +144,8 @@ def _copied_slots(
 
 def _slot_form(parameter: torch.Tensor, slots: Mapping[str, Any], names: Mapping[int, str]) -> Any:
     form = to_plain(slots, names)
+    if is_dtensor(parameter):
+        return slot_leaves(form, slots, parameter, f"slots[{names.get(id(parameter))!r}]")
     for key, value in slots.items():
         if isinstance(value, torch.Tensor) and key in form and id(value) not in names:
             form[key] = with_layout(value, parameter if parameter.shape == value.shape else None)

@@ -11,8 +11,9 @@ from trainfold.adapters.components.component import Undo, copied, wrong_kind
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
+from trainfold.adapters.sharded.dtensor import local_part, named_shards
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.state.fqn import canonical_name, named_tensors
+from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.state import Opaque
 
 _EXTRA: Final = "_extra_state"
@@ -160,7 +161,7 @@ def _has_own(module: torch.nn.Module, whole: torch.nn.Module) -> bool:
     ]
     hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]  # noqa: SLF001 (torch has no
     # public name for them)
-    sources = [*overrides, *hooks]
+    sources = [*overrides, *(each for each in hooks if not _is_fsdps(each))]
     if not sources:
         return False
     return not all(_is_torchs(each) for each in sources) or bool(_own_of(module, whole))
@@ -168,6 +169,11 @@ def _has_own(module: torch.nn.Module, whole: torch.nn.Module) -> bool:
 
 def _is_torchs(function: Any) -> bool:
     return str(getattr(function, "__module__", type(function).__module__)).startswith("torch.nn.")
+
+
+def _is_fsdps(hook: Any) -> bool:
+    """Whether it is FSDP2's hook, which frees gathered parameters before a ``state_dict()`` and adds nothing to it."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def _own_of(module: torch.nn.Module, whole: torch.nn.Module) -> dict[str, Any]:
@@ -196,11 +202,12 @@ def _is_extra(key: str) -> bool:
 
 
 def _tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    found = named_tensors(module)
-    return [*found.params.values(), *found.buffers.values()]
+    found = named_shards(module)
+    return [local_part(each) for each in (*found.params.values(), *found.buffers.values())]
 
 
 def _place(tensor: torch.Tensor) -> Any:
+    tensor = local_part(tensor)
     if not tensor.numel() or tensor.layout is not torch.strided:
         return tensor.dtype, tensor.shape
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainfold.adapters.components.sharded import is_a
 from trainfold.adapters.evaluation.reachability import reachable
+from trainfold.adapters.sharded.whole import is_a
 from trainfold.adapters.streams.rng_streams import bound_device, preserved_rng
 
 _LEVELS = 4  # forward itself, a helper or a trainer that it names, and two behind that

@@ -12,13 +12,14 @@ from trainfold.adapters.components.module import ModulePart
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_problems, own_module_parts
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
-from trainfold.adapters.components.sharded import check_whole, wheres
+from trainfold.adapters.sharded.dtensor import named_shards, reshard
+from trainfold.adapters.sharded.whole import check_whole, wheres
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
 from trainfold.adapters.streams.rng_streams import RngPart, bound_device
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state.components import components_of
-from trainfold.core.state.fqn import NamedTensors, check_real, named_tensors
+from trainfold.core.state.fqn import NamedTensors, check_real
 from trainfold.core.state.state import TrainState
 
 
@@ -46,6 +47,7 @@ class AttachedObjects:
                 found=f"a {type(optimizer).__qualname__}",
                 fix="attach the optimizer itself, and a wrapper's own state under extra=",
             )
+        reshard(model, *(each for each in extra.values() if isinstance(each, torch.nn.Module)))
         check_real(model)
         check_whole(wheres(model, optimizer, extra))
         self.model = model
@@ -116,7 +118,7 @@ class AttachedObjects:
     def named(self) -> dict[str, NamedTensors]:
         """The tensors of the attached modules, by component."""
         return {
-            name: named_tensors(each)
+            name: named_shards(each)
             for name, each in self._maybe_modules().items()
             if isinstance(each, torch.nn.Module)
         }
@@ -175,6 +177,7 @@ class AttachedObjects:
             InvalidArgument: for a name or an object that cannot be attached.
         """
         components_of(TrainState(extra={name: target}))  # checks the name
+        reshard(*([target] if isinstance(target, torch.nn.Module) else []))
         check_whole([(f"register({name!r})", target)])
         return {name: self._part(name, target, self.names_of_parameters(named)), **own_module_parts(name, target)}
 

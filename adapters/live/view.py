@@ -60,7 +60,7 @@ def read_objects(
     if any(isinstance(part, ObjectPart | TreePart | OwnModulePart) for part in parts.values()):
         named = objects.named()  # the user's code has run, and may have put other tensors into the modules
     values = {
-        name: module_state(named[name], view=view) if name in named else found[name]
+        name: module_state(named[name], name, view=view) if name in named else found[name]
         for name in parts
         if name in late or name in found
     }

@@ -10,6 +10,7 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import LiveView
 from trainfold.adapters.manager.update_hooks import UpdateHooks
 from trainfold.adapters.parallel.ddp import sent_buffers
+from trainfold.adapters.sharded.dtensor import local_part
 from trainfold.backends.hold.steady import leased_leaves, steady_leaves
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.runs.snapshot import Snapshot, describe_state
@@ -111,13 +112,14 @@ class RunContents:
         anytime = {name for name, each in own.items() if each.held or each.own is not None}
         hooked = self._hooks.install({name: each for name, each in run.optimizers.items() if name not in anytime})
         groups = [group for name in hooked for group in run.optimizers[name].param_groups]
-        parameters = [each for group in groups for each in group["params"]]
+        updated = [each for group in groups for each in group["params"]]
+        parameters = [local_part(each) for each in updated]
         return steady_leaves(
             leaves,
             parameters,
             slots=tuple(f"{name}.base.slots[" if name in own else f"{name}.slots[" for name in hooked),
-            frozen=[each for each in parameters if not each.requires_grad],
-            rescaled=[each for module in view.modules.values() for each in module.rescaled],
+            frozen=[local_part(each) for each in updated if not each.requires_grad],
+            rescaled=[local_part(each) for module in view.modules.values() for each in module.rescaled],
         )
 
 

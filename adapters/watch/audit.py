@@ -11,6 +11,7 @@ import torch
 from trainfold.adapters.batches.feed import generators_of
 from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.loaders.choose import loaders_by_path
+from trainfold.adapters.sharded.dtensor import local_part, named_shards
 from trainfold.adapters.watch.facts import (
     Look,
     lists_in,
@@ -37,7 +38,6 @@ from trainfold.core.state.audit import (
     listed,
 )
 from trainfold.core.state.components import select
-from trainfold.core.state.fqn import named_tensors
 from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState, TrainState
 
 _LOG = logging.getLogger("trainfold")
@@ -166,7 +166,7 @@ class Audit:
         addresses: set[int] = set()
         for module in modules.values():
             known |= {id(each): each for each in module.modules()}
-            named = named_tensors(module)
+            named = named_shards(module)
             for value in (*named.params.values(), *named.buffers.values()):
                 known[id(value)] = value
                 addresses |= _address(value)
@@ -286,7 +286,7 @@ def _is_passed_by(target: Any) -> bool:
 
 def _address(value: torch.Tensor) -> set[int]:
     try:
-        return {value.untyped_storage().data_ptr()} - {0}
+        return {local_part(value).untyped_storage().data_ptr()} - {0}
     except (RuntimeError, NotImplementedError):  # it has no memory
         return set()
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from trainfold.adapters.own_state.attributes import SEQUENCES, attributes, held_by
+from trainfold.adapters.sharded.dtensor import FSDP_ATTRIBUTES, local_part, own_class
 from trainfold.adapters.watch.overwritten import is_remade, use_of
 from trainfold.core.digest import digest_of
 from trainfold.core.state.audit import (
@@ -97,11 +98,12 @@ class Look:
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self._seen[id(module)] = module
-        kind = type(module).__module__
+        own_kind = own_class(module)
+        kind = own_kind.__module__
         is_torchs = kind.startswith("torch.")
-        own = vars(module)
+        own = {name: value for name, value in vars(module).items() if not name.startswith(FSDP_ATTRIBUTES)}
         if not is_torchs:
-            self._classes[path] = type(module)
+            self._classes[path] = own_kind
         if not is_torchs or kind.startswith(_COMPUTE):
             names = [name for name in own if name not in _module_names() and not (is_torchs and name[0] == "_")]
             for name in names:
@@ -206,6 +208,7 @@ class Look:
                 self._tensor(f"{path}.{name}", value, path, TENSOR)
 
     def _tensor(self, path: str, value: torch.Tensor, owner: str, kind: str) -> None:
+        value = local_part(value)  # to look at all of a DTensor, the ranks would have to wait for each other
         if value.layout is not torch.strided or value.device.type == "meta":
             return
         if value.grad_fn is not None:

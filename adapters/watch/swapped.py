@@ -7,6 +7,7 @@ import attrs
 import torch
 
 from trainfold.adapters.own_state.attributes import SEQUENCES, attributes
+from trainfold.adapters.sharded.dtensor import local_part
 from trainfold.core.errors import SwappedWeights
 from trainfold.core.state.fqn import named_tensors
 
@@ -90,9 +91,10 @@ class SwapProbe:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _now(self) -> list[torch.Tensor]:
-        tensors = [parameter for _, parameter in self._probes]
+        found: list[torch.Tensor | None] = [parameter for _, parameter in self._probes]
         for twins in self._twins.values():
-            tensors += [_EMPTY if (found := each.tensor()) is None else found for each in twins]  # type: ignore[misc]
+            found += [each.tensor() for each in twins]
+        tensors = [_EMPTY if each is None else local_part(each) for each in found]
         places = [each.data_ptr() for each in tensors]
         if places != self._places:  # a view keeps its memory alive, so no other tensor can get its address
             self._views, self._places = [each.detach().reshape(-1)[:_KEPT] for each in tensors], places

@@ -7,6 +7,8 @@ from typing import Any, final
 
 import torch
 
+from trainfold.adapters.sharded.dtensor import local_part
+
 _PROBES = 4
 _PROBE_NUMEL = 1 << 16
 
@@ -82,7 +84,7 @@ class WindowProbe:
         return any(
             parameter.grad is not None
             and (parameter.grad is not gradient or parameter.grad._version != version)  # noqa: SLF001
-            and bool(parameter.grad.any())
+            and bool(local_part(parameter.grad).any())
             for parameter, (gradient, version) in zip(self._probes, self._marks, strict=True)
         )
 

@@ -15,7 +15,8 @@ from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.places import Leaf
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.layout.shard import Shard
-from trainfold.core.resume.reads import plan_reads
+from trainfold.core.layout.slices import Box
+from trainfold.core.resume.reads import ComponentReads, plan_reads, sharded_params, slot_boxes
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.resume.resumed import leaf_sources, resumed_contract, resumed_optimizer, resumed_origin
 from trainfold.core.state.components import components_of, state_of
@@ -45,10 +46,15 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         for action in plan.actions
         if action.name in mine and action.verb in ("load", "adopt")
     }
-    boxes = {
+    boxes: dict[str, dict[str, Box | None]] = {
         name: {path: leaf.box if isinstance(leaf, Shard) else None for path, leaf in each.items()}
         for name, each in targets.items()
     }
+    params = sharded_params(mine)
+    for action in plan.actions if params else ():
+        saved = plan.manifest.component(action.name)
+        if saved is not None and action.verb == "adopt":
+            boxes.setdefault(action.name, {}).update(slot_boxes(action.name, saved.tensors[action.part], params))
     reads = without_collecting(plan_reads)(plan, boxes)
     reader = PlanReader(store, plan.checkpoint, plan.manifest)
     found: dict[str, Any] = {}
@@ -60,7 +66,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
             planned, leaves = reads.components[action.name], targets.get(action.name, {})
             tensors = reader.read(planned, leaves)
             if action.verb == "adopt":
-                found[action.name] = _adopted(action, plan.manifest, tensors, mine)
+                found[action.name] = _adopted(action, plan.manifest, planned, tensors, mine)
             else:
                 found[action.name] = _loaded(action, planned.leaves, tensors, leaves, mine[action.name])
     state = state_of(found).evolve(
@@ -78,7 +84,11 @@ def _with_fresh_masters(state: TrainState) -> TrainState:
 
 @without_collecting
 def _adopted(
-    action: ComponentAction, manifest: Manifest, tensors: Mapping[int, torch.Tensor], mine: Mapping[str, Any]
+    action: ComponentAction,
+    manifest: Manifest,
+    planned: ComponentReads,
+    tensors: Mapping[int, torch.Tensor],
+    mine: Mapping[str, Any],
 ) -> Any:
     """A component in the structure that was saved; an optimizer's state is placed beside this run's parameters."""
     saved = manifest.component(action.name)
@@ -86,7 +96,9 @@ def _adopted(
     records = saved.tensors[action.part]
 
     def tensor(index: int, as_numpy: bool) -> Any:  # noqa: FBT001 - the signature of `rebuild`
-        return _cast(tensors[index], action.cast.get(records[index].path), as_numpy=as_numpy)
+        value = _cast(tensors[index], action.cast.get(records[index].path), as_numpy=as_numpy)
+        box = planned.tensors[index].box
+        return value if box is None else Shard(value, records[index].shape, tuple(start for start, _ in box))
 
     built = rebuild(saved.nodes[action.part], action.name, tensor)
     model = mine.get("model")

@@ -5,14 +5,16 @@ needed. The number of ranks, of the saved run or of this one, does not enter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import attrs
 
 from trainfold.core.format.manifest import TensorRecord
 from trainfold.core.format.structure.places import Leaf, places
+from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
+from trainfold.core.state.state import ModelState
 
 Boxes: TypeAlias = Mapping[str, Box | None]
 """Leaf path -> the slice of the global tensor that this rank holds; None for all of it."""
@@ -193,3 +195,48 @@ def _shard_reads(index: int, record: TensorRecord, box: Box | None) -> tuple[Sha
         for number, shard in enumerate(shards)
         if box is None or not record.shape or intersect(shard.box, box) is not None
     )
+
+
+def sharded_params(components: Mapping[str, Any]) -> dict[str, Shard]:
+    """Return the name of each parameter of which a rank holds a part -> that part; parameters of other modules begin with the component.
+
+    Args:
+        components: component -> value, of the run that resumes.
+
+    Examples:
+        >>> sharded_params({"trainer": 1})
+        {}
+    """
+    leaves: dict[str, Any] = {
+        name if component == "model" else f"{component}.{name}": leaf
+        for component, each in components.items()
+        if isinstance(each, ModelState)
+        for name, leaf in each.params.items()
+    }
+    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Shard)}
+
+
+def slot_boxes(component: str, records: Iterable[TensorRecord], params: Mapping[str, Shard]) -> dict[str, Box]:
+    """Return leaf path -> box, for each saved slot with the shape of a parameter of which this rank holds a part.
+
+    Args:
+        component: the component of the optimizer.
+        records: its saved tensors.
+        params: from `sharded_params`.
+
+    Examples:
+        >>> import torch
+        >>> half = Shard(torch.zeros(2), (4,), (2,))
+        >>> saved = [TensorRecord(f"optimizer.slots['w'][{key!r}]", "float32", shape, ()) for key, shape in (("exp_avg", (4,)), ("step", ()))]
+        >>> slot_boxes("optimizer", saved, {"w": half})
+        {"optimizer.slots['w']['exp_avg']": ((2, 4),)}
+    """
+    if not params:
+        return {}
+    owners = {f"{component}{inner}.slots[{name!r}]": leaf for name, leaf in params.items() for inner in ("", ".base")}
+    found: dict[str, Box] = {}
+    for record in records:
+        owner = owners.get(record.path.rpartition("[")[0])
+        if owner is not None and record.shape == owner.shape:
+            found[record.path] = owner.box
+    return found

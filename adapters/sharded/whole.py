@@ -1,19 +1,25 @@
-"""Recognises sharded modules and optimizers (FSDP, DTensors, ZeRO) and refuses them: each rank has only a part of their state.
+"""Refuses modules and optimizers of which each rank has only a part that cannot be saved: FSDP1, ZeRO, DTensors cut otherwise than by FSDP2.
 
-They look whole, and cannot be saved yet.
+They look whole. What ``fully_shard`` (FSDP2) makes is saved: see `trainfold.adapters.sharded.dtensor`.
 """
 
 from collections.abc import Iterable, Mapping
 
 import torch
 
+from trainfold.adapters.sharded.dtensor import cut_problem, is_dtensor
 from trainfold.core.errors import InvalidArgument
 
+_NOT_CUT = {
+    "Adafactor": "torch's own step fails on them",
+    "Rprop": "torch's own step fails on them",
+    "LBFGS": "it gathers the history of all of them on each rank, and fails on uneven parts",
+}
 _STATELESS = ("ProcessGroup", "_AllreduceUpcastHookState")  # the second belongs to DDP's own mixed precision
 
 
 def check_whole_module(module: torch.nn.Module, where: str) -> None:
-    """Refuse a module that is sharded over the ranks (FSDP1, FSDP2, DTensors), or has a communication hook with state.
+    """Refuse a module that FSDP1 has sharded, one with DTensors that cannot be saved, or one with a communication hook that has state.
 
     Raises:
         InvalidArgument: naming the first such module or parameter.
@@ -40,18 +46,20 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
                 where,
                 f"a flat parameter of FullyShardedDataParallel at {name!r}: its flat parameters are this rank's part of the whole",
             )
-        if is_a(parameter, "DTensor") or is_a(parameter.data, "DTensor"):
-            raise _sharded(
+        if is_dtensor(parameter) and (problem := cut_problem(parameter)) is not None:
+            raise InvalidArgument(
                 where,
-                f"a DTensor at {name!r}, as fully_shard (FSDP2) and tensor parallelism make it: this rank has its part of the whole",
+                expected="DTensors that are cut in one dimension, as fully_shard (FSDP2) makes them on a mesh of one or two dimensions",
+                found=f"{problem} at {name!r}",
+                fix="shard the model with fully_shard alone: it cannot be saved yet with tensor parallelism, and never with a sum that is not made",
             )
 
 
 def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Refuse an optimizer that keeps, in an inner optimizer, only the slots of this rank's share.
+    """Refuse an optimizer whose slots for parameters that are cut over the ranks cannot be saved.
 
     Raises:
-        InvalidArgument: for a ``ZeroRedundancyOptimizer``.
+        InvalidArgument: for a ``ZeroRedundancyOptimizer``, and for one of torch that does not work with DTensors.
 
     Examples:
         >>> check_whole_optimizer(torch.optim.SGD([torch.ones(1)]), "attach.optimizer")
@@ -61,7 +69,15 @@ def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
             where,
             expected="an optimizer that has the slots of all its parameters on every rank",
             found="a ZeroRedundancyOptimizer, which keeps only the slots of this rank's share, in an inner optimizer",
-            fix="use the optimizer class that it wraps, under DistributedDataParallel: sharded slots cannot be saved yet",
+            fix="use the optimizer class that it wraps, under DistributedDataParallel, or shard the model with fully_shard (FSDP2)",
+        )
+    name = next((name for name in _NOT_CUT if is_a(optimizer, name)), None)
+    if name is not None and any(is_dtensor(each) for group in optimizer.param_groups for each in group["params"]):
+        raise InvalidArgument(
+            where,
+            expected="an optimizer whose slots are cut as its parameters are",
+            found=f"a {name} for DTensors: {_NOT_CUT[name]}",
+            fix="use another optimizer, such as AdamW, or DistributedDataParallel",
         )
 
 
@@ -101,5 +117,5 @@ def _sharded(where: str, found: str) -> InvalidArgument:
         where,
         expected="a module whose parameters are whole on every rank",
         found=found,
-        fix="wrap the model in DistributedDataParallel: sharded models cannot be saved yet",
+        fix="shard it with torch.distributed.fsdp.fully_shard (FSDP2), or wrap the model in DistributedDataParallel",
     )

@@ -1,0 +1,82 @@
+"""The slots of a parameter that is cut over the ranks: a slot of its shape is cut as it is, and any other slot is whole on every rank."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainfold.adapters.sharded.dtensor import is_cut_like, is_dtensor, leaf_of, like_parameter, local_part
+from trainfold.adapters.sharded.parts import cut_differs, part_for
+from trainfold.core.errors import InvalidState
+from trainfold.core.layout.shard import Shard
+
+
+def slot_leaves(form: dict[str, Any], slots: Mapping[str, Any], parameter: torch.Tensor, path: str) -> dict[str, Any]:
+    """Return the plain form of a parameter's slots with a `Shard` for each DTensor.
+
+    The slots are the optimizer's own: torch's ``get_optimizer_state_dict`` would make slots for a parameter that has none yet.
+
+    Args:
+        form: the plain form.
+        slots: the slots.
+        parameter: a DTensor.
+        path: of the slots, for messages.
+
+    Raises:
+        InvalidState: for a slot that a load could not cut again: a DTensor that is cut otherwise than its parameter, or a plain tensor
+            of the parameter's shape.
+    """
+    for key, value in slots.items():
+        if isinstance(value, torch.Tensor) and key in form:
+            is_whole = value.shape == parameter.shape and value.dim() > 0 and not is_dtensor(value)
+            if is_whole or (is_dtensor(value) and not is_cut_like(value, parameter)):
+                raise InvalidState(
+                    f"{path}[{key!r}]",
+                    expected="a slot that is cut as its parameter is, or one of another shape that is the same on every rank",
+                    found=f"a tensor of shape {list(value.shape)} that is "
+                    + ("whole, beside a parameter that is cut" if is_whole else f"cut as {value.placements}"),  # type: ignore[attr-defined]
+                    fix="use an optimizer that makes its slots with torch.zeros_like(parameter), such as AdamW",
+                )
+            form[key] = leaf_of(value, f"{path}[{key!r}]")
+    return form
+
+
+def cut_problems(slots: Mapping[str, Any], parameter: torch.Tensor, path: str) -> list[InvalidState]:
+    """Return a problem for each saved slot that does not have the part that this rank holds of the parameter."""
+    own = leaf_of(parameter, path)
+    return [
+        InvalidState(
+            f"{path}[{key!r}]",
+            expected="the part that this rank holds",
+            found=found,
+            fix="restore on as many ranks as the state was captured on, or load it from its checkpoint",
+        )
+        for key, value in slots.items()
+        if (found := cut_differs(value, own)) is not None
+    ]
+
+
+def part_of_slot(value: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a saved slot of a parameter's shape, if the parameter is a DTensor; None for any other slot."""
+    if not is_dtensor(parameter):
+        return None
+    is_like = isinstance(value, Shard) or (
+        isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
+    )
+    return part_for(value, leaf_of(parameter, "slot")) if is_like else None
+
+
+def memory_for(part: torch.Tensor, present: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, Any, bool]:
+    """Return where this rank's part of a slot is written, the slot, and whether it is new and has its values already.
+
+    Args:
+        part: the values.
+        present: the slot that the optimizer has; anything else if it has none.
+        parameter: a DTensor.
+    """
+    if is_dtensor(present) and is_cut_like(present, parameter):
+        own = local_part(present)
+        if own.shape == part.shape and own.dtype == part.dtype:
+            return own, present, False
+    made = part.detach().to(device=local_part(parameter).device, copy=True).contiguous()
+    return made, like_parameter(made, parameter), True

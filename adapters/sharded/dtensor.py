@@ -1,0 +1,170 @@
+"""DTensors, as ``fully_shard`` (FSDP2) makes them: the part that this rank holds, as a `Shard` leaf. No other module knows DTensor.
+
+A DTensor has no address and counts the bytes of all ranks. Its local part is a plain tensor: it may be a view of larger, padded memory, and
+it is empty on a rank that has no rows. FSDP2 may replace it at the first forward and at a load with ``assign=True``, so it is never kept.
+"""
+
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.format.codec import DENSE
+from trainfold.core.layout.shard import Shard
+from trainfold.core.state.fqn import NamedTensors, named_tensors
+
+FSDP_ATTRIBUTES: Final = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""How the names of the attributes begin that ``fully_shard`` adds to a module."""
+_MODULE: Final = "torch.distributed.tensor"
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor, a parameter or not; torch's module of them is not imported."""
+    if type(value) in DENSE:  # nearly always
+        return False
+    kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor on this rank: the local part of a DTensor, and any other tensor itself.
+
+    Examples:
+        >>> weight = torch.ones(2)
+        >>> local_part(weight) is weight
+        True
+    """
+    if type(tensor) in DENSE or not is_dtensor(tensor):
+        return tensor
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return] # noqa: SLF001  # to_local() is a view of its own, and waits
+
+
+def leaf_of(tensor: torch.Tensor, path: str) -> Any:
+    """Return a tensor as a leaf: a `Shard` for a DTensor that is cut, the local part for one that is whole on this rank, else the tensor.
+
+    Args:
+        tensor: a parameter, buffer or slot.
+        path: the leaf path, for the error.
+
+    Raises:
+        InvalidState: for a DTensor that is cut in a way that cannot be saved.
+
+    Examples:
+        >>> leaf_of(torch.ones(2), "w")
+        tensor([1., 1.])
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    found: Any = tensor
+    problem = cut_problem(found)
+    if problem is not None:
+        raise InvalidState(
+            path,
+            expected="a DTensor of which each rank has its own rows, as fully_shard (FSDP2) makes it",
+            found=problem,
+            fix="redistribute it before the save; sums that are still to be made, and tensor parallelism on top of fully_shard, cannot be saved yet",
+        )
+    if not any(placement.is_shard() for placement in found.placements):
+        return local_part(found)
+    return Shard(local_part(found), tuple(found.shape), _starts(found.shape, found.device_mesh, found.placements))
+
+
+def cut_problem(tensor: Any) -> str | None:
+    """Return why a DTensor cannot be saved, in words; None if it can.
+
+    It can if each dimension of its mesh either repeats it or cuts it, and no dimension of the tensor is cut twice.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as Cut
+
+    cuts = [each for each in tensor.placements if type(each) is Cut]
+    if all(type(each) in (Cut, Replicate) for each in tensor.placements) and len(cuts) <= 1:
+        return None
+    return f"a DTensor with the placements {tensor.placements}"
+
+
+def like_parameter(value: torch.Tensor, parameter: Any) -> Any:
+    """Return a local part as a DTensor that is cut as a parameter is, such as a slot of it. No rank waits for another one.
+
+    Args:
+        value: this rank's part; the result shares its memory.
+        parameter: a DTensor.
+    """
+    kind = sys.modules[_MODULE].DTensor
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return kind.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def is_cut_like(tensor: Any, parameter: Any) -> bool:
+    """Whether two DTensors are cut alike, over the same ranks."""
+    return bool(
+        tensor.shape == parameter.shape
+        and tensor.device_mesh == parameter.device_mesh
+        and tensor.placements == parameter.placements
+    )
+
+
+def compute_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device that computes with a tensor: with FSDP2's CPU offload, that of the mesh and not of the memory.
+
+    Examples:
+        >>> compute_device(torch.ones(1))
+        device(type='cpu')
+    """
+    mesh: Any = getattr(tensor, "device_mesh", None) if is_dtensor(tensor) else None
+    if mesh is None or tensor.device.type == mesh.device_type:
+        return tensor.device
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def named_shards(module: torch.nn.Module) -> NamedTensors:
+    """Name the tensors of a module, after FSDP2 has freed what its last forward gathered.
+
+    After a forward without a backward, as in an evaluation, FSDP2 leaves plain, gathered copies in the place of its parameters.
+    """
+    reshard(module)
+    return named_tensors(module)
+
+
+def reshard(*modules: torch.nn.Module) -> None:
+    """Let every FSDP2 module put its own parameters back in place of gathered copies; a call costs little if there are none."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in modules:
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
+
+def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class of a module as the script wrote it: ``fully_shard`` gives each module a subclass of its own.
+
+    Examples:
+        >>> own_class(torch.nn.Linear(1, 1))
+        <class 'torch.nn.modules.linear.Linear'>
+    """
+    kind = type(module)
+    if kind.__module__.startswith("torch.distributed.fsdp.") and any(
+        each.__name__ == "FSDPModule" for each in kind.__mro__
+    ):
+        return next((each for each in kind.__mro__ if not each.__module__.startswith("torch.distributed.fsdp")), kind)
+    return kind
+
+
+def dtensors(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return the DTensors among named tensors."""
+    return {name: value for name, value in named if is_dtensor(value)}
+
+
+@lru_cache(maxsize=4096)
+def _starts(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
+    """Where this rank's part begins in each dimension; torch has no public name for this."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(starts)

@@ -1,0 +1,103 @@
+"""FSDP2 (`fully_shard`): real ranks save their parts, and a run that resumes on as many ranks ends with the same bits."""
+
+import torch
+from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded, train
+from kit.system.rank_refusals_cases import PATIENT
+
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.manager.disabled import DisabledManager
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.in_process import SingleProcess
+
+
+def run(collectives, folder, *, kind="adamw", mode="sync", steps=6, restore=None, seed=0, **options):
+    """A run to a step, or from a checkpoint; returns the bits at its start and at its end."""
+    model = sharded(collectives.world_size, seed=seed, **options)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    torch.manual_seed(5 + collectives.rank)  # other dropout masks on each rank
+    live = attach(model, optimizer)
+    with CheckpointManager(folder, every=2, mode=mode, collectives=collectives, policy={"streams": "adapt"}) as manager:
+        found = manager.restore(live, step=restore)
+        assert found.is_fresh == (restore is None)
+        start = bits(model, optimizer)
+        train(model, optimizer, live, manager, steps=steps)
+    return start, bits(model, optimizer)
+
+
+def undisturbed(collectives, folder, modes):
+    return {
+        (kind, mode): run(collectives, f"{folder}/{kind}-{mode}", kind=kind, mode=mode)
+        for kind in OPTIMIZERS
+        for mode in modes
+    }
+
+
+def resumed(collectives, folder, modes):
+    return {
+        (kind, mode): run(collectives, f"{folder}/{kind}-{mode}", kind=kind, mode=mode, restore=4, seed=9)
+        for kind in OPTIMIZERS
+        for mode in modes
+    }
+
+
+def test_a_run_that_resumes_on_as_many_ranks_ends_with_the_bits_of_one_that_was_not_stopped(processes, tmp_path):
+    """Each torch optimizer, its saves in the call and in the background; seven rows on two ranks, and one row on two ranks."""
+    modes = ["sync", "async"]
+    whole = processes.run(2, undisturbed, str(tmp_path), modes, collectives=PATIENT)
+    parts = processes.run(2, resumed, str(tmp_path), modes, collectives=PATIENT)
+    assert whole[0] == whole[1]
+    for key, (_, end) in whole[0].items():
+        assert parts[0][key][1] == parts[1][key][1] == end, key
+
+
+# --- other worlds -----------------------------------------------------------------------------------------------------
+
+
+def saved(collectives, folder, kinds):
+    return {kind: run(collectives, f"{folder}/{kind}", kind=kind, steps=4)[1] for kind in kinds}
+
+
+def loaded(collectives, folder, kinds, mesh_shape=None):
+    return {
+        kind: run(collectives, f"{folder}/{kind}", kind=kind, steps=4, restore=4, seed=9, mesh_shape=mesh_shape)[0]
+        for kind in kinds
+    }
+
+
+def alone(folder, kind):
+    """The whole model, without `fully_shard`, in one process."""
+    torch.manual_seed(9)
+    model = Model()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    live = attach(model, optimizer)
+    policy = {"streams": "adapt"}
+    with CheckpointManager(folder, collectives=SingleProcess(), policy=policy) as manager:
+        assert manager.restore(live).step == 4
+    found = bits(model, optimizer)
+    train(model, optimizer, live, DisabledManager(), steps=5)
+    return found
+
+
+def test_what_two_ranks_saved_has_the_same_bits_on_any_number_of_ranks_and_without_fsdp2(processes, tmp_path):
+    kinds = ["sgd", "fused", "amsgrad"]
+    wanted = processes.run(2, saved, str(tmp_path), kinds, collectives=PATIENT)[0]
+    for world_size in (1, 2, 3, 4):
+        for found in processes.run(world_size, loaded, str(tmp_path), kinds, collectives=PATIENT):
+            assert found == wanted, world_size
+    assert {kind: alone(tmp_path / kind, kind) for kind in kinds} == wanted
+
+
+def from_one(folder, kind):
+    model = Model()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    live = attach(model, optimizer)
+    with CheckpointManager(folder, collectives=SingleProcess()) as manager:
+        train(model, optimizer, live, manager, steps=4)
+        manager.save(live)
+    return bits(model, optimizer)
+
+
+def test_what_one_process_saved_without_fsdp2_has_the_same_bits_on_three_ranks_of_it(processes, tmp_path):
+    wanted = {"adamw": from_one(tmp_path / "adamw", "adamw")}
+    for found in processes.run(3, loaded, str(tmp_path), ["adamw"], collectives=PATIENT):
+        assert found == wanted

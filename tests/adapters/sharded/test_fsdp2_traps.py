@@ -1,0 +1,296 @@
+"""What FSDP2 does with tensors behind the back of a reader: gathered copies, padded memory, replaced memory, updates without a trace."""
+
+import torch
+from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded, train, whole
+from kit.system.rank_refusals_cases import PATIENT, refusal
+from torch import nn
+
+import trainfold
+from trainfold import metrics as M
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.manager.disabled import DisabledManager
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.runs.api import save
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.layout.shard import Shard
+
+
+def started(collectives, *, optimizer="adamw", steps=2, **options):
+    model = sharded(collectives.world_size, **options)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    live = attach(model, stepper)
+    train(model, stepper, live, DisabledManager(collectives=collectives), steps=steps)
+    return model, stepper, live
+
+
+def restored(collectives, folder, **options):
+    """The bits that the checkpoint has, loaded into new objects."""
+    model = sharded(collectives.world_size, seed=9, **options)
+    stepper = OPTIMIZERS["adamw"](model.parameters())
+    live = attach(model, stepper)
+    with CheckpointManager(folder, collectives=collectives, policy={"streams": "adapt"}) as manager:
+        manager.restore(live)
+    return bits(model, stepper)
+
+
+# --- gathered copies --------------------------------------------------------------------------------------------------
+
+
+def after_forwards(collectives, folder):
+    found = {}
+    for name, options in (("default", {}), ("kept", {"reshard_after_forward": False})):
+        model, stepper, live = started(collectives, **options)
+        wanted = bits(model, stepper)
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 6))
+        plain = sum(type(each) is nn.Parameter for each in model.parameters())
+        with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
+            manager.save(live)
+        model.train()
+        train(model, stepper, live, DisabledManager(collectives=collectives), steps=3)  # it still trains
+        found[name] = plain, restored(collectives, f"{folder}/{name}") == wanted
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        again = attach(model, stepper)  # parameters have their places back before they are named
+        found[name] += (all(isinstance(each, Shard) for each in again.capture().model.params.values()),)
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        again.restore(live.capture())
+        found[name] += (bits(model, stepper) is not None,)
+    return found
+
+
+def test_gathered_copies_that_a_forward_left_are_freed_before_anything_is_named(processes, tmp_path):
+    """The root keeps gathered parameters after a forward in evaluation, and with ``reshard_after_forward=False`` every module does."""
+    for found in processes.run(2, after_forwards, str(tmp_path), collectives=PATIENT):
+        for name, (plain, same, cut, again) in found.items():
+            assert plain > 0, f"{name}: the forward left gathered copies, so that the test tests something"
+            assert same, name
+            assert cut, name
+            assert again, name
+
+
+def with_evaluate(collectives, folder):
+    model, stepper, live = started(collectives)
+    untouched, other, alone = started(collectives)
+
+    def forward(batch):
+        return {"loss": model(batch).square()}
+
+    with CheckpointManager(folder, every=1, mode="async", collectives=collectives) as manager:
+        for steps in (3, 4, 5):
+            train(model, stepper, live, manager, steps=steps)
+            trainfold.evaluate(
+                forward, [torch.ones(2, 6)] * (1 + collectives.rank), {"loss": M.Mean()}, collectives=collectives
+            )
+    train(untouched, other, alone, DisabledManager(collectives=collectives), steps=5)
+    return bits(model, stepper), restored(collectives, folder)
+
+
+def test_an_evaluation_beside_async_saves_changes_neither_the_run_nor_what_is_saved(processes, tmp_path):
+    """Q05: ranks have another number of batches, and the dropout of the training draws from the same streams."""
+    for ended, saved in processes.run(2, with_evaluate, str(tmp_path), collectives=PATIENT):
+        assert ended == saved
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def leaves_of(collectives):
+    model, stepper, live = started(collectives)
+    state = live.capture()
+    found = {}
+    for name, parameter in model.named_parameters():
+        leaf = state.model.params[name]
+        slot = state.optimizer.slots[name]["exp_avg"]
+        local = parameter._local_tensor
+        cut = tuple(slice(start, stop) for start, stop in leaf.box)
+        found[name] = (
+            tuple(leaf.shape) == tuple(parameter.shape),
+            leaf.tensor.data_ptr() == local.data_ptr(),
+            slot.tensor.data_ptr() == stepper.state[parameter]["exp_avg"]._local_tensor.data_ptr(),
+            torch.equal(whole(parameter.detach())[cut], leaf.tensor),
+            torch.equal(whole(stepper.state[parameter]["exp_avg"])[cut], slot.tensor),
+            leaf.tensor.numel(),
+            local.untyped_storage().nbytes() // local.element_size(),
+            parameter.data_ptr(),
+        )
+    return found
+
+
+def test_a_leaf_is_the_memory_of_this_rank_and_no_copy_even_where_a_part_is_uneven_padded_or_empty(processes):
+    ranks = processes.run(2, leaves_of, collectives=PATIENT)
+    for found in ranks:
+        for name, (*same, _, _, address) in found.items():
+            assert all(same), (name, same)
+            assert address == 0, "a DTensor has no address of its own"
+    assert [found["last.weight"][5] for found in ranks] == [8, 0], "one row on two ranks: the second has none"
+    assert ranks[1]["first.bias"][5:7] == (3, 4), "three numbers in memory for four"
+
+
+def replaced(collectives, folder):
+    model, stepper, live = started(collectives)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    errors = {"copied": refusal(live.capture)}
+    model.load_state_dict(state, assign=True)
+    errors["assigned"] = refusal(live.capture)
+    stepper = OPTIMIZERS["adamw"](model.parameters())  # made of the new parameters, it can be attached
+    live = attach(model, stepper)
+    train(model, stepper, live, DisabledManager(collectives=collectives), steps=1)
+    wanted = bits(model, stepper)
+    with CheckpointManager(folder, collectives=collectives) as manager:
+        manager.save(live)
+    return errors, restored(collectives, folder) == wanted
+
+
+def test_parameters_that_a_load_has_replaced_are_found_out_and_those_written_in_place_are_not(processes, tmp_path):
+    for errors, same in processes.run(2, replaced, str(tmp_path), collectives=PATIENT):
+        assert errors["copied"] == "nothing"
+        assert "a tensor of shape" in errors["assigned"]
+        assert "that the model does not have" in errors["assigned"]
+        assert same
+
+
+# --- updates without a trace ------------------------------------------------------------------------------------------
+
+
+def overtaken(collectives, folder):
+    """Each save is overtaken by the next steps and by an average, both by foreach, which moves no version counter."""
+    model = sharded(collectives.world_size)
+    average = sharded(collectives.world_size)
+    stepper = OPTIMIZERS["foreach"](model.parameters())
+    live = attach(model, stepper, extra={"ema": average})
+    mine, theirs = list(model.parameters()), list(average.parameters())
+    versions = [each._local_tensor._version for each in mine]
+    train(model, stepper, live, DisabledManager(collectives=collectives), steps=1)
+    found = {"moved": [each._local_tensor._version for each in mine] != versions}
+    events = []
+    with CheckpointManager(
+        folder, mode="async", collectives=collectives, hold_check=True, on_event=lambda event: events.append(str(event))
+    ) as manager:
+        for _ in range(3):
+            wanted = bits(model, stepper), bits(average)
+            manager.save(live)
+            torch._foreach_lerp_([each.detach() for each in theirs], [each.detach() for each in mine], 0.1)
+            train(model, stepper, live, DisabledManager(collectives=collectives), steps=live.progress.step + 1)
+            torch._foreach_mul_([each.detach() for each in theirs], 0.5)
+            manager.drain()
+    model, average = sharded(collectives.world_size, seed=9), sharded(collectives.world_size, seed=9)
+    stepper = OPTIMIZERS["foreach"](model.parameters())
+    live = attach(model, stepper, extra={"ema": average})
+    with CheckpointManager(folder, collectives=collectives) as manager:
+        manager.restore(live)
+    own = sum(each._local_tensor.nbytes for each in average.parameters())
+    found["same"] = (bits(model, stepper), bits(average)) == wanted
+    found["copied"] = [int(each.split(" bytes copied")[0].split()[-1]) for each in events if "bytes copied" in each]
+    return found, own
+
+
+def test_the_step_of_an_optimizer_announces_itself_and_a_foreach_average_is_copied_in_the_call(processes, tmp_path):
+    for found, own in processes.run(2, overtaken, str(tmp_path), collectives=PATIENT):
+        assert not found["moved"], "a foreach step leaves no trace, so that the test tests something"
+        assert found["same"]
+        for copied in found["copied"]:
+            assert own <= copied < 2 * own, "the average, buffers and counters: neither parameters nor slots"
+
+
+# --- kinds of sharding ------------------------------------------------------------------------------------------------
+
+
+def kinds(collectives, folder):
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {
+        "bf16": {"mp_policy": half},
+        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "kept": {"reshard_after_forward": False},
+    }
+    if collectives.world_size == 4:
+        options = {"hsdp": {"mesh_shape": (2, 2)}, "hsdp of one": {"mesh_shape": (4, 1)}}
+    found = {}
+    for name, each in options.items():
+        place = f"{folder}/{name}"
+        model, stepper, live = started(collectives, **each)
+        with CheckpointManager(place, mode="async", collectives=collectives) as manager:
+            manager.save(live)
+            wanted = bits(model, stepper)
+            train(model, stepper, live, manager, steps=5)
+        ended = bits(model, stepper)
+        model = sharded(collectives.world_size, seed=9, **each)
+        stepper = OPTIMIZERS["adamw"](model.parameters())
+        live = attach(model, stepper)
+        with CheckpointManager(place, collectives=collectives) as manager:
+            manager.restore(live)
+        start = bits(model, stepper)
+        train(model, stepper, live, DisabledManager(collectives=collectives), steps=5)
+        found[name] = start == wanted, bits(model, stepper) == ended, restored(collectives, place) == wanted
+    return found
+
+
+def test_mixed_precision_and_cpu_offload_resume_exactly_and_fit_a_model_without_them(processes, tmp_path):
+    for found in processes.run(2, kinds, str(tmp_path), collectives=PATIENT):
+        assert found == dict.fromkeys(("bf16", "offload", "kept"), (True, True, True))
+
+
+def test_replicas_of_parts_on_four_ranks_resume_exactly_and_fit_one_mesh_of_four(processes, tmp_path):
+    for found in processes.run(4, kinds, str(tmp_path), collectives=PATIENT):
+        assert found == dict.fromkeys(("hsdp", "hsdp of one"), (True, True, True))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class OddSlots(torch.optim.SGD):
+    """Keeps a slot of the parameter's shape that is whole on every rank."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = torch.zeros(parameter.shape)
+
+
+def refused(collectives):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (2,))
+    errors = {}
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
+    errors["partial"] = refusal(lambda: attach(model))
+    for kind in (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.LBFGS):
+        model = sharded(2)
+        errors[kind.__name__] = refusal(lambda kind=kind, model=model: attach(model, kind(model.parameters())))
+    model = Model()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    for layer in (model.first, model):
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    errors["early"] = refusal(lambda: attach(model, early))
+    model = sharded(2)
+    odd = OddSlots(model.parameters(), lr=0.1)
+    live = attach(model, odd)
+    model(torch.ones(2, 6)).sum().backward()
+    odd.step()
+    errors["odd"] = refusal(lambda: live.advance(samples=2))
+    _, _, live = started(collectives)
+    state = live.capture()
+    other = Model()
+    whole_live = attach(other, OPTIMIZERS["adamw"](other.parameters()))
+    errors["into a whole one"] = refusal(lambda: whole_live.restore(state))
+    errors["alone"] = refusal(lambda: save(state, MemoryStore(), collectives=trainfold.SingleProcess()))
+    return errors
+
+
+def test_what_cannot_be_saved_exactly_is_refused_by_name(processes):
+    for errors in processes.run(2, refused, collectives=PATIENT):
+        assert "Partial" in errors["partial"]
+        for name in ("Adafactor", "Rprop", "LBFGS"):
+            assert f"a {name} for DTensors" in errors[name]
+        assert "that the model does not have" in errors["early"]
+        assert "['odd']" in errors["odd"]
+        assert "whole, beside a parameter that is cut" in errors["odd"]
+        assert "the part that this rank holds" in errors["into a whole one"]
+        assert "slices that cover" in errors["alone"]
