@@ -143,8 +143,10 @@ def _copied_slots(
 
 
 def _slot_form(parameter: torch.Tensor, slots: Mapping[str, Any], names: Mapping[int, str]) -> Any:
-    form = to_plain(slots, names)
-    if is_dtensor(parameter):
+    is_cut = is_dtensor(parameter)
+    is_plain = is_cut and all(isinstance(each, torch.Tensor) and id(each) not in names for each in slots.values())
+    form = dict(slots) if is_plain else to_plain(slots, names)
+    if is_cut:
         return slot_leaves(form, slots, parameter, f"slots[{names.get(id(parameter))!r}]")
     for key, value in slots.items():
         if isinstance(value, torch.Tensor) and key in form and id(value) not in names:

@@ -26,18 +26,20 @@ def slot_leaves(form: dict[str, Any], slots: Mapping[str, Any], parameter: torch
         InvalidState: for a slot that a load could not cut again: a DTensor that is cut otherwise than its parameter, or a plain tensor
             of the parameter's shape.
     """
+    own = leaf_of(parameter, path)
     for key, value in slots.items():
-        if isinstance(value, torch.Tensor) and key in form:
-            is_whole = value.shape == parameter.shape and value.dim() > 0 and not is_dtensor(value)
-            if is_whole or (is_dtensor(value) and not is_cut_like(value, parameter)):
-                raise InvalidState(
-                    f"{path}[{key!r}]",
-                    expected="a slot that is cut as its parameter is, or one of another shape that is the same on every rank",
-                    found=f"a tensor of shape {list(value.shape)} that is "
-                    + ("whole, beside a parameter that is cut" if is_whole else f"cut as {value.placements}"),  # type: ignore[attr-defined]
-                    fix="use an optimizer that makes its slots with torch.zeros_like(parameter), such as AdamW",
-                )
-            form[key] = leaf_of(value, f"{path}[{key!r}]")
+        if not isinstance(value, torch.Tensor) or key not in form:
+            continue
+        if is_dtensor(value) and is_cut_like(value, parameter):
+            form[key] = Shard(local_part(value), own.shape, own.starts) if isinstance(own, Shard) else local_part(value)
+        elif is_dtensor(value) or (value.dim() and value.shape == parameter.shape):
+            kept = f"cut as {value.placements}" if is_dtensor(value) else "whole, beside a parameter that is cut"  # type: ignore[attr-defined]
+            raise InvalidState(
+                f"{path}[{key!r}]",
+                expected="a slot that is cut as its parameter is, or one of another shape that is the same on every rank",
+                found=f"a tensor of shape {list(value.shape)} that is {kept}",
+                fix="use an optimizer that makes its slots with torch.zeros_like(parameter), such as AdamW",
+            )
     return form
 
 

@@ -25,8 +25,8 @@ def is_dtensor(value: object) -> bool:
     """Whether a value is a DTensor, a parameter or not; torch's module of them is not imported."""
     if type(value) in DENSE:  # nearly always
         return False
-    kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
-    return kind is not None and isinstance(value, kind)
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(value, getattr(module, "DTensor", ()))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,8 @@ def leaf_of(tensor: torch.Tensor, path: str) -> Any:
     if not is_dtensor(tensor):
         return tensor
     found: Any = tensor
-    problem = cut_problem(found)
+    shape = found.shape
+    problem, starts = _cut(shape, found.device_mesh, found.placements)
     if problem is not None:
         raise InvalidState(
             path,
@@ -67,23 +68,15 @@ def leaf_of(tensor: torch.Tensor, path: str) -> Any:
             found=problem,
             fix="redistribute it before the save; sums that are still to be made, and tensor parallelism on top of fully_shard, cannot be saved yet",
         )
-    if not any(placement.is_shard() for placement in found.placements):
-        return local_part(found)
-    return Shard(local_part(found), tuple(found.shape), _starts(found.shape, found.device_mesh, found.placements))
+    return local_part(found) if starts is None else Shard(local_part(found), tuple(shape), starts)
 
 
 def cut_problem(tensor: Any) -> str | None:
     """Return why a DTensor cannot be saved, in words; None if it can.
 
-    It can if each dimension of its mesh either repeats it or cuts it, and no dimension of the tensor is cut twice.
+    It can if each dimension of its mesh either repeats it or cuts it, and only one cuts it.
     """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import Shard as Cut
-
-    cuts = [each for each in tensor.placements if type(each) is Cut]
-    if all(type(each) in (Cut, Replicate) for each in tensor.placements) and len(cuts) <= 1:
-        return None
-    return f"a DTensor with the placements {tensor.placements}"
+    return _cut(tensor.shape, tensor.device_mesh, tensor.placements)[0]
 
 
 def like_parameter(value: torch.Tensor, parameter: Any) -> Any:
@@ -107,17 +100,20 @@ def is_cut_like(tensor: Any, parameter: Any) -> bool:
     )
 
 
-def compute_device(tensor: torch.Tensor) -> torch.device:
-    """Return the device that computes with a tensor: with FSDP2's CPU offload, that of the mesh and not of the memory.
+def device_of_mesh(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the accelerator of the DTensors' meshes; None without one. With FSDP2's CPU offload their memory is on the CPU.
 
     Examples:
-        >>> compute_device(torch.ones(1))
-        device(type='cpu')
+        >>> device_of_mesh([torch.ones(1)]) is None
+        True
     """
-    mesh: Any = getattr(tensor, "device_mesh", None) if is_dtensor(tensor) else None
-    if mesh is None or tensor.device.type == mesh.device_type:
-        return tensor.device
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            found: Any = tensor
+            kind = found.device_mesh.device_type
+            if kind not in ("cpu", "meta"):
+                return torch.device(kind, torch.get_device_module(kind).current_device())
+    return None
 
 
 def named_shards(module: torch.nn.Module) -> NamedTensors:
@@ -161,10 +157,17 @@ def dtensors(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     return {name: value for name, value in named if is_dtensor(value)}
 
 
-@lru_cache(maxsize=4096)
-def _starts(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
-    """Where this rank's part begins in each dimension; torch has no public name for this."""
+@lru_cache(maxsize=2**14)
+def _cut(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[str | None, tuple[int, ...] | None]:
+    """Why a DTensor cannot be saved, and where this rank's part begins; None for a tensor that is whole on this rank.
+
+    Torch has no public name for the second.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as Cut
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return tuple(starts)
+    cuts = [each for each in placements if type(each) is Cut]
+    if len(cuts) > 1 or not all(type(each) in (Cut, Replicate) for each in placements):
+        return f"a DTensor with the placements {placements}", None
+    return None, tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1]) if cuts else None

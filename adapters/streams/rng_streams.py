@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainfold.adapters.components.component import Undo, wrong_kind
-from trainfold.adapters.sharded.dtensor import compute_device
+from trainfold.adapters.sharded.dtensor import device_of_mesh
 from trainfold.adapters.streams.stream_states import check_numpy_state, check_python_state, check_torch_state
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.format.codec import DENSE
@@ -31,11 +31,9 @@ _IS_CPU: Final = attrgetter("is_cpu")
 
 def bound_device(tensors: list[torch.Tensor]) -> torch.device | None:
     """The accelerator that computes with these tensors, or None for the CPU. FSDP2 may keep them on the CPU and compute elsewhere."""
-    is_dense = set(map(type, tensors)) <= DENSE
-    if is_dense and all(map(_IS_CPU, tensors)):  # nearly always, or never
-        return None
-    devices = (tensor.device if is_dense else compute_device(tensor) for tensor in tensors)
-    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
+    if not all(map(_IS_CPU, tensors)):  # nearly always, or never
+        return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
+    return None if set(map(type, tensors)) <= DENSE else device_of_mesh(tensors)
 
 
 def capture_streams(device: torch.device | None = None) -> Streams:

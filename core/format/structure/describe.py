@@ -20,6 +20,7 @@ from trainfold.core.format.structure.places import KEYS, MAX_DEPTH
 from trainfold.core.format.structure.rebuild import class_name
 from trainfold.core.json_values import SCALARS, Json, encode_scalar
 from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.shard import Shard
 from trainfold.core.leaf_path import join
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import leaf_spec
@@ -97,7 +98,7 @@ class Describer:
         return _Encoder(self._outlines).describe(component, name)
 
 
-Signature: TypeAlias = tuple[list[str], list[int], list[torch.dtype], list[torch.Size]]
+Signature: TypeAlias = tuple[list[str], list[int], list[torch.dtype], list[torch.Size], list[Any]]
 
 
 @final
@@ -119,7 +120,7 @@ class _Encoder:
         self._specs: Mapping[str, LeafSpec] = {}  # of the first tensors, if an earlier walk described them
         self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
         self._others: dict[int, list[tuple[int, Any]]] = {}
-        self._unmet: tuple[list[int], list[torch.Tensor]] | None = (
+        self._unmet: tuple[list[int], list[Any]] | None = (
             None  # addresses and tensors from an earlier walk, not yet in `_first`
         )
         self._kept_types = 0  # depth inside `Leaves`, whose owners keep their own tensor objects at a restore
@@ -163,14 +164,14 @@ class _Encoder:
         seen = None if self._outlines is None or self.tensors else _seen(items)
         if self._outlines is None or seen is None:
             return self._kept(items, path, depth)
-        tensors, addresses, signature = seen
+        leaves, addresses, signature = seen
         known = self._outlines.get(path)
         if known is None or known.signature != signature:
             node = self._kept(items, path, depth)
             known = self._outlines[path] = _Outline(signature, node, self._specs_from(0))
         else:
-            self.tensors = dict(zip(known.specs, tensors, strict=True))
-            self._unmet = addresses, tensors
+            self.tensors = dict(zip(known.specs, leaves, strict=True))
+            self._unmet = addresses, leaves
         self._specs = known.specs
         return known.node
 
@@ -236,27 +237,38 @@ class _Encoder:
         return {"t": index, "as": "numpy"} if isinstance(leaf, np.ndarray) else {"t": index}
 
 
-def _seen(items: dict[str, Any]) -> tuple[list[torch.Tensor], list[int], Signature] | None:
-    """The tensors of plain `Leaves`, their addresses, and everything that a description says of them; None for other `Leaves`.
+def _seen(items: dict[str, Any]) -> tuple[list[Any], list[int], Signature] | None:
+    """The leaves of plain `Leaves`, their addresses, and everything that a description says of them; None for other `Leaves`.
 
-    `Leaves` are plain if they map text to dense tensors, or to dicts of text to dense tensors, and no two tensors share an address.
+    `Leaves` are plain if they map text to dense tensors or shards of them, or to dicts of text to these, and no two share an address.
     """
-    names, tensors = list(items), list(items.values())
+    names, leaves = list(items), list(items.values())
     counts: list[int] = []
-    if set(map(type, tensors)) == _DICT:
-        counts = list(map(len, tensors))
-        names += chain.from_iterable(tensors)
-        tensors = list(chain.from_iterable(map(_VALUES, tensors)))
-    if not (set(map(type, names)) <= _STR and set(map(type, tensors)) <= DENSE):
+    if set(map(type, leaves)) == _DICT:
+        counts = list(map(len, leaves))
+        names += chain.from_iterable(leaves)
+        leaves = list(chain.from_iterable(map(_VALUES, leaves)))
+    kinds, tensors, cuts = set(map(type, leaves)), leaves, []
+    if Shard in kinds:
+        kinds.remove(Shard)
+        cuts = [(each.shape, each.starts) if type(each) is Shard else None for each in leaves]
+        tensors = [each.tensor if type(each) is Shard else each for each in leaves]
+        kinds |= set(map(type, tensors))
+    if not (set(map(type, names)) <= _STR and kinds <= DENSE):
         return None
     try:
         addresses, shapes = list(map(_ADDRESS, tensors)), list(map(_SHAPE, tensors))
     except RuntimeError:  # a sparse tensor has no address, and a nested one no shape
         return None
+    if cuts and 0 in addresses:  # ranks without a row are common
+        addresses = [
+            found or (id(leaf) if not shape.numel() else 0)
+            for found, leaf, shape in zip(addresses, leaves, shapes, strict=True)
+        ]
     distinct = set(addresses)
     if 0 in distinct or len(distinct) != len(tensors):
         return None
-    return tensors, addresses, (names, counts, list(map(_DTYPE, tensors)), shapes)
+    return leaves, addresses, (names, counts, list(map(_DTYPE, tensors)), shapes, cuts)
 
 
 def _address(leaf: Any, path: str) -> int:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainfold.core.errors import StateDonated, UnsupportedLeaf
 from trainfold.core.format.structure import describe as description
 from trainfold.core.format.structure.describe import Describer, describe
+from trainfold.core.layout.shard import Shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.properties import strategies
 
@@ -24,6 +25,7 @@ class Name(StrEnum):
 
 
 POOL = torch.arange(12.0)
+SHARD = Shard(torch.zeros(0), (4,), (4,))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -34,8 +36,10 @@ LEAVES = (  # few, so that states repeat, share leaves or differ in one place on
     *(lambda: torch.zeros(0), lambda: np.zeros(2), lambda: 1, lambda: True, lambda: 1.0, lambda: "text", lambda: None),
     *(lambda: torch.zeros(2).to_sparse(), lambda: torch.zeros(2, device="meta"), lambda: NESTED),
     *(lambda: torch.zeros(2, dtype=torch.complex64).conj(), lambda: QUANTIZED),
+    *(lambda: Shard(torch.zeros(2), (4,), (0,)), lambda: Shard(torch.zeros(2), (4,), (2,)), lambda: Shard(torch.zeros(0), (4,), (4,))),
+    *(lambda: Shard(POOL[1:3], (4,), (0,)), lambda: Shard(torch.zeros(2, device="meta"), (4,), (0,)), lambda: SHARD),
 )  # fmt: skip
-leaf = st.sampled_from(LEAVES[:5]) | st.sampled_from(LEAVES)
+leaf = st.sampled_from(LEAVES[:5]) | st.sampled_from(LEAVES[-6:]) | st.sampled_from(LEAVES)
 key = st.sampled_from(["a", "b", "c"]) | st.sampled_from(["a", "b", 1, True, 1.0, Name.A, None])
 
 
@@ -97,6 +101,23 @@ def test_leaves_that_look_as_they_did_are_not_walked_again(monkeypatch):
     first, tensors = describer.describe(slots(50), "optimizer")
     assert (len(walked), len(tensors), len(first.tensors)) == (0, 100, 100)
     assert len(describer.describe(slots(51), "optimizer")[1]) == len(walked) == 102
+
+
+def test_shards_that_look_as_they_did_are_not_walked_again_and_others_are_told_from_them(monkeypatch):
+    """An empty one too; another start or another whole is another description."""
+
+    def part(shape, start, rows=2):
+        return Leaves({"w": Shard(torch.zeros(rows), (shape,), (start,)), "e": Shard(torch.zeros(0), (4,), (4,))})
+
+    describer = Describer()
+    describer.describe(part(4, 0), "part")
+    walked = []
+    encode = description._Encoder._tensor
+    monkeypatch.setattr(description._Encoder, "_tensor", lambda *args: (walked.append(1), encode(*args))[1])
+    describer.describe(part(4, 0), "part")
+    assert not walked
+    for value in (part(4, 2), part(6, 2), part(6, 2, rows=3), part(4, 0)):
+        assert said(describer.describe, value) == said(describe, value)
 
 
 def test_a_tie_with_a_leaf_that_was_not_walked_again_is_seen():
