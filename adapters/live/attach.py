@@ -1,19 +1,20 @@
 """`attach`: makes the mutable objects of a training loop a `Live` run."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.module_parts import as_module
 from trainfold.adapters.live.optional import optional_given
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.loaders.choose import feeds_of
 
 
 def attach(  # noqa: PLR0913 - keywords
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scheduler: Any = None,
@@ -26,7 +27,8 @@ def attach(  # noqa: PLR0913 - keywords
     """Make the mutable objects of a loop a run that can be saved and resumed.
 
     Args:
-        model: the module; wrapped (DDP, compile) or not.
+        model: the module; wrapped (DDP, compile), sharded (``fully_shard``) or not. Or a list of modules that are parts of one model,
+            such as the chunks of a pipeline stage: each tensor has its name in its part, and no two may have the same.
         optimizer: made from the parameters of ``model``.
         scheduler: an object with ``state_dict`` and ``load_state_dict``; or a list, tuple or dict of them.
         loader: a ``DataLoader`` over a map-style dataset, or one with its own state; then iterate over ``live.batches()``.
@@ -56,7 +58,7 @@ def attach(  # noqa: PLR0913 - keywords
         >>> list(live.capture().model.params)
         ['weight', 'bias']
     """
-    objects = AttachedObjects(model, optimizer, scheduler, extra or {})
+    objects = AttachedObjects(as_module(model), optimizer, scheduler, extra or {})
     feed = None if loader is None else feeds_of(loader)
     watch = RunWatch(objects, loader, unsaved=unsaved, is_strict=strict)
     return Live(objects, feed, watch, optional_given(optional, objects.extra))

@@ -3,6 +3,7 @@
 import torch
 from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded, train
 from kit.system.rank_refusals_cases import PATIENT
+from torch import nn
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
@@ -101,3 +102,33 @@ def test_what_one_process_saved_without_fsdp2_has_the_same_bits_on_three_ranks_o
     wanted = {"adamw": from_one(tmp_path / "adamw", "adamw")}
     for found in processes.run(3, loaded, str(tmp_path), ["adamw"], collectives=PATIENT):
         assert found == wanted
+
+
+def in_parts(collectives, folder):
+    """The layers of the model as two modules, each sharded on its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (collectives.world_size,))
+    parts = [sharded(collectives.world_size), Model()]
+    last = nn.ModuleDict({"more": fully_shard(parts[1].second, mesh=mesh)})
+    optimizer = torch.optim.AdamW([*parts[0].parameters(), *last.parameters()], lr=0.1)
+    live = attach([parts[0], last], optimizer)
+    last["more"](parts[0](torch.ones(2, 6)).expand(2, 7)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    live.advance(samples=2)
+    with CheckpointManager(folder, collectives=collectives) as manager:
+        manager.save(live)
+    return {name: tuple(leaf.shape) for name, leaf in live.capture().model.params.items()}, bits(parts[0]), bits(last)
+
+
+def test_a_list_of_sharded_modules_is_saved_under_the_names_of_its_parts(processes, tmp_path):
+    shapes, *wanted = processes.run(2, in_parts, str(tmp_path), collectives=PATIENT)[0]
+    assert shapes["first.weight"] == (7, 6)
+    assert shapes["more.weight"] == (8, 7)
+    model, more = Model(), nn.ModuleDict({"more": nn.Linear(7, 8)})
+    live = attach([model, more])
+    with CheckpointManager(tmp_path, collectives=SingleProcess(), components=["model"]) as manager:
+        manager.restore(live)
+    assert [bits(model), bits(more)] == wanted
