@@ -7,6 +7,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import attrs
 
 from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
+from trainfold.adapters.sharded.trees import as_leaves, as_owned, tree_cut_problems
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import SCALARS
@@ -73,12 +74,14 @@ class ObjectPart:
 
     def capture(self) -> Opaque:
         """Return the object's ``state_dict()``, in new containers."""
-        return Opaque(copied_containers(self.target.state_dict()))
+        return Opaque(as_leaves(copied_containers(self.target.state_dict()), self.path))
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Check that it is the state of an object, with the object's keys."""
         if not isinstance(saved, Opaque):
             return [wrong_kind(self.path, "the saved state_dict of an object", saved)]
+        if problems := tree_cut_problems(saved.value, self.target.state_dict, self.path):
+            return problems
         own = self.target.state_dict() if self.same_keys else None
         if isinstance(own, dict) and isinstance(saved.value, dict) and set(own) != set(saved.value):
             return [
@@ -103,7 +106,7 @@ class ObjectPart:
             self.target.load_state_dict(before)
 
         try:
-            self.target.load_state_dict(copied(saved.value))
+            self.target.load_state_dict(as_owned(copied(saved.value), before, self.path))
             self._check_read_back(saved.value)
         except Exception:
             undo()
@@ -111,9 +114,12 @@ class ObjectPart:
         return undo
 
     def _check_read_back(self, saved: Any) -> None:
-        found = self.target.state_dict()
+        found = as_leaves(self.target.state_dict(), self.path)
         difference = first_unequal(saved, found, self.path)
-        if difference is None or first_unequal(found, self.target.state_dict(), self.path) is not None:
+        if (
+            difference is None
+            or first_unequal(found, as_leaves(self.target.state_dict(), self.path), self.path) is not None
+        ):
             return  # a state that differs at each read, such as a clock, cannot be compared
         kind = type(self.target).__qualname__
         raise unlike_saved(
@@ -134,18 +140,17 @@ class TreePart:
 
     def capture(self) -> Any:
         """Return the result of ``get()``; it is opaque, because its owner decides its structure, which may grow."""
-        return Opaque(self.get())
+        return Opaque(as_leaves(self.get(), self.path))
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
-        """Return no problems: only the owner of the tree knows its structure."""
-        del saved
-        return []
+        """Return a problem for each part of a tensor that is another rank's; only the owner of the tree knows its structure."""
+        return tree_cut_problems(saved.value if isinstance(saved, Opaque) else saved, self.get, self.path)
 
     def write(self, saved: Any) -> Undo:
         """Call ``set`` with a copy."""
         before = copied(self.get())
         try:
-            self.set(copied(saved.value if isinstance(saved, Opaque) else saved))
+            self.set(as_owned(copied(saved.value if isinstance(saved, Opaque) else saved), before, self.path))
         except Exception:
             self.set(before)
             raise

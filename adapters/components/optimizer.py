@@ -15,7 +15,7 @@ from trainfold.adapters.components.held_optimizers import (
     overrides_state_dict,
 )
 from trainfold.adapters.components.optimizer_state import NOT_HYPER, base_of, capture_optimizer, names_of
-from trainfold.adapters.components.sharded_slots import cut_problems, memory_for, part_of_slot
+from trainfold.adapters.components.sharded_slots import memory_for, part_of_slot, slot_cut_problems
 from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
@@ -90,7 +90,9 @@ class OptimizerPart:
         except InvalidState as error:
             return [*found, error]
         for name, each in slots.items():
-            found.extend(cut_problems(each, params[name], f"{self.path}.slots[{name!r}]") if name in params else ())
+            found.extend(
+                slot_cut_problems(each, params[name], f"{self.path}.slots[{name!r}]") if name in params else ()
+            )
         slots = {name: {key: as_whole(value) for key, value in each.items()} for name, each in slots.items()}
         is_torchs = base.kind.startswith("torch.optim.") and not found
         present = (

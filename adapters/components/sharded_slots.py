@@ -43,7 +43,7 @@ def slot_leaves(form: dict[str, Any], slots: Mapping[str, Any], parameter: torch
     return form
 
 
-def cut_problems(slots: Mapping[str, Any], parameter: torch.Tensor, path: str) -> list[InvalidState]:
+def slot_cut_problems(slots: Mapping[str, Any], parameter: torch.Tensor, path: str) -> list[InvalidState]:
     """Return a problem for each saved slot that does not have the part that this rank holds of the parameter."""
     own = leaf_of(parameter, path)
     return [

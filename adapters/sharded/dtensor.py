@@ -7,7 +7,7 @@ it is empty on a rank that has no rows. FSDP2 may replace it at the first forwar
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -59,24 +59,21 @@ def leaf_of(tensor: torch.Tensor, path: str) -> Any:
     if not is_dtensor(tensor):
         return tensor
     found: Any = tensor
-    shape = found.shape
-    problem, starts = _cut(shape, found.device_mesh, found.placements)
-    if problem is not None:
-        raise InvalidState(
-            path,
-            expected="a DTensor of which each rank has its own rows, as fully_shard (FSDP2) makes it",
-            found=problem,
-            fix="redistribute it before the save; sums that are still to be made, and tensor parallelism on top of fully_shard, cannot be saved yet",
-        )
-    return local_part(found) if starts is None else Shard(local_part(found), tuple(shape), starts)
+    shape, local = found.shape, local_part(found)
+    cut = _cut(shape, found.device_mesh, found.placements)
+    if cut.problem is None and tuple(local.shape) == cut.sizes:
+        return local if cut.is_whole else Shard(local, tuple(shape), cut.starts)
+    raise InvalidState(
+        path,
+        expected="a DTensor of which each rank has a part, as fully_shard (FSDP2) and tensor parallelism make it",
+        found=cut.problem or f"{list(local.shape)} of {list(shape)} where {list(cut.sizes)} belong",
+        fix="redistribute it before the save: a sum that is still to be made, and a part that torch does not say the place of, cannot be saved",
+    )
 
 
 def cut_problem(tensor: Any) -> str | None:
-    """Return why a DTensor cannot be saved, in words; None if it can.
-
-    It can if each dimension of its mesh either repeats it or cuts it, and only one cuts it.
-    """
-    return _cut(tensor.shape, tensor.device_mesh, tensor.placements)[0]
+    """Return why a DTensor cannot be saved, in words; None if each dimension of its mesh repeats it or cuts it."""
+    return _cut(tensor.shape, tensor.device_mesh, tensor.placements).problem
 
 
 def like_parameter(value: torch.Tensor, parameter: Any) -> Any:
@@ -157,17 +154,26 @@ def dtensors(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     return {name: value for name, value in named if is_dtensor(value)}
 
 
+class _Cut(NamedTuple):
+    """What this rank holds of a DTensor, or why it cannot be saved."""
+
+    problem: str | None
+    is_whole: bool = True
+    sizes: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+
 @lru_cache(maxsize=2**14)
-def _cut(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[str | None, tuple[int, ...] | None]:
-    """Why a DTensor cannot be saved, and where this rank's part begins; None for a tensor that is whole on this rank.
-
-    Torch has no public name for the second.
-    """
-    from torch.distributed.tensor import Replicate
+def _cut(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> _Cut:
+    from torch.distributed.tensor import Replicate, placement_types
     from torch.distributed.tensor import Shard as Cut
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch has no public name for it
 
-    cuts = [each for each in placements if type(each) is Cut]
-    if len(cuts) > 1 or not all(type(each) in (Cut, Replicate) for each in placements):
-        return f"a DTensor with the placements {placements}", None
-    return None, tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1]) if cuts else None
+    cuts = {
+        Cut,
+        getattr(placement_types, "_StridedShard", Cut),
+    }  # the second: rows of a part that another mesh dimension has cut
+    if not all(type(each) is Replicate or type(each) in cuts for each in placements):
+        return _Cut(f"a DTensor with the placements {placements}")
+    sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return _Cut(None, all(type(each) is Replicate for each in placements), tuple(sizes), tuple(starts))

@@ -49,9 +49,9 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
         if is_dtensor(parameter) and (problem := cut_problem(parameter)) is not None:
             raise InvalidArgument(
                 where,
-                expected="DTensors that are cut in one dimension, as fully_shard (FSDP2) makes them on a mesh of one or two dimensions",
+                expected="DTensors of which each rank has a part, as fully_shard (FSDP2) and tensor parallelism make them",
                 found=f"{problem} at {name!r}",
-                fix="shard the model with fully_shard alone: it cannot be saved yet with tensor parallelism, and never with a sum that is not made",
+                fix="redistribute it: a sum that is still to be made cannot be saved",
             )
 
 

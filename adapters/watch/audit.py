@@ -24,6 +24,7 @@ from trainfold.adapters.watch.facts import (
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.json_values import shown
+from trainfold.core.layout.shard import Shard
 from trainfold.core.state.audit import (
     LENGTH,
     MODE,
@@ -265,6 +266,8 @@ def _bare(part: Any) -> Any:
     """A captured component as plain containers, without trainfold's own nodes."""
     if isinstance(part, Opaque):
         return _bare(part.value)
+    if isinstance(part, Shard):
+        return part.tensor
     if isinstance(part, OptimizerState):
         return {"groups": [dict(group.hyper) for group in part.groups]}  # its slots belong to parameters
     if isinstance(part, OwnOptimizerState):

@@ -132,3 +132,61 @@ def test_a_list_of_sharded_modules_is_saved_under_the_names_of_its_parts(process
     with CheckpointManager(tmp_path, collectives=SingleProcess(), components=["model"]) as manager:
         manager.restore(live)
     assert [bits(model), bits(more)] == wanted
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def parallel(collectives, dp, hidden, *, seed=0):
+    """A model that is cut over two ranks by tensor parallelism, in both dimensions, and over the others by `fully_shard`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 3), nn.LayerNorm(3))
+    if collectives is None:
+        return model
+    mesh = init_device_mesh("cpu", (dp, collectives.world_size // dp), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if dp > 1:
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh["dp"])
+    return model
+
+
+def parallel_run(collectives, folder, dp, hidden, *, steps, restore=None, seed=0):
+    model = parallel(collectives, dp, hidden, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)  # some parameters are plain tensors
+    live = attach(model, optimizer)
+    with CheckpointManager(
+        folder, every=2, collectives=collectives or SingleProcess(), policy={"streams": "adapt"}
+    ) as manager:
+        manager.restore(live, step=restore)
+        start = bits(model, optimizer)
+        group = 0 if collectives is None else collectives.rank // 2  # ranks of one replica have the same data
+        while live.progress.step < steps:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * live.progress.step + group))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            live.advance(samples=4)
+            manager.step(live)
+    return start, bits(model, optimizer)
+
+
+def parallel_runs(collectives, folder, options):
+    """Of ten columns that two ranks have five each of, FSDP2 gives three to one and two to the other."""
+    dp = collectives.world_size // 2
+    return [parallel_run(collectives, f"{folder}/{dp}-{hidden}", dp, hidden, **options) for hidden in (8, 10)]
+
+
+def test_tensor_parallelism_alone_and_under_fsdp2_resumes_exactly_and_fits_the_model_without_both(processes, tmp_path):
+    folder = str(tmp_path)
+    for world_size, dp in ((2, 1), (4, 2)):
+        whole = processes.run(world_size, parallel_runs, folder, {"steps": 6}, collectives=PATIENT)
+        options = {"steps": 6, "restore": 4, "seed": 9}
+        parts = processes.run(world_size, parallel_runs, folder, options, collectives=PATIENT)
+        assert [[end for _, end in rank] for rank in parts] == [[end for _, end in rank] for rank in whole]
+        for hidden, (start, _) in zip((8, 10), parts[0], strict=True):
+            assert start == parallel_run(None, f"{folder}/{dp}-{hidden}", dp, hidden, steps=4, restore=4, seed=7)[0]
