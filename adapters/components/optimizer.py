@@ -15,7 +15,7 @@ from trainfold.adapters.components.held_optimizers import (
     overrides_state_dict,
 )
 from trainfold.adapters.components.optimizer_state import NOT_HYPER, base_of, capture_optimizer, names_of
-from trainfold.adapters.components.sharded_slots import memory_for, part_of_slot, slot_cut_problems
+from trainfold.adapters.components.sharded_slots import part_of_slot, slot_cut_problems, slot_for
 from trainfold.adapters.components.slot_checks import fits, group_problems, slot_problems
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
@@ -247,8 +247,8 @@ class OptimizerPart:
                 present = current.get(key)
                 part = part_of_slot(value, parameter)
                 if part is not None:
-                    memory, slots[parameter][key], is_new = memory_for(part, present, parameter)
-                    overwritten += [] if is_new else [(memory, part)]
+                    slots[parameter][key], memory = slot_for(part, present, parameter)
+                    overwritten += [] if memory is None else [(memory, part)]
                 elif _same_spec(value, present):
                     overwritten.append((present, value))
                     slots[parameter][key] = present

@@ -68,8 +68,8 @@ def part_of_slot(value: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     return part_for(value, leaf_of(parameter, "slot")) if is_like else None
 
 
-def memory_for(part: torch.Tensor, present: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, Any, bool]:
-    """Return where this rank's part of a slot is written, the slot, and whether it is new and has its values already.
+def slot_for(part: torch.Tensor, present: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the slot for this rank's part of its values, and the memory to write them to; None if it is new and has them.
 
     Args:
         part: the values.
@@ -79,6 +79,5 @@ def memory_for(part: torch.Tensor, present: Any, parameter: torch.Tensor) -> tup
     if is_dtensor(present) and is_cut_like(present, parameter):
         own = local_part(present)
         if own.shape == part.shape and own.dtype == part.dtype:
-            return own, present, False
-    made = part.detach().to(device=local_part(parameter).device, copy=True).contiguous()
-    return made, like_parameter(made, parameter), True
+            return present, own
+    return like_parameter(part, parameter), None

@@ -76,16 +76,18 @@ def cut_problem(tensor: Any) -> str | None:
     return _cut(tensor.shape, tensor.device_mesh, tensor.placements).problem
 
 
-def like_parameter(value: torch.Tensor, parameter: Any) -> Any:
-    """Return a local part as a DTensor that is cut as a parameter is, such as a slot of it. No rank waits for another one.
+def like_parameter(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a new DTensor with these values on this rank, cut as a parameter is, such as a slot of it. No rank waits for another one.
+
+    As torch's optimizers make their slots: its memory is where the parameter's is, also if FSDP2 keeps that on the CPU.
 
     Args:
-        value: this rank's part; the result shares its memory.
+        value: this rank's part.
         parameter: a DTensor.
     """
-    kind = sys.modules[_MODULE].DTensor
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return kind.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    local_part(made).copy_(value)
+    return made
 
 
 def is_cut_like(tensor: Any, parameter: Any) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from trainfold.adapters.sharded.dtensor import is_dtensor, leaf_of, like_parameter, local_part
+from trainfold.adapters.sharded.dtensor import is_dtensor, leaf_of, like_parameter
 from trainfold.adapters.sharded.parts import cut_differs, part_for
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
@@ -29,7 +29,7 @@ def as_owned(saved: Any, own: Any, path: str) -> Any:
     """Return a saved tree with a DTensor where its owner has one now; no rank waits for another one.
 
     Args:
-        saved: the tree, without problems; the result shares its memory.
+        saved: the tree, without problems; the result shares the memory of its other leaves.
         own: what the owner has now.
         path: of the tree.
     """
@@ -37,9 +37,7 @@ def as_owned(saved: Any, own: Any, path: str) -> Any:
     if not cut:
         return saved
     leaves = [
-        like_parameter(part_for(leaf, leaf_of(cut[name], name)).to(local_part(cut[name]).device), cut[name])
-        if name in cut
-        else leaf
+        like_parameter(part_for(leaf, leaf_of(cut[name], name)), cut[name]) if name in cut else leaf
         for name, leaf in tree.named_leaves(saved, path)
     ]
     return tree.unflatten(tree.structure(saved), leaves)

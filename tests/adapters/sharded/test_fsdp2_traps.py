@@ -1,5 +1,6 @@
 """What FSDP2 does with tensors behind the back of a reader: gathered copies, padded memory, replaced memory, updates without a trace."""
 
+import pytest
 import torch
 from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded, train, whole
 from kit.system.rank_refusals_cases import PATIENT, refusal
@@ -237,6 +238,110 @@ def test_mixed_precision_and_cpu_offload_resume_exactly_and_fit_a_model_without_
 def test_replicas_of_parts_on_four_ranks_resume_exactly_and_fit_one_mesh_of_four(processes, tmp_path):
     for found in processes.run(4, kinds, str(tmp_path), collectives=PATIENT):
         assert found == dict.fromkeys(("hsdp", "hsdp of one"), (True, True, True))
+
+
+def from_meta(collectives, folder):
+    """The model is made without values, sharded, given memory, and restored before its first forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, stepper, live = started(collectives)
+    with CheckpointManager(folder, collectives=collectives) as manager:
+        manager.save(live)
+    wanted = bits(model, stepper)
+    train(model, stepper, live, DisabledManager(collectives=collectives), steps=5)
+    ended = bits(model, stepper)
+    with torch.device("meta"):
+        model = Model()
+    mesh = init_device_mesh("cpu", (collectives.world_size,))
+    for layer in (model.first, model.second, model):
+        fully_shard(layer, mesh=mesh)
+    errors = refusal(lambda: attach(model))
+    model.to_empty(device="cpu")
+    stepper = OPTIMIZERS["adamw"](model.parameters())
+    live = attach(model, stepper)
+    before = [each._local_tensor.data_ptr() for each in model.parameters()]
+    with CheckpointManager(folder, collectives=collectives) as manager:
+        manager.restore(live)
+    start = bits(model, stepper)
+    train(model, stepper, live, DisabledManager(collectives=collectives), steps=5)
+    stayed = before == [each._local_tensor.data_ptr() for each in model.parameters()]
+    return errors, stayed, start == wanted, bits(model, stepper) == ended
+
+
+def test_a_model_that_was_made_on_the_meta_device_resumes_exactly(processes, tmp_path):
+    for errors, stayed, start, end in processes.run(2, from_meta, str(tmp_path), collectives=PATIENT):
+        assert "on the meta device" in errors
+        assert stayed, "torch pads the memory of uneven parts when it is made, and not in the first forward"
+        assert start
+        assert end
+
+
+def keeps_gradients(collectives, folder):
+    """A layer that is not used has gradients of zero, or none, and weight decay moves it only in the first case."""
+    found = []
+    for name, to_none in (("zeros", False), ("none", True)):
+        ends = []
+        for restore in (False, True):
+            model = sharded(collectives.world_size, seed=9 if restore else 0)
+            stepper = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1, momentum=0.9)
+            live = attach(model, stepper)
+            with CheckpointManager(f"{folder}/{name}", collectives=collectives) as manager:
+                if restore:
+                    manager.restore(live)
+                while live.progress.step < 4:
+                    out = model(torch.ones(2, 6)) if live.progress.step < 2 else model.first(torch.ones(2, 6))
+                    out.square().mean().backward()
+                    stepper.step()
+                    stepper.zero_grad(set_to_none=to_none)
+                    live.advance(samples=2)
+                    if live.progress.step == 2 and not restore:
+                        manager.save(live)
+            ends.append(bits(model, stepper))
+        found.append(ends)
+    return found
+
+
+def test_gradients_of_zero_come_back_as_such(processes, tmp_path):
+    for zeros, none in processes.run(2, keeps_gradients, str(tmp_path), collectives=PATIENT):
+        assert zeros[0] == zeros[1]
+        assert none[0] == none[1]
+        assert zeros[0] != none[0], "weight decay has moved the layers that were not used"
+
+
+def on_a_gpu(collectives, folder):
+    """One rank with its parameters in pinned memory of the CPU: slots come back there, and dropout draws from the GPU's stream."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh, ends, streams = init_device_mesh("cuda", (1,)), [], []
+    for restore in (False, True):
+        torch.manual_seed(9 if restore else 0)
+        model = fully_shard(Model(), mesh=mesh, offload_policy=CPUOffloadPolicy())
+        stepper = OPTIMIZERS["adamw"](model.parameters())
+        live = attach(model, stepper)
+        with CheckpointManager(folder, collectives=collectives) as manager:
+            if restore:
+                manager.restore(live)
+                assert all(slot.is_cpu for slots in stepper.state.values() for slot in slots.values())
+            while live.progress.step < 4:
+                model(torch.ones(2, 6, device="cuda")).square().mean().backward()
+                stepper.step()
+                stepper.zero_grad()
+                live.advance(samples=2)
+                if live.progress.step == 2 and not restore:
+                    manager.save(live)
+        ends.append(bits(model, stepper))
+        streams.append("cuda" in live.capture().rng.value)
+    return ends, streams
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cpu_offload_of_a_gpu_resumes_exactly_with_the_streams_of_the_gpu(processes, tmp_path):
+    ((ends, streams),) = processes.run(1, on_a_gpu, str(tmp_path), collectives=PATIENT)
+    assert ends[0] == ends[1]
+    assert streams == [True, True]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
