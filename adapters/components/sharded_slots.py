@@ -31,7 +31,11 @@ def slot_leaves(form: dict[str, Any], slots: Mapping[str, Any], parameter: torch
         if not isinstance(value, torch.Tensor) or key not in form:
             continue
         if is_dtensor(value) and is_cut_like(value, parameter):
-            form[key] = Shard(local_part(value), own.shape, own.starts) if isinstance(own, Shard) else local_part(value)
+            form[key] = (
+                Shard(local_part(value), own.shape, own.starts, own.is_copied)
+                if isinstance(own, Shard)
+                else local_part(value)
+            )
         elif is_dtensor(value) or (value.dim() and value.shape == parameter.shape):
             kept = f"cut as {value.placements}" if is_dtensor(value) else "whole, beside a parameter that is cut"  # type: ignore[attr-defined]
             raise InvalidState(

@@ -62,7 +62,7 @@ def leaf_of(tensor: torch.Tensor, path: str) -> Any:
     shape, local = found.shape, local_part(found)
     cut = _cut(shape, found.device_mesh, found.placements)
     if cut.problem is None and tuple(local.shape) == cut.sizes:
-        return local if cut.is_whole else Shard(local, tuple(shape), cut.starts)
+        return local if cut.is_whole else Shard(local, tuple(shape), cut.starts, cut.is_copied)
     raise InvalidState(
         path,
         expected="a DTensor of which each rank has a part, as fully_shard (FSDP2) and tensor parallelism make it",
@@ -163,6 +163,7 @@ class _Cut(NamedTuple):
     is_whole: bool = True
     sizes: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    is_copied: bool = False  # whether other ranks hold the same part
 
 
 @lru_cache(maxsize=2**14)
@@ -178,4 +179,5 @@ def _cut(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> _Cut:
     if not all(type(each) is Replicate or type(each) in cuts for each in placements):
         return _Cut(f"a DTensor with the placements {placements}")
     sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return _Cut(None, all(type(each) is Replicate for each in placements), tuple(sizes), tuple(starts))
+    repeats = [size for size, each in zip(mesh.shape, placements, strict=True) if type(each) is Replicate]
+    return _Cut(None, len(repeats) == len(placements), tuple(sizes), tuple(starts), any(size > 1 for size in repeats))

@@ -10,6 +10,7 @@ from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank
 from trainfold.core.json_values import Json
+from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import (
     SMALL_BYTES,
@@ -18,7 +19,10 @@ from trainfold.core.save.replicas import (
     Proof,
     differing,
     first_in_doubt,
+    is_of_parts,
     is_trained,
+    parts_differ,
+    parts_name,
     replicas_differ,
 )
 from trainfold.core.tensor_memory import tensor_bytes
@@ -40,22 +44,22 @@ def copies_of(
         sent: leaf path -> what sends it to the other ranks before it is used. This is compared instead of the value.
 
     Returns:
-        Component -> leaf path -> digest. Shards, which belong to each rank, are not in it.
+        Component -> leaf path -> digest. Of shards, it has those that other ranks hold too, under the name of these parts.
     """
     known = sent or {}
-    return (
-        {
-            name: {
-                path: known.get(path) or _digest(tensors[name][path], path, proof)
-                for path, spec in each.tensors.items()
-                if not spec.slices
-            }
-            for name, each in described.items()
-            if not belongs_to_rank(name, each.node)
+    found: dict[str, dict[str, str]] = {}
+    for name, each in described.items() if proof.level != "none" else ():
+        if belongs_to_rank(name, each.node):
+            continue
+        leaves, parts = tensors[name], {path: spec.slices for path, spec in each.tensors.items() if spec.slices}
+        found[name] = {
+            path: known.get(path) or _digest(leaves[path], path, proof) for path in each.tensors if path not in parts
         }
-        if proof.level != "none"
-        else {}
-    )
+        shards = {path: leaf.tensor for path in parts if isinstance(leaf := leaves[path], Shard) and leaf.is_copied}
+        if shards:
+            boxes = {path: parts[path] for path in shards}
+            found[parts_name(name, boxes)] = {path: _digest(part, path, proof) for path, part in shards.items()}
+    return found
 
 
 def _digest(leaf: Any, path: str, proof: Proof) -> str:
@@ -88,6 +92,8 @@ def check_copies(
     name = first_in_doubt(summaries)
     if name is None:
         return
+    if is_of_parts(name):
+        raise parts_differ(world.gather(leaves.get(name)))
     mine: Mapping[str, Any] = contract if name == "contract" else leaves.get(name, {})
     first = world.broadcast(dict(mine) if world.rank == 0 else {})
     names = differing(mine, first)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -127,7 +128,7 @@ def _loaded(
         else:
             as_numpy = isinstance(target, np.ndarray)
             value = _cast(tensors[saved.tensor], action.cast.get(path), as_numpy=as_numpy)
-            values.append(Shard(value, target.shape, target.starts) if isinstance(target, Shard) else value)
+            values.append(attrs.evolve(target, tensor=value) if isinstance(target, Shard) else value)
     return tree.unflatten(tree.structure(wanted), values)
 
 

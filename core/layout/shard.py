@@ -18,11 +18,13 @@ class Shard:
         tensor: the values that this rank holds.
         shape: the shape of the global tensor.
         starts: the first index of the slice in each dimension; it ends at ``starts[i] + tensor.shape[i]``.
+        is_copied: whether other ranks hold the same slice. Saves compare its values between these ranks.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     starts: tuple[int, ...]
+    is_copied: bool = False
 
     @property
     def box(self) -> Box:

@@ -13,6 +13,7 @@ from trainfold.core.state.audit import UNSAVED
 from trainfold.core.state.contract_kinds import is_of_rank_zero
 from trainfold.core.state.notes import RATES
 
+_PARTS: Final = " in parts "  # no name of a component has spaces
 _BUFFERS: Final = ".buffers['"
 _TRAINED: Final = (".params['", ".slots['", ".masters['")
 _STATISTICS: Final = (
@@ -128,7 +129,53 @@ def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
         'model'
     """
     names = dict.fromkeys(name for each in summaries for name in each)
-    return next((name for name in names if len({each.get(name) for each in summaries}) > 1), None)
+    return next(
+        (
+            name
+            for name in names
+            if len({each.get(name) for each in summaries if name in each or not is_of_parts(name)}) > 1
+        ),
+        None,
+    )
+
+
+def parts_name(component: str, boxes: Mapping[str, object]) -> str:
+    """The name in a summary for the parts of tensors that several ranks hold; ranks with other parts have another name.
+
+    Args:
+        component: of the tensors.
+        boxes: leaf path -> the slice that this rank holds.
+
+    Examples:
+        >>> is_of_parts(parts_name("model", {"w": ((0, 2),)})), is_of_parts("model")
+        (True, False)
+    """
+    return f"{component}{_PARTS}{digest_of(repr(dict(boxes)).encode())}"
+
+
+def is_of_parts(name: str) -> bool:
+    """Whether a name in a summary is for parts of tensors, which only some ranks hold."""
+    return _PARTS in name
+
+
+def parts_differ(held: Sequence[Mapping[str, str] | None]) -> RanksDisagree:
+    """The error for ranks that hold the same parts with other values.
+
+    Args:
+        held: for each rank, leaf path -> digest; None for a rank that holds other parts.
+    """
+    mine = [(rank, leaves) for rank, leaves in enumerate(held) if leaves is not None]
+    first, wanted = mine[0]
+    rank, paths = next(
+        (rank, odd) for rank, leaves in mine if (odd := [path for path in wanted if leaves.get(path) != wanted[path]])
+    )
+    more = f", and of {len(paths) - 1} more" if len(paths) > 1 else ""
+    return RanksDisagree(
+        paths[0],
+        expected=f"the bits of rank {first}, which holds the same part of it",
+        found=f"others on rank {rank}{more}",
+        fix=_VALUES,
+    )
 
 
 def differing(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:

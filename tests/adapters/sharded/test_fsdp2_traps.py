@@ -240,6 +240,28 @@ def test_replicas_of_parts_on_four_ranks_resume_exactly_and_fit_one_mesh_of_four
         assert found == dict.fromkeys(("hsdp", "hsdp of one"), (True, True, True))
 
 
+def drifted(collectives, folder):
+    model, _, live = started(collectives, mesh_shape=(2, 2))
+    flat = started(collectives)[2].capture()
+    flags = (
+        {leaf.is_copied for leaf in live.capture().model.params.values()},
+        {leaf.is_copied for leaf in flat.model.params.values()},
+    )
+    if collectives.rank == 3:
+        model.second.weight._local_tensor[0, 0] += 1e-6
+    with CheckpointManager(folder, collectives=collectives) as manager:
+        return flags, refusal(lambda: manager.save(live))
+
+
+def test_replicas_of_a_part_that_have_drifted_apart_are_refused_by_name(processes, tmp_path):
+    for flags, error in processes.run(4, drifted, str(tmp_path), collectives=PATIENT):
+        assert flags == ({True}, {False})
+        assert error.startswith(
+            "RanksDisagree: model.params['second.weight']: expected the bits of rank 1, which holds the same part"
+        )
+        assert "on rank 3" in error
+
+
 def from_meta(collectives, folder):
     """The model is made without values, sharded, given memory, and restored before its first forward."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,0 +1,67 @@
+"""Parts of tensors that several ranks hold (HSDP) are compared between these ranks: one of them writes for all."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.system.rank_refusals_cases import disagreements
+
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.in_process import thread_outcomes
+from trainfold.backends.runs.api import save
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.layout.shard import Shard
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
+
+WHOLE = torch.arange(24.0).reshape(6, 4)
+
+
+def state(rank, *, step=1, drift=None, is_copied=True):
+    """Ranks 0 and 2 hold the first rows of two tensors, ranks 1 and 3 the others."""
+    rows = 3 * (rank % 2)
+    params = {}
+    for name in ("a", "b"):
+        part = WHOLE[rows : rows + 3].clone()
+        if drift is not None and drift[0] == rank and drift[1] == name:
+            part[drift[2], 1] += 1e-6
+        params[name] = Shard(part, (6, 4), (rows, 0), is_copied)
+    model = ModelState(params=Leaves(params), buffers=Leaves(), ties=())
+    return TrainState(model=model, trainer=Progress(step=step))
+
+
+@given(rank=st.integers(0, 3), name=st.sampled_from("ab"), row=st.integers(0, 2))
+def test_a_bit_that_differs_between_two_copies_of_a_part_is_refused_on_every_rank_naming_the_leaf(rank, name, row):
+    store = MemoryStore()
+    drift = (rank, name, row)
+    outcomes = thread_outcomes(4, lambda ranks: save(state(ranks.rank, drift=drift), store, collectives=ranks))
+    text = disagreements(outcomes)
+    assert text.startswith(f"model.params[{name!r}]: expected the bits of rank {rank % 2}, which holds the same part")
+    assert f"on rank {max(rank, rank % 2 + 2)}" in text
+    assert "manifest.json" not in store.list("step-00000001"), "nothing is committed"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_copies_of_a_part_are_compared_at_each_save_of_a_manager(mode):
+    store = MemoryStore()
+
+    def work(ranks):
+        with CheckpointManager(store, mode=mode, collectives=ranks) as manager:
+            manager.save(state(ranks.rank))
+            manager.drain()
+            manager.save(state(ranks.rank, step=2, drift=(3, "b", 0)))
+            manager.drain()
+
+    assert disagreements(thread_outcomes(4, work)).startswith("model.params['b']")
+    assert "manifest.json" in store.list("step-00000001")
+
+
+def test_parts_that_one_rank_holds_are_compared_with_none():
+    store = MemoryStore()
+
+    def work(ranks):
+        part = Shard(torch.full((2,), float(ranks.rank)), (6,), (2 * ranks.rank,))
+        model = ModelState(params=Leaves({"w": part}), buffers=Leaves(), ties=())
+        save(TrainState(model=model, trainer=Progress(step=1)), store, collectives=ranks)
+
+    assert all(outcome.error is None for outcome in thread_outcomes(3, work))
