@@ -168,7 +168,9 @@ def _has_own(module: torch.nn.Module, whole: torch.nn.Module) -> bool:
 
 
 def _is_torchs(function: Any) -> bool:
-    return str(getattr(function, "__module__", type(function).__module__)).startswith("torch.nn.")
+    return str(getattr(function, "__module__", type(function).__module__)).startswith(
+        ("torch.nn.", "torch.distributed.")
+    )
 
 
 def _is_fsdps(hook: Any) -> bool:

@@ -5,6 +5,8 @@ import hashlib
 import torch
 from torch import nn
 
+from trainfold.core.state.fqn import canonical_name
+
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -58,7 +60,7 @@ def bits(model, optimizer=None):
         slots = optimizer.state.get(parameter, {})
         tensors += [(f"{name} {key}", slots[key]) for key in sorted(slots)]
     for name, tensor in tensors:
-        found.update(name.encode())
+        found.update(canonical_name(name).encode())
         found.update(whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
