@@ -1,8 +1,8 @@
 """FSDP2 in loops as people write them: ties, frozen layers, groups, schedules, clipping, activation checkpoints, compiled layers and steps."""
 
 import torch
-from kit.adapters.fsdp2_cases import bits
-from kit.system.rank_refusals_cases import PATIENT
+from kit.adapters.fsdp2_cases import bits, sharded
+from kit.system.rank_refusals_cases import PATIENT, refusal
 from torch import nn
 
 from trainfold.adapters.live.attach import attach
@@ -105,3 +105,57 @@ def test_compiled_layers_and_a_compiled_step_resume_exactly(processes, tmp_path)
     ((_, wanted, _), *_) = processes.run(2, loop, folder, "async", True, None, collectives=PATIENT)
     for _, end, _ in processes.run(2, loop, folder, "async", True, 4, collectives=PATIENT):
         assert end == wanted
+
+
+def statistics(collectives, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (collectives.world_size,))
+    model = fully_shard(nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7)), mesh=mesh)
+    live = attach(model)
+    model(torch.randn(8, 6, generator=torch.Generator().manual_seed(collectives.rank)))
+    live.advance(samples=8)
+    with CheckpointManager(folder, collectives=collectives) as manager:
+        found = [refusal(lambda: manager.save(live))]
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, 0)
+        return [*found, refusal(lambda: manager.save(live))]
+
+
+def test_batch_statistics_of_each_rank_are_refused_until_those_of_one_are_sent(processes, tmp_path):
+    for error, after in processes.run(2, statistics, str(tmp_path), collectives=PATIENT):
+        assert error.startswith("RanksDisagree: model.buffers['1.running_mean']")
+        assert after == "nothing"
+
+
+def registered_late(collectives, folder):
+    """An average, and an optimizer of its own, come after the restore; the average has just been used."""
+    found = []
+    for late in (False, True):
+        torch.manual_seed(9 if late else 0)
+        model, average = sharded(collectives.world_size), sharded(collectives.world_size, seed=9 if late else 3)
+        first, second = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, average))
+        live = attach(model, first, extra={} if late else {"ema": average, "second": second})
+        with CheckpointManager(folder, collectives=collectives) as manager:
+            if late:
+                manager.restore(live)
+                with torch.no_grad():
+                    average.eval()(torch.ones(2, 6))
+                live.register("ema", average)
+                live.register("second", second)
+            else:
+                for each, optimizer in ((model, first), (average, second)):
+                    each(torch.ones(2, 6)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                live.advance(samples=2)
+                manager.save(live)
+        found.append((bits(model, first), bits(average, second)))
+    return found
+
+
+def test_a_sharded_module_and_its_optimizer_that_are_registered_after_the_restore_get_their_parts(processes, tmp_path):
+    for saved, restored in processes.run(2, registered_late, str(tmp_path), collectives=PATIENT):
+        assert saved == restored
