@@ -72,26 +72,31 @@ def test_gathered_copies_that_a_forward_left_are_freed_before_anything_is_named(
 
 
 def with_evaluate(collectives, folder):
-    model, stepper, live = started(collectives)
-    untouched, other, alone = started(collectives)
-
-    def forward(batch):
-        return {"loss": model(batch).square()}
-
-    with CheckpointManager(folder, every=1, mode="async", collectives=collectives) as manager:
-        for steps in (3, 4, 5):
-            train(model, stepper, live, manager, steps=steps)
-            trainfold.evaluate(
-                forward, [torch.ones(2, 6)] * (1 + collectives.rank), {"loss": M.Mean()}, collectives=collectives
-            )
-    train(untouched, other, alone, DisabledManager(collectives=collectives), steps=5)
-    return bits(model, stepper), restored(collectives, folder)
+    ends = []
+    for is_evaluated in (False, True):
+        torch.manual_seed(collectives.rank)
+        model, stepper, live = started(collectives)
+        torch.manual_seed(3 + collectives.rank)
+        with CheckpointManager(f"{folder}/{is_evaluated}", every=1, mode="async", collectives=collectives) as manager:
+            for steps in (3, 4, 5):
+                train(model, stepper, live, manager, steps=steps)
+                if is_evaluated:
+                    batches = [torch.ones(2, 6)] * (1 + collectives.rank)
+                    found = trainfold.evaluate(
+                        lambda batch, model=model: {"loss": model(batch).square()},
+                        batches,
+                        {"loss": M.Mean()},
+                        collectives=collectives,
+                    )
+                    assert found.batches == 3
+        ends.append(bits(model, stepper))
+    return ends, restored(collectives, f"{folder}/True")
 
 
 def test_an_evaluation_beside_async_saves_changes_neither_the_run_nor_what_is_saved(processes, tmp_path):
     """Q05: ranks have another number of batches, and the dropout of the training draws from the same streams."""
-    for ended, saved in processes.run(2, with_evaluate, str(tmp_path), collectives=PATIENT):
-        assert ended == saved
+    for (alone, evaluated), saved in processes.run(2, with_evaluate, str(tmp_path), collectives=PATIENT):
+        assert alone == evaluated == saved
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
