@@ -87,6 +87,12 @@ class Draws:
         self.next = 0
         self.lasts: deque[LastBatch] = deque(maxlen=max(1, workers))
 
+    def reset(self) -> None:
+        """Forget everything: the next batch is the first one that is drawn here."""
+        self.moved, self.born, self.next = False, None, 0
+        self.streams = [{} for _ in range(self.workers)]
+        self.lasts.clear()
+
     def consume(self, drawn: Drawn, samples: int) -> None:
         """Count a consumed batch."""
         self.moved = self.moved or bool(drawn.moved)

@@ -46,7 +46,13 @@ class Position(Protocol):
 
 
 class Feed(Position, Protocol):
-    """A loader with a position; also a `ComponentAdapter`, of the component ``dataset``."""
+    """A loader with a position; also a `ComponentAdapter`, of the component ``dataset``.
+
+    Attributes:
+        counts_over_ranks: whether `advance` returns the samples of all ranks, and not of this one alone.
+    """
+
+    counts_over_ranks: bool
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
         """Yield batches from the position on, epoch after epoch, until ``epochs`` are over or ``done()`` is true.
@@ -94,6 +100,8 @@ class AtPosition:
     Args:
         position: of the loader, or the feed of the loader that is read.
     """
+
+    counts_over_ranks = False
 
     def __init__(self, position: Position) -> None:
         self._position = position

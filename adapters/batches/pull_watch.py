@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from trainfold.adapters.batches.feed import mismatch
+from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.streams.stream_reader import StreamReader
 from trainfold.core.errors import TrainfoldError
 
@@ -90,5 +91,7 @@ def is_foreign(loader: Any) -> bool:
         (False, True)
     """
     outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if isinstance(outer, GlobalBatchSampler):
+        return False
     parts = (outer, getattr(outer, "sampler", outer))
     return any(type(part).__module__.split(".")[0] not in ("torch", "torchdata") for part in parts)

@@ -8,6 +8,7 @@ import torch
 
 from trainfold.adapters.batches.beside import KEY, Beside
 from trainfold.adapters.batches.feed import END, OTHER, generator_problems, length_of, mismatch, set_generators
+from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.batches.pull_watch import PullWatch
 from trainfold.adapters.batches.worker_trace import Empty
 from trainfold.adapters.components.component import nothing
@@ -51,7 +52,8 @@ class _TapIterator:
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
         self.indices: Iterator[Any] | None = None
-        self.total = length_of(tap.sampler)
+        sampler = tap.sampler
+        self.total = sampler.batches_left if isinstance(sampler, GlobalBatchSampler) else length_of(sampler)
         self.given = 0
         self.ahead: list[Any] = []
         self.stopped = False

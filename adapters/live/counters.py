@@ -62,7 +62,8 @@ class Counters:
             )
         counted = no_names(samples) if self._data is None else self._data.advance(samples, steps=steps)
         self._taken = 0 if steps else taken
-        counted = counted if total is None else total
+        if total is not None and not (self._feed is not None and self._feed.counts_over_ranks):
+            counted = total
         now, epoch = self._counted, 0 if self._feed is None else self._feed.epoch
         self._counted = Progress(now.step + steps, epoch, now.samples + counted, now.tokens + tokens)
         return counted

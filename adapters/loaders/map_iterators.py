@@ -62,6 +62,9 @@ class MapIterators:
         """An iterator of an epoch; ``set_epoch`` is called before the sampler is started."""
         if self._sets_epoch:
             set_epochs(self._at.loader, epoch)
+        if self._at.shared is not None:
+            self._at.shared.sampler.set_epoch(epoch)
+            self._at.shared.sampler.seek(self._at.shared.start if epoch == self._at.epoch else 0)
         self.tap.start, self.tap.skip, self.tap.empty, self.tap.seeks = None, 0, 0, False
         order = self._at.orders.get(epoch)
         return self._begin(epoch) if order is None else self._seek(epoch, order)

@@ -1,10 +1,11 @@
 """`MapPosition`: tracks where the loop is in a map-style dataset, and checks that a saved position fits the loader."""
 
+import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from trainfold.adapters.batches.beside import KEY, Beside, streams_only
 from trainfold.adapters.batches.draws import Draws, plain
@@ -22,11 +23,14 @@ from trainfold.adapters.batches.feed import (
 from trainfold.adapters.batches.pull_watch import late_order_problems
 from trainfold.adapters.batches.sampler_tap import order_problems
 from trainfold.adapters.components.component import ComponentAdapter
+from trainfold.adapters.loaders.global_position import shared_of
 from trainfold.adapters.streams.rng_streams import moved_stream_problems
 from trainfold.adapters.streams.stream_reader import Streams
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
+
+_LOG: Final = logging.getLogger("trainfold")
 
 
 @final
@@ -47,27 +51,42 @@ class MapPosition:
         self.epoch = self.samples = self.batches = 0
         self.orders: dict[int, Opaque] = {}  # epoch that batches are read from -> what its order was drawn from
         self.worker_seeds: dict[int, Opaque] = {}  # epoch -> what the seed of its workers was drawn from
+        self.shared = shared_of(loader)
+        sampler = loader.sampler
+        self.shares = sampler.num_replicas if type(sampler) is DistributedSampler else 1  # all of them are equally long
 
     @property
     def is_inside(self) -> bool:
         """Whether a batch of the epoch was consumed, and the epoch is not over."""
-        return self.samples > 0
+        return self.samples > 0 or (self.shared is not None and self.shared.next > 0)
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""
         self.beside.attend(extra)
 
     def count(self, taken: Iterable[Delivery]) -> int:
-        """Count batches as consumed; return their samples."""
+        """Count batches as consumed; return their samples, over all ranks where that is known."""
         counted = 0
         for each in taken:
             size = each.samples or 0
-            counted += size
+            counted += size * self.shares if self.shared is None else self.shared.consume(size)
             self.samples, self.batches = self.samples + size, self.batches + 1
             self.draws.consume(each.drawn, size)
             if each.last:
                 self.end_epoch()
         return counted
+
+    def own_samples(self, samples: int) -> int:
+        """This rank's share of samples of whole batches that wait; any other number is this rank's own.
+
+        All waiting batches come first: with two ranks, two shares have as many samples as one batch of all ranks.
+        """
+        sizes = [each.samples or 0 for each in self.deliveries.waiting]
+        everywhere = [size * self.shares for size in sizes] if self.shared is None else self.shared.sizes(sizes)
+        own, total = sum(sizes), sum(everywhere)
+        while sizes and samples not in (own, total):
+            own, total = own - sizes.pop(), total - everywhere.pop()
+        return own if sizes else samples
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch, which is written as ``epoch + 1, samples 0``."""
@@ -75,6 +94,8 @@ class MapPosition:
         self.worker_seeds.pop(self.epoch, None)
         self.draws.end_epoch()
         self.epoch, self.samples, self.batches = self.epoch + 1, 0, 0
+        if self.shared is not None:
+            self.shared.end_epoch()
 
     def forget_unread(self) -> None:
         """Forget the orders of epochs that no consumed batch comes from."""
@@ -111,6 +132,7 @@ class MapPosition:
                 "draws": draws.capture(born if order is not None or draws.persistent else None),
                 "late": late if self.samples else [],
                 "generators": {name: generator.get_state() for name, generator in self.generators.items()},
+                **({} if self.shared is None else {"shared": self.shared.capture()}),
             }
         )
 
@@ -118,6 +140,11 @@ class MapPosition:
         """Move to a captured position; check it with `problems` first."""
         self.deliveries.waiting.clear()
         self.epoch, self.samples, self.batches = value["epoch"], value["samples"], value["batches"]
+        if self.shared is not None and (shared := value.get("shared")) is not None:
+            ends = self.shared.take(shared)
+            if not self.shared.is_own(shared):
+                self._take_over(ends=ends)
+                return
         self.draws.take(value.get("draws"))
         if self.samples and self.loader.batch_size != value.get("batch_size"):
             self.batches = self.samples // (self.loader.batch_size or 1)
@@ -130,12 +157,44 @@ class MapPosition:
             self.worker_seeds[self.epoch], self.draws.born = self.draws.born, None
         set_generators(self.generators, value["generators"])
 
+    def _take_over(self, *, ends: bool) -> None:
+        """Continue from a position that was saved with other shares: no rank has read what this one reads next.
+
+        Args:
+            ends: whether this world leaves out what is left of the epoch.
+        """
+        shared = self.shared
+        assert shared is not None
+        self.samples = self.batches = 0
+        self.draws.reset()
+        self.orders, self.worker_seeds = {}, {}
+        shared.derive(self.generators, self.epoch)
+        _LOG.warning(
+            "the data continue at sample %d of epoch %d with other shares, %d of them, in batches of %d over all ranks: each sample of the epoch is "
+            "read once, and the last batch is not compared; random numbers that workers or the loader's generator draw are new",
+            shared.next,
+            self.epoch,
+            shared.sampler.replicas,
+            shared.sampler.batch_size,
+        )
+        if ends:
+            self.end_epoch()
+
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every way in which a saved position does not fit this loader."""
         found = position_problems(saved, "map", ("epoch", "samples", "batches"), versions=(1, 2))
         if found:
             return found
         value = saved.value
+        shared = value.get("shared")
+        if self.shared is not None and shared is not None:
+            found.extend(self.shared.problems(shared))
+            if found or not self.shared.is_own(shared):
+                return found + self._length_problems(value)  # nothing else is taken from another rank's share
+        elif (self.shared is None) != (shared is None) and (
+            value["samples"] or (shared is not None and shared.get("next"))
+        ):
+            found.append(_other_sampler(self.shared is not None))
         found.extend(self._count_problems(value))
         if value["samples"]:
             found.extend(late_order_problems(value.get("late")))
@@ -152,18 +211,8 @@ class MapPosition:
 
     def _count_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
         """Every reason why the counts do not fit the dataset's length and the loader's batches."""
-        found: list[TrainfoldError] = []
-        loader, samples, batches = self.loader, value["samples"], value["batches"]
-        length, size = length_of(loader.dataset), loader.batch_size
-        if value.get("length") != length:
-            found.append(
-                mismatch(
-                    "state.dataset.length",
-                    f"a position in the {length} samples of this dataset",
-                    f"one in {value.get('length')}",
-                    "pass the dataset that the run was started with; the order of the samples depends on its length",
-                )
-            )
+        found = self._length_problems(value)
+        loader, samples, batches, size = self.loader, value["samples"], value["batches"], self.loader.batch_size
         old = value.get("batch_size")
         if type(old) is int and samples != batches * old:
             found.append(
@@ -205,6 +254,19 @@ class MapPosition:
             )
         return found
 
+    def _length_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
+        length = length_of(self.loader.dataset)
+        if value.get("length") == length:
+            return []
+        return [
+            mismatch(
+                "state.dataset.length",
+                f"a position in the {length} samples of this dataset",
+                f"one in {value.get('length')}",
+                "pass the dataset that the run was started with; the order of the samples depends on its length",
+            )
+        ]
+
     def _ahead_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
         """Every reason why the record of batches drawn ahead cannot be used."""
         found: list[TrainfoldError] = []
@@ -228,3 +290,15 @@ class MapPosition:
             return None
         total = length_of(self.loader.sampler)
         return total - total % int(self.loader.batch_size or 1) if total and self.loader.drop_last else total
+
+
+def _other_sampler(is_shared: bool) -> TrainfoldError:  # noqa: FBT001 - one of two
+    """The error for a position of another kind of sampler, inside an epoch."""
+    kinds = ("a position in samples over all ranks, of a GlobalBatchSampler", "a position in one rank's share")
+    expected, found = kinds if is_shared else kinds[::-1]
+    return mismatch(
+        "state.dataset.shared",
+        expected,
+        found,
+        "use the sampler that the position was saved with, or resume at the end of an epoch",
+    )

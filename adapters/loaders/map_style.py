@@ -37,6 +37,7 @@ class MapFeed(AtPosition):
         self._draws = self._at.draws
         self._drawer = self._iterators.drawer
         self._counts = self._iterators.counts
+        self.counts_over_ranks = self._counts and (self._at.shared is not None or self._at.shares > 1)
         self._drawing = 0  # the epoch that batches are read from
         self._run = 0
         self._living: Iterator[Any] | None = None  # the iterator of persistent workers, inside an epoch
@@ -67,7 +68,9 @@ class MapFeed(AtPosition):
         return self._deliveries.samples if self._counts else None
 
     def _known(self, samples: int | None) -> int | None:
-        return samples if self._counts or samples == 0 else None  # without batches only the caller knows what one holds
+        if not self._counts and samples != 0:
+            return None  # without batches only the caller knows what one holds
+        return samples if samples is None or not self.counts_over_ranks else self._at.own_samples(samples)
 
     def samples_of(self, batches: int) -> int | None:
         """Samples of the first ``batches`` that wait."""
@@ -170,12 +173,13 @@ class MapFeed(AtPosition):
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume."""
-        loader = self._loader
+        loader, shared = self._loader, self._at.shared
+        source = loader if shared is None else shared.sampler
         return {
             "loader.kind": "torch.utils.data.DataLoader",
-            "loader.sampler": kind_of(loader.sampler),
-            "loader.drop_last": bool(loader.drop_last),
-            "batch_size": loader.batch_size,
+            "loader.sampler": kind_of(loader.sampler if shared is None else source),
+            "loader.drop_last": bool(source.drop_last),
+            "batch_size": source.batch_size,
             "dataset_size": length_of(loader.dataset),
         }
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from trainfold.adapters.batches.feed import length_of
+from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.components.component import Stateful
 from trainfold.adapters.components.module_settings import settings_of_modules
 from trainfold.adapters.components.schedule_settings import settings_of_object
@@ -101,7 +102,8 @@ def _samples(loader: Any) -> dict[str, Json]:
     if sampler is not None and not any(hasattr(sampler, name) for name in _SHARES):
         with contextlib.suppress(Exception):  # a sampler of the user's
             found["sampler_size"] = length_of(sampler)
-    if own := _sampler_settings(sampler):
+    outer = getattr(loader, "batch_sampler", None)
+    if own := _sampler_settings(outer if isinstance(outer, GlobalBatchSampler) else sampler):
         found["sampler_settings"] = own
     if isinstance(sampler, WeightedRandomSampler):
         found["sampler_weights"] = _digest(sampler.weights)
@@ -118,7 +120,7 @@ def _samples(loader: Any) -> dict[str, Json]:
 
 def _sampler_settings(sampler: Any) -> dict[str, Json]:
     """The arguments of one of torch's samplers. The default ``replacement`` is left out, because older checkpoints do not have it."""
-    if type(sampler) is DistributedSampler:
+    if type(sampler) in (DistributedSampler, GlobalBatchSampler):
         return {"shuffle": bool(sampler.shuffle), "seed": int(sampler.seed), "drop_last": bool(sampler.drop_last)}
     return {"replacement": True} if type(sampler) is RandomSampler and sampler.replacement else {}
 

@@ -12,7 +12,7 @@ from trainfold.core.checks import nearest
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
-from trainfold.core.format.structure.ownership import is_between_epochs, is_opaque
+from trainfold.core.format.structure.ownership import is_between_epochs, is_opaque, is_over_all_ranks
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
@@ -149,10 +149,11 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
         return ComponentAction(name, "keep", note="not saved")
     if _is_of_other_ranks(name, saved, manifest, target):
         kind, what = _OF_RANKS.get(name, ("per_rank", ""))
-        wanted_ranks = f'{target.world_size} ranks; to start it from scratch, reset={{"{name}": "why"}}'
+        sampler = "; trainfold.data.GlobalBatchSampler continues on any number of ranks" if name == "dataset" else ""
+        wanted_ranks = f'{target.world_size} ranks{sampler}; to start it from scratch, reset={{"{name}": "why"}}'
         findings.drift(kind, name, saved=f"{what}{manifest.world_size} ranks", wanted=wanted_ranks)
         return ComponentAction(name, "keep", note="saved for another number of ranks")
-    part = target.rank if len(saved.nodes) > 1 else 0
+    part = target.rank if len(saved.nodes) > 1 and manifest.world_size == target.world_size else 0
     records = saved.tensors[part]
     verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=dims)
     used = [record for record in records if record.path not in findings.ignored]
@@ -164,6 +165,8 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
 def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, target: Target) -> bool:
     """Whether a component belongs to ranks that this world does not have, so that it may be given to no other rank."""
     if manifest.world_size == target.world_size:
+        return False
+    if name == "dataset" and all(is_over_all_ranks(node) for node in saved.nodes):
         return False
     is_shared = len(saved.nodes) == 1
     if is_shared and name == "dataset" and is_between_epochs(saved.nodes[0]):

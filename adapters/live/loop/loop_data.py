@@ -161,7 +161,12 @@ class LoopData:
         return counted
 
     def _is_of_all_ranks(self, samples: int) -> bool:
-        """Whether a number can only be the sum over the ranks: there are several, and this one was handed fewer."""
+        """Whether a number can only be the sum over the ranks: there are several, and this one was handed fewer.
+
+        A feed that counts over the ranks knows that sum itself.
+        """
+        if self.feed.counts_over_ranks and not isinstance(self.feed, FeedGroup):
+            return False
         if isinstance(self.feed, FeedGroup):
             each = [feed.waiting_samples() for feed in self.feed.feeds.values() if feed.undelivered()]
             known = [size for size in each if size is not None]

@@ -1,7 +1,7 @@
 """Whether each rank has its own copy of a component, or all ranks share one. The component's structure decides."""
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from trainfold.core.json_values import Json
 
@@ -32,16 +32,29 @@ def is_between_epochs(node: Json) -> bool:
         >>> is_between_epochs({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"epoch": 1, "batches": 0}}}})
         True
     """
-    counts = list(_counts(node))
+    counts = [each["batches"] for each in _positions(node)]
     return bool(counts) and all(type(count) is int and count == 0 for count in counts)
 
 
-def _counts(node: Json) -> Iterator[Any]:
+def is_over_all_ranks(node: Json) -> bool:
+    """Whether every loader of a position is read by a `GlobalBatchSampler`, so that any number of ranks can continue from it.
+
+    Examples:
+        >>> position = {"epoch": 1, "batches": 3, "shared": {"dict": {"next": 24}}}
+        >>> is_over_all_ranks({"node": "trainfold.Opaque", "fields": {"value": {"dict": position}}}), is_over_all_ranks({})
+        (True, False)
+    """
+    found = list(_positions(node))
+    return bool(found) and all(isinstance(each.get("shared"), dict) for each in found)
+
+
+def _positions(node: Json) -> Iterator[Mapping[str, Json]]:
+    """The position of each loader: what has a count of batches."""
     if isinstance(node, dict):
         if "batches" in node:
-            yield node["batches"]
+            yield node
         for child in node.values():
-            yield from _counts(child)
+            yield from _positions(child)
     elif isinstance(node, list):
         for child in node:
-            yield from _counts(child)
+            yield from _positions(child)

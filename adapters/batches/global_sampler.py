@@ -1,0 +1,121 @@
+"""`GlobalBatchSampler`: a batch sampler for torch's loaders whose position is counted over all ranks."""
+
+import os
+from collections.abc import Iterator, Sized
+from typing import final
+
+import torch
+from torch.utils.data import Sampler
+
+from trainfold.backends.ranks.launcher import ranks_around
+from trainfold.core.checks import count
+from trainfold.core.data.global_batches import global_batches
+from trainfold.core.data.permutation import sample_order
+from trainfold.core.errors import InvalidArgument
+
+
+@final
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Batches of all ranks together, of which each rank reads its share: pass it to a ``DataLoader`` as ``batch_sampler=``.
+
+    Law: however often the number of ranks and the batch size change, each sample of an epoch is read exactly once. No sample is repeated
+    to make shares equal, and none is left out, except with ``drop_last``. Every rank has as many batches as the others.
+
+    The order of an epoch is a function of the seed, the epoch and the length: it draws from no random stream, and takes no memory.
+
+    Shares differ by at most one sample if the batch size is not a multiple of the number of replicas, and in the last batch of an epoch. If fewer
+    samples than replicas would be left for the last batch, the one before it takes them.
+
+    Args:
+        dataset: of which ``len()`` is taken; at least one sample for each replica.
+        batch_size: samples in a batch, over all replicas.
+        seed: of the order, in [0, 2**64); the same on every rank.
+        shuffle: whether the order is random.
+        drop_last: whether the samples after the last whole batch of an epoch are left out.
+        rank: the data-parallel coordinate of this process. Ranks that share data, such as those of a tensor-parallel group, have the same.
+            None for the rank in ``torch.distributed``.
+        replicas: the number of data-parallel replicas. None for the world size of ``torch.distributed``.
+
+    Raises:
+        InvalidArgument: naming the argument; also if there are several ranks and they are not known yet.
+
+    Examples:
+        >>> samplers = [GlobalBatchSampler(range(7), 4, shuffle=False, rank=rank, replicas=2) for rank in range(2)]
+        >>> [list(sampler) for sampler in samplers]
+        [[[0, 1], [4, 5]], [[2, 3], [6]]]
+        >>> len(torch.utils.data.DataLoader(range(7), batch_sampler=samplers[0]))
+        2
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rank: int | None = None,
+        replicas: int | None = None,
+    ) -> None:
+        rank, replicas = _coordinates(rank, replicas)
+        self.batches = global_batches(len(dataset), batch_size, replicas=replicas, drop_last=drop_last)
+        self.rank = count("GlobalBatchSampler.rank", rank, least=0, below=replicas, fix="count replicas from 0")
+        self.seed = count("GlobalBatchSampler.seed", seed, least=0, below=2**64, fix="pass a seed in range")
+        self.shuffle = bool(shuffle)
+        self.epoch = 0
+        self.start = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch, over all replicas."""
+        return self.batches.batch_size
+
+    @property
+    def replicas(self) -> int:
+        """The number of data-parallel replicas."""
+        return self.batches.replicas
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the samples after the last whole batch of an epoch are left out."""
+        return self.batches.drop_last
+
+    @property
+    def batches_left(self) -> int:
+        """The number of batches that the next iteration yields."""
+        return self.batches.count(self.start)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration begin at the start of an epoch; ``live.batches()`` calls this."""
+        self.epoch, self.start = epoch, 0
+
+    def seek(self, start: int) -> None:
+        """Let the next iteration begin at a position of the epoch, in samples over all ranks; ``live.batches()`` calls this."""
+        self.start = start
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        return self.batches.count()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches, start = self.batches, self.start
+        order = sample_order(self.seed, self.epoch, batches.length) if self.shuffle else None
+        while positions := batches.positions(start):
+            share, start = batches.share(positions, self.rank), positions.stop
+            yield list(share) if order is None else order[share].tolist()
+
+
+def _coordinates(rank: int | None, replicas: int | None) -> tuple[int, int]:
+    if rank is not None and replicas is not None:
+        return rank, count("GlobalBatchSampler.replicas", replicas, fix="pass the number of data-parallel replicas")
+    if (rank is None) != (replicas is None):
+        raise InvalidArgument("GlobalBatchSampler", expected="both rank= and replicas=, or neither", found=f"rank={rank}, replicas={replicas}",
+                              fix="pass both")  # fmt: skip
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    others = ranks_around(os.environ)
+    if others is not None:
+        raise InvalidArgument("GlobalBatchSampler", expected=f"the rank and the number of replicas, because there is {others}", found="neither",
+                              fix="make it after torch.distributed.init_process_group(); or pass rank= and replicas=")  # fmt: skip
+    return 0, 1
