@@ -50,9 +50,11 @@ class Feed(Position, Protocol):
 
     Attributes:
         counts_over_ranks: whether `advance` returns the samples of all ranks, and not of this one alone.
+        share: which share of the data it reads; None if only the caller knows.
     """
 
     counts_over_ranks: bool
+    share: int | None
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
         """Yield batches from the position on, epoch after epoch, until ``epochs`` are over or ``done()`` is true.
@@ -102,6 +104,7 @@ class AtPosition:
     """
 
     counts_over_ranks = False
+    share: int | None = None
 
     def __init__(self, position: Position) -> None:
         self._position = position

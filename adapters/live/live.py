@@ -87,6 +87,11 @@ class Live:
         return self._objects.modules
 
     @property
+    def share(self) -> int | None:
+        """Which share of the data this rank reads; None if only the caller knows."""
+        return None if self._feed is None else self._feed.share
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the components beside the built-in ones, registered or pending."""
         return (*self._objects.extra, *self._objects.own_states, *self._pending.values)

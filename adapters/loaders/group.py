@@ -24,6 +24,7 @@ class FeedGroup:
     def __init__(self, feeds: Mapping[str, Feed]) -> None:
         self.feeds = dict(feeds)
         self._first = next(iter(self.feeds.values()))
+        self.share = self._first.share
         self.counts_over_ranks = any(feed.counts_over_ranks for feed in self.feeds.values())
 
     @property

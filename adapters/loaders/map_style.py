@@ -37,6 +37,7 @@ class MapFeed(AtPosition):
         self._draws = self._at.draws
         self._drawer = self._iterators.drawer
         self._counts = self._iterators.counts
+        self.share = None if self._at.shared is None else self._at.shared.sampler.rank
         self.counts_over_ranks = self._counts and (self._at.shared is not None or self._at.shares > 1)
         self._drawing = 0  # the epoch that batches are read from
         self._run = 0

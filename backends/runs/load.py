@@ -41,6 +41,7 @@ from trainfold.core.resume.fall_back import (
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume.resumed import seed_of_other_ranks
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -64,6 +65,7 @@ class Loaded:
 
     state: TrainState
     descent: ParentCheckpoint
+    seed: int | None = None  # of the saved random streams, if these belong to other ranks and were not loaded
 
 
 @final
@@ -150,7 +152,7 @@ def load_run(  # noqa: PLR0913 - keywords
         if not failures and state is not None:
             _warn(outcome)
             head = outcome.manifest.head
-            return Loaded(state, ParentCheckpoint(head.timeline, head.step, head.forks))
+            return Loaded(state, ParentCheckpoint(head.timeline, head.step, head.forks), seed_of_other_ranks(outcome))
         without = after_failure(inventory, request, outcome.checkpoint, failures)
         if without is None:
             reason = failure or _elsewhere(store, failures[0].problem)

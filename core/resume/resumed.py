@@ -7,13 +7,14 @@ import attrs
 import torch
 
 from trainfold.core.format.structure.places import Leaf
+from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.optim.slot_layout import beside_params
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.state.contract import noted_settings, run_contract
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import RATES, notes_of, settings_of_later, without_notes
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
-from trainfold.core.state.state import OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
+from trainfold.core.state.state import Opaque, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
 
 
 def leaf_sources(action: ComponentAction, saved: Mapping[str, Leaf], wanted: Iterable[str]) -> dict[str, Leaf | None]:
@@ -185,3 +186,13 @@ def regrouped(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:
         masters=None if masters is None else Leaves({name: each for name, each in masters.items() if name in want}),
         with_grad=tuple(name for name in saved.with_grad if name in want),
     )
+
+
+def seed_of_other_ranks(plan: ResumePlan) -> int | None:
+    """The seed of rank 0's saved random streams, if the policy lets a run of another number of ranks resume without them; None otherwise."""
+    saved = plan.manifest.component("rng")
+    if saved is None or not any(drift.kind == "streams" for drift in plan.drifts):
+        return None
+    streams = rebuild(saved.nodes[0], "rng", lambda *_: None)
+    found = streams.value.get("seed") if isinstance(streams, Opaque) and isinstance(streams.value, dict) else None
+    return found if type(found) is int else None

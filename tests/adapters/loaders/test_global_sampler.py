@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.streams.rng_streams import derive_streams
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, RankFailed, RestoreRefused, ResumeRefused
@@ -139,6 +140,7 @@ def train_under_ddp(collectives, folder, steps):
     seen = []
     with CheckpointManager(folder, collectives=collectives, policy={"streams": "adapt"}) as manager:
         manager.restore(live)
+        seeds = torch.initial_seed()
         for (x,) in live.batches(epochs=1, steps=steps):
             model(x).sum().backward()
             live.optimizers["optimizer"].step()
@@ -146,14 +148,24 @@ def train_under_ddp(collectives, folder, steps):
             seen += x.flatten().tolist()
             live.advance()
         manager.save(live)
-    return seen, live.progress.samples
+    return seen, live.progress.samples, seeds
+
+
+def derived(seed, step, rank):
+    generator = torch.Generator()
+    generator.set_state(derive_streams(seed, step=step, rank=rank)["torch"])
+    return generator.initial_seed()
 
 
 def test_real_ranks_hand_an_epoch_over_to_more_and_to_fewer(processes, tmp_path):
     """G06: nothing is repeated or lost, where the sampler of torch used to do both after a change of the world."""
-    found = []
+    found, seeds = [], []
     for world_size, steps in ((2, 2), (3, 3), (1, 99)):
         ranks = processes.run(world_size, train_under_ddp, str(tmp_path / "run"), steps, collectives=PATIENT)
-        found += [sample for seen, _ in ranks for sample in seen]
-        assert {samples for _, samples in ranks} == {len(found)}
+        found += [sample for seen, _, _ in ranks for sample in seen]
+        assert {samples for _, samples, _ in ranks} == {len(found)}
+        seeds.append([seed for _, _, seed in ranks])
     assert sorted(found) == list(range(N))
+    assert seeds[0] == [0, 0]
+    assert seeds[1] == [derived(0, step=2, rank=rank) for rank in range(3)], "H03: a function of seed, step and share"
+    assert seeds[2] == [derived(seeds[1][0], step=3, rank=0)]
