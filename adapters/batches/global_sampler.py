@@ -66,6 +66,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self.start = 0
 
+    def __repr__(self) -> str:
+        """The batches and this rank's share of them."""
+        order = f"seed {self.seed}" if self.shuffle else "in order"
+        return f"<GlobalBatchSampler: {self.batches.length} samples in batches of {self.batch_size}, {order}; share {self.rank} of {self.replicas}>"
+
     @property
     def batch_size(self) -> int:
         """Samples in a batch, over all replicas."""

@@ -35,6 +35,7 @@ class Live:
     Attributes:
         optional: components that a save and a restore can do without.
         recorder: of a rehearsal; set by a manager that was made in one.
+        share: which share of the data this rank reads; None if only the caller knows.
         saved_in: run id -> its checkpoint that this run comes from, or was saved as.
     """
 
@@ -42,7 +43,7 @@ class Live:
         self, objects: AttachedObjects, feed: Feed | FeedGroup | None, watch: RunWatch, optional: Collection[str]
     ) -> None:
         self._objects = objects
-        self._feed = feed
+        self._feed, self.share = feed, None if feed is None else feed.share
         self._watch = watch
         self._data = None if feed is None else LoopData(feed, self._parts_now)
         self.optional = frozenset(optional)
@@ -85,11 +86,6 @@ class Live:
     def modules(self) -> list[torch.nn.Module]:
         """Every attached module, the model first."""
         return self._objects.modules
-
-    @property
-    def share(self) -> int | None:
-        """Which share of the data this rank reads; None if only the caller knows."""
-        return None if self._feed is None else self._feed.share
 
     @property
     def names(self) -> tuple[str, ...]:
