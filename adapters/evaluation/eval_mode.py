@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from trainfold.adapters.evaluation.reachability import reachable
 from trainfold.adapters.sharded.whole import is_a
 from trainfold.adapters.streams.rng_streams import bound_device, preserved_rng
+from trainfold.backends.user_warning import warn_user
 
 _LEVELS = 4  # forward itself, a helper or a trainer that it names, and two behind that
 _SHOWN = 5
@@ -72,11 +72,10 @@ def modules_of(function: object, given: Sequence[torch.nn.Module] = ()) -> list[
     modules = [*found, *given]
     if beyond and not any(True for module in modules for _ in module.parameters()):
         names = list(dict.fromkeys(getattr(each, "__qualname__", type(each).__qualname__) for each in beyond))
-        warnings.warn(
+        warn_user(
             f"evaluate found no model in forward, and did not look into {', '.join(names[:_SHOWN])}"
             f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}: a model there stays in its mode; "
-            "name it: modules=[model]",
-            stacklevel=2,
+            "name it: modules=[model]"
         )
     return modules
 

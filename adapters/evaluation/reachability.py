@@ -7,13 +7,14 @@ import os
 import sys
 import sysconfig
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+
+from trainfold.backends.user_warning import warn_user
 
 T = TypeVar("T")
 _MOST = 20_000  # objects in all
@@ -74,7 +75,7 @@ def reachable(
                             continue
                         if len(seen) >= _MOST:
                             message = f"evaluate looked at {_MOST:,} objects behind a {type(start).__name__} and saw no deeper ones; {fix}"
-                            warnings.warn(message, stacklevel=2)
+                            warn_user(message)
                             return found, []
                         seen[id(part)] = part
                         (data if is_large else following if _is_level(part) else layer).append(part)

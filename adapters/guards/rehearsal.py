@@ -12,10 +12,9 @@ from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number
-from trainfold.backends.runs.api import Run
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
-from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.local import LocalStore, Run
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.digest import digest_of

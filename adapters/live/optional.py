@@ -1,10 +1,10 @@
 """Handles optional components: one that cannot be saved or restored is left out with a warning that names it."""
 
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.checks import names_given
 from trainfold.core.errors import InvalidArgument, OptionalLeftOut, error_text
 from trainfold.core.format.structure.describe import describe
@@ -79,4 +79,4 @@ def fitting(
 def warn_left_out(name: str, why: str) -> None:
     """Warn that an optional component is left out."""
     text = f"the optional component {name} is left out: it {why}; its object keeps the state that it has now"
-    warnings.warn(text, OptionalLeftOut, stacklevel=2)
+    warn_user(text, OptionalLeftOut)

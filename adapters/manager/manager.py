@@ -19,8 +19,8 @@ from trainfold.adapters.manager.triggers import SaveTriggers, auto_cadence
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.runs import api as runs
 from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import mapping_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
@@ -97,7 +97,7 @@ class CheckpointManager:
 
     def __init__(  # noqa: PLR0913 (one keyword for each decision)
         self,
-        run: runs.Run,
+        run: Run,
         *,
         every: int | Literal["auto"] | None = "auto",
         every_secs: float | None = None,
@@ -133,7 +133,7 @@ class CheckpointManager:
             policy, agreed = check_policy(policy), checked_contract(mapping_given("contract", contract))
             options = given.save_options(components=names, contract=agreed, mode=mode, when_busy=when_busy, max_extra_bytes=max_extra_bytes,
                                    hold_check=hold_check, replica_check=replica_check)  # fmt: skip
-            store = runs.open_store(run)
+            store = open_store(run)
             first = FirstSave(store, world, lease.take(store, world), start_over=start_over, components=names)
             self._events = events = EventLog(store.url, on_event)
             lease.before_release(events.report_deferred)

@@ -1,7 +1,6 @@
 """Reads the settings of attached objects and loaders at the attach, for the resume contract."""
 
 import contextlib
-import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from trainfold.adapters.script.script_contract import bare
 from trainfold.adapters.streams.generator import is_generator
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.backends.runs.load import ResumeDrift
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import Drift, DriftAction, make_drift
@@ -93,7 +93,7 @@ def warn_changed(drifts: tuple[Drift, ...]) -> None:
     """Warn about each drift that the policy neither refuses nor accepts."""
     for drift in drifts:
         if drift.verdict == "warn":
-            warnings.warn(str(drift), ResumeDrift, stacklevel=4)
+            warn_user(str(drift), ResumeDrift)
 
 
 def _samples(loader: Any) -> dict[str, Json]:

@@ -1,11 +1,11 @@
 """`Rates`: detects a user's schedule that is not attached and that a resume has restarted."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, final
 
 import torch
 
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.errors import HiddenState
 from trainfold.core.state.notes import RATES, restarts, with_rate
 
@@ -81,4 +81,4 @@ class Rates:
             "began: the schedule restarts at a resume, because no attached object holds its counter. Attach it as scheduler=, with state_dict "
             "and load_state_dict; or compute the rate from live.progress.step. If the rate is meant to return to this value, ignore this warning"
         )
-        warnings.warn(text, HiddenState, stacklevel=3)
+        warn_user(text, HiddenState)

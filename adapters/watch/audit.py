@@ -1,8 +1,6 @@
 """`Audit`: finds state of a live run that changes with training and that no component saves."""
 
 import logging
-import sys
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
@@ -21,6 +19,7 @@ from trainfold.adapters.watch.facts import (
     token_of_value,
     values_in,
 )
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.json_values import shown
@@ -296,15 +295,7 @@ def _address(value: torch.Tensor) -> set[int]:
 
 def _warn(text: str) -> None:
     """Warn, and log the names if the program has a log. Without one, Python would print both to the terminal."""
-    warnings.warn(text, HiddenState, stacklevel=_stacklevel())
+    warn_user(text, HiddenState)
     if _LOG.hasHandlers():
         lines = [each.strip() for each in text.splitlines() if each.startswith("  ")]
         _LOG.warning("state that no component saves: %s", "; ".join(lines))
-
-
-def _stacklevel() -> int:
-    """The number of frames from here to the user's call."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 (the way to the caller's frame)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("trainfold.", "contextlib")):
-        level, frame = level + 1, frame.f_back
-    return level

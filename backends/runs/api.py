@@ -5,39 +5,21 @@ The save itself is `save_snapshot` in `trainfold.backends.runs.save`; the load i
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.load import load_run, plan_load
 from trainfold.backends.runs.save import SaveResult, save_snapshot
 from trainfold.backends.runs.snapshot import check_state, describe_state
-from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import InvalidArgument
-from trainfold.core.json_values import shown
+from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.state import TrainState
 
-Run: TypeAlias = "str | Path | Store"
 S = TypeVar("S", bound=TrainState)
-
-
-def open_store(run: Run) -> Store:
-    """The store of a run: a `LocalStore` for a path; a store is returned as it is.
-
-    Raises:
-        InvalidArgument: if it is neither, or a path that no filesystem can have.
-    """
-    if isinstance(run, str | Path):
-        return LocalStore(run)
-    if not isinstance(run, Store):
-        raise InvalidArgument("run", expected="a path or a store", found=shown(run), fix="name the run's directory")
-    return run
 
 
 def save(  # noqa: PLR0913 - keywords

@@ -1,7 +1,6 @@
 """A run's ``best.json``: `save_best`, `load_best` and `load_best_n`, so that a restarted run still knows its best."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -10,7 +9,6 @@ import attrs
 
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.runs.api import Run, open_store
 from trainfold.backends.runs.best_lock import best_json_lock
 from trainfold.backends.runs.best_reader import (
     BEST_POINTER,
@@ -21,7 +19,9 @@ from trainfold.backends.runs.best_reader import (
     timelines_at,
 )
 from trainfold.backends.runs.scan import read_run_id
+from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.best.best_json import BEST_FILE, BestFile, Placed, best_to_json
 from trainfold.core.best.record import BestRecord
 from trainfold.core.best.score import beats
@@ -171,7 +171,7 @@ def _loaded(
 
     meant, there, reasons = on_rank_zero(world, load)
     if reasons:
-        warnings.warn(f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}", BestIgnored, stacklevel=3)
+        warn_user(f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}", BestIgnored)
     return meant, there
 
 

@@ -1,7 +1,6 @@
 """`load_run`: reads a run, plans the resume and carries out the plan. If a checkpoint proves bad, an older one is loaded instead."""
 
 import logging
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, Final, final
 
@@ -14,7 +13,9 @@ from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.save import library_versions
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.runs.snapshot import full_contract
+from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.errors import (
     CheckpointUnreadable,
     HiddenState,
@@ -196,15 +197,16 @@ def _planned(
     return inventory, plan_resume(inventory, target, request)
 
 
-def examined(store: Store, inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> Inventory:
+def examined(run: Run, inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> Inventory:
     """Read the manifests that a request needs, newest first, until one of them satisfies it.
 
     Args:
-        store: the run.
+        run: a directory, or a store.
         inventory: from `read_inventory`.
         request: from `resume_request`.
         wanted: the components of the run that resumes.
     """
+    store = open_store(run)
     while (name := next_to_examine(inventory, request, wanted)) is not None:
         inventory = examine(store, inventory, name)
     return inventory
@@ -235,12 +237,12 @@ def _elsewhere(store: Store, problem: Problem) -> RankFailed:
 
 def _warn(outcome: ResumePlan) -> None:
     for problem in outcome.passed_over:
-        warnings.warn(str(problem), CheckpointPassedOver, stacklevel=4)
+        warn_user(str(problem), CheckpointPassedOver)
     for drift in outcome.drifts:
         if drift.verdict == "warn":
-            warnings.warn(str(drift), ResumeDrift, stacklevel=4)
+            warn_user(str(drift), ResumeDrift)
     for text in outcome.losses:
         _LOG.warning("%s", text)
     if outcome.unsaved:
         text = not_restored_text(outcome.unsaved, checkpoint=f"{outcome.run}/{outcome.checkpoint}")
-        warnings.warn(printable(text, keep="\n"), HiddenState, stacklevel=4)
+        warn_user(printable(text, keep="\n"), HiddenState)

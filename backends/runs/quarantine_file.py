@@ -4,7 +4,6 @@ Nothing here can stop a load. If the file cannot be read or written, a warning i
 """
 
 import logging
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import final
@@ -12,6 +11,7 @@ from typing import final
 import attrs
 
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointError, CheckpointHostile, CommitConflict, FutureVersion
 from trainfold.core.format.file_names import MANIFEST
@@ -73,7 +73,7 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
     check_limit(limit)
     found = _read(store)
     if found.error is not None:
-        warnings.warn(f"{store.url}/{QUARANTINE_FILE} is not used: {found.error}", QuarantineIgnored, stacklevel=2)
+        warn_user(f"{store.url}/{QUARANTINE_FILE} is not used: {found.error}", QuarantineIgnored)
     records = [record for record in found.attempts.records if is_quarantined(record, limit=limit)]
     now = {record.checkpoint: _manifest_digest(store, record.checkpoint) for record in records}
     return quarantine_problems(records, now, store.url)

@@ -9,7 +9,7 @@ import torch
 
 from trainfold.backends.formats.native.plan_reader import PlanReader
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.local import Run, open_store
 from trainfold.core import tree
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.manifest import Manifest
@@ -25,13 +25,13 @@ from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
 
-def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainState:
+def run_resume(plan: ResumePlan, like: TrainState, *, store: Run) -> TrainState:
     """Load the tensors of a plan into fresh memory and return the new state; ``like`` is not changed.
 
     Args:
         plan: the decisions.
         like: the state for which the plan was made. It gives the structure, the devices, and the values that are kept.
-        store: the run.
+        store: the run: a directory, or a store.
 
     Returns:
         The resumed state.
@@ -41,7 +41,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Store) -> TrainStat
         CheckpointTorn: if a file ends too early.
         CheckpointHostile: if what is needed does not fit into memory.
     """
-    mine = components_of(like)
+    store, mine = open_store(store), components_of(like)
     targets = {
         action.name: dict(tree.named_leaves(mine[action.name], action.name))
         for action in plan.actions

@@ -26,7 +26,7 @@ from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CommitConflict, SaveFailed, TrainfoldError, place
+from trainfold.core.errors import CommitConflict, InvalidArgument, SaveFailed, TrainfoldError, place
 from trainfold.core.format.codec import as_tensor
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import HEAD_LIMIT_BYTES, Head, Manifest, encode_manifest
@@ -35,7 +35,7 @@ from trainfold.core.format.run_file import run_document
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.history.next_checkpoint import next_checkpoint
-from trainfold.core.json_values import Json
+from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import Proof, absent_optional, summary
 from trainfold.core.save.save_plan import SavePlan, plan_save
@@ -211,7 +211,7 @@ def begin_checkpoint(
     """Create the run if it is new, and choose the identity of its next checkpoint. The caller holds the run's lock.
 
     Args:
-        store: the run.
+        store: the store whose lock the caller holds.
         step: the step of the state to save.
         descends_from: what that state was loaded from; None if unknown, so that the steps decide.
 
@@ -220,6 +220,7 @@ def begin_checkpoint(
         step was saved before.
 
     Raises:
+        InvalidArgument: if ``store`` is not a store.
         SaveFailed: if the run cannot be read.
 
     Examples:
@@ -228,6 +229,9 @@ def begin_checkpoint(
         >>> head.step, replaced
         (120, None)
     """
+    if not isinstance(store, Store):
+        raise InvalidArgument("store", expected="the store whose lock you hold", found=shown(store),
+                              fix="make it with trainfold.LocalStore(directory), and call this inside store.lock()")  # fmt: skip
     run_id = read_run_id(store)
     if run_id is None:
         check_place(store)

@@ -3,6 +3,7 @@
 import attrs
 
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
@@ -31,25 +32,26 @@ from trainfold.core.problem import Problem, problem_of
 _OLDER = f"{OLDER} of the run"
 
 
-def read_inventory(store: Store) -> Inventory:
+def read_inventory(run: Run) -> Inventory:
     """List the checkpoints of a run with the heads of their manifests; foreign names are ignored.
 
     Reads ``run.json`` and a few KiB of each manifest, and proves nothing yet.
 
     Args:
-        store: the run.
+        run: a directory, or a store.
 
     Returns:
         The inventory. A run that is missing, foreign or of a newer version is a `Problem` in it, not an exception.
 
     Raises:
-        InvalidArgument: if no filesystem can have a run of that name.
+        InvalidArgument: if ``run`` is not a run, or no filesystem can have a run of that name.
 
     Examples:
         >>> from trainfold.stores import MemoryStore
         >>> read_inventory(MemoryStore()).problem.error
         'CheckpointMissing'
     """
+    store = open_store(run)
     try:
         run_id = read_run_id(store)
         names = store.list("")

@@ -9,13 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Final, final
+from pathlib import Path
+from typing import Final, TypeAlias, final
 
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
 from trainfold.backends.stores.place import local_path
-from trainfold.backends.stores.protocol import Buffer
+from trainfold.backends.stores.protocol import Buffer, Store
 from trainfold.backends.stores.staged_files import (
     STAGED_PREFIX,
     check_path,
@@ -29,9 +30,11 @@ from trainfold.backends.stores.staged_files import (
     sync_above,
 )
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CommitConflict
+from trainfold.core.errors import CommitConflict, InvalidArgument
 from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.json_values import shown
 
+Run: TypeAlias = "str | Path | Store"
 _LOG = logging.getLogger("trainfold")
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _MARGIN_BYTES: Final = 1 << 20  # directories, the manifest, and what the filesystem keeps about them
@@ -375,3 +378,16 @@ def _is_hint(parent: int, name: str) -> bool:
         return is_component(os.readlink(name, dir_fd=parent))
     except OSError:
         return False
+
+
+def open_store(run: Run) -> Store:
+    """The store of a run: a `LocalStore` for a path; a store is returned as it is.
+
+    Raises:
+        InvalidArgument: if it is neither, or a path that no filesystem can have.
+    """
+    if isinstance(run, str | Path):
+        return LocalStore(run)
+    if not isinstance(run, Store):
+        raise InvalidArgument("run", expected="a path or a store", found=shown(run), fix="name the run's directory")
+    return run

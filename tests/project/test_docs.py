@@ -502,6 +502,11 @@ def test_every_block_of_a_page_is_of_a_kind_that_a_test_holds(root):
     assert len(texts) == len(HELD)
 
 
+def test_no_block_of_a_page_imports_a_test_tool(root):
+    """A page shows what a user writes: `try` and `except`, or the traceback."""
+    assert [page for page, language, text in blocks(root) if language == "python" and "pytest" in text] == []
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", HELD, ids=lambda first: HELD[first].__name__)
 def test_a_block_of_text_is_what_the_program_writes(first, root, request):

@@ -16,6 +16,7 @@ from kit.backends import bad_input_cases
 from kit.backends.bad_input_cases import names_of, refused, says_all, state_at
 
 import trainfold
+from trainfold import plans
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs import load as run_load
@@ -318,3 +319,18 @@ def test_a_save_refuses_an_argument_of_another_kind_and_writes_nothing(tmp_path,
     with pytest.raises(errors.InvalidArgument, match=next(iter(given))):
         trainfold.save(state_at(2), tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_parts_of_a_load_take_a_path_as_load_does(tmp_path):
+    """A path, or the store of it; anything else is an InvalidArgument with the four fields."""
+    trainfold.save(state_at(3), tmp_path / "run")
+    for run in (str(tmp_path / "run"), tmp_path / "run", LocalStore(tmp_path / "run")):
+        request, target = plans.resume_request(), plans.resume_target(state_at(0))
+        inventory = plans.examined(run, plans.read_inventory(run), request, target.components)
+        assert plans.run_resume(plans.plan_resume(inventory, target, request), state_at(0), store=run).trainer.step == 3
+    for call in (plans.read_inventory, lambda run: plans.begin_checkpoint(run, 4)):
+        with pytest.raises(errors.InvalidArgument) as refused:
+            call(7)
+        assert all((refused.value.where, refused.value.expected, refused.value.found, refused.value.fix))
+    with pytest.raises(errors.InvalidArgument, match="LocalStore"):
+        plans.begin_checkpoint(str(tmp_path / "run"), 4)
