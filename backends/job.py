@@ -2,8 +2,8 @@
 
 It is not an executor. Python refuses to start work in one once the main thread has ended, which is when the last state of a run
 may be saved. And an interrupt (Ctrl-C) inside an executor, a future or a condition can leave its lock taken for good. Here the
-caller's thread uses only primitive locks, which an interrupt does not break in two. It does not wait until the new thread runs, as
-``Thread.start`` does: where torch's threads keep the cores busy, that takes milliseconds.
+caller's thread uses only primitive locks, which an interrupt cannot leave half taken. It does not wait until the new thread runs, as
+``Thread.start`` does: that takes milliseconds if torch's threads keep the cores busy.
 """
 
 import _thread
@@ -30,8 +30,8 @@ _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_A
 class Job(Generic[T]):
     """An action that runs once, in whichever thread claims it first.
 
-    A process that ends waits for the jobs that it has started, also a process of `multiprocessing`. Where no thread can be started, the
-    caller of `start` runs the action; where a thread does not begin in time, the caller of `wait`.
+    A process, also one of `multiprocessing`, waits for its jobs before it exits. If no thread can be started, `start` runs the action
+    itself. If the thread does not begin in time, `wait` runs the action.
 
     Args:
         action: what to run.

@@ -117,7 +117,7 @@ def names_given(components: object) -> tuple[str, ...] | None:
 
 
 def nearest(names: Iterable[str], known: Iterable[str]) -> str:
-    """A question for each name that is close to a known one, to put before the fix; empty if no name is close.
+    """The question "did you mean ...?" for names that are misspelt, to put before a fix; empty if no known name is close.
 
     Examples:
         >>> nearest(["modell", "x"], ["model", "optimizer"])

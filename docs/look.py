@@ -22,6 +22,9 @@ STICKS_OUT = """() => {
         const button = block.parentElement.querySelector('.copybtn');
         if (button === null) found.push(`no copy button: ${block.textContent.slice(0, 60)}`);
     }
+    for (const wide of document.querySelectorAll('article pre, article .table-wrapper')) {
+        if (width > 1200 && wide.scrollWidth > wide.clientWidth + 1) found.push(`scrolls sideways: ${wide.textContent.slice(0, 60)}`);
+    }
     for (const picture of document.querySelectorAll('article img')) {
         if (!picture.complete || picture.naturalWidth === 0) found.push(`a picture is missing: ${picture.src}`);
     }

@@ -82,5 +82,5 @@ def steps_since_snapshot(state: Any) -> int:
 
 
 def _holds_the_users(loader: Any) -> bool:
-    """Whether the user's code makes a part of the state of torchdata's loader, and may still change it."""
+    """Whether the state of torchdata's loader contains objects of the user's code, which may change them later."""
     return torchdatas(loader) and (iterates(loader) or isinstance(loader.dataset, Stateful) or is_foreign(loader))

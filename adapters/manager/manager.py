@@ -340,7 +340,7 @@ class CheckpointManager:
         self._saves.close(failures)
 
     def _check(self, run: Live | TrainState | None = None, *, asks: bool = True) -> None:
-        """Check that a call may be made now; ``asks`` if it may save."""
+        """Check that the manager is open and the run is one of its kinds. ``asks`` is False for a call that never saves."""
         self._lease.check_open()
         self._events.check_not_calling()
         if run is not None:

@@ -132,5 +132,5 @@ def wrong_size(where: str, *, planned_bytes: int, given: str) -> SaveFailed:
         where,
         expected=f"parts of {planned_bytes} bytes in all",
         found=given,
-        fix="plan the save again from the state that is saved: the writer passed wrong sizes",
+        fix="pass the size of all parts together as size_bytes",
     )

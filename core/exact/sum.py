@@ -97,17 +97,17 @@ def exact_add(total: ExactSum, terms: Number) -> ExactSum:
 
 
 def exact_add_columns(total: ExactSum, terms: torch.Tensor) -> ExactSum:
-    """Sums with more terms, one sum for each position of the last dimension.
+    """Add terms to several sums, one for each position of the last dimension.
 
     Args:
         total: the sums so far, of shape (K,).
         terms: a real tensor of shape [..., L].
 
     Returns:
-        Sums of max(K, L) positions.
+        max(K, L) sums.
 
     Raises:
-        InvalidArgument: for complex and quantized terms, terms without a dimension, and a total without positions.
+        InvalidArgument: if the terms are complex, quantized or a scalar, or if the total is a single sum.
 
     Examples:
         >>> total = exact_add_columns(exact_zero(0), torch.tensor([[1, 2], [3, 4]]))

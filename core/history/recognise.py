@@ -118,10 +118,10 @@ def file_checks(manifest: Manifest) -> tuple[FileCheck, ...]:
 def not_a_place_for_a_run(
     url: str, names: Collection[str], entries: Iterable[Entry], runs: Collection[str]
 ) -> CheckpointError | None:
-    """The error for a directory without a run file that holds what a user may have meant as a run, or as something else.
+    """The error for a directory without a run file in which no run may start; None if one may.
 
-    A folder with a user's logs and configs may become a run. Checkpoints whose run file is lost, one checkpoint, a folder of runs, and weights of
-    another format may not.
+    A directory of logs and configs may become a run. It may not if it holds checkpoints (the run file was lost), is itself a checkpoint, holds
+    other runs, or holds weights in another format.
 
     Args:
         url: the directory.

@@ -88,11 +88,11 @@ def make_triggers(*, every: int | None = None, every_secs: float | None = None, 
     check_cadence(every)
     secs = None
     if every_secs is not None:
-        fix = "count seconds; None saves by steps alone"
+        fix = "pass a number of seconds, or None to save by steps only"
         secs = positive("every_secs", every_secs, expected="a finite number > 0, or None", fix=fix)
     if not isinstance(at_end, bool):
         raise InvalidArgument("at_end", expected="True or False", found=shown(at_end),
-                              fix="True saves the state that the run ends with")  # fmt: skip
+                              fix="pass True to save the last state, or False")  # fmt: skip
     return Triggers(every, secs, at_end)
 
 

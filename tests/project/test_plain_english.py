@@ -12,7 +12,7 @@ from pathlib import Path
 from time import process_time
 
 SOURCES = ("core", "backends", "adapters", "properties", "src/trainfold", "examples")
-PAGES = ("docs", "README.md", "CONTRIBUTING.md", "UPGRADING.md")
+PAGES = ("docs", "README.md", "CONTRIBUTING.md", "UPGRADING.md", "CHANGELOG.md")
 TESTS = "tests"  # ids are for them
 ITSELF = "tests/project/test_plain_english.py"
 

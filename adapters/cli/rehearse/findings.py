@@ -238,7 +238,7 @@ def _fingerprint_rows(rehearsed: Rehearsed) -> list[tuple[str, str, str, str]]:
     for name in {**one[last].components, **other[last].components}:
         a, b = one[last].components.get(name, "absent"), other[last].components.get(name, "absent")
         is_masked = rehearsed.conclusion is not None and bool(rehearsed.conclusion.unseeded) and name not in unlike
-        rows.append((name, a, b, "yes" if a == b else "yes, but for streams without a seed" if is_masked else "NO"))
+        rows.append((name, a, b, "yes" if a == b else "yes (seeded streams)" if is_masked else "NO"))
     return rows
 
 
