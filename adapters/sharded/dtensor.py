@@ -13,6 +13,8 @@ import torch
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.codec import DENSE
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.fqn import NamedTensors, named_tensors
 
@@ -67,7 +69,7 @@ def leaf_of(tensor: torch.Tensor, path: str) -> Any:
         path,
         expected="a DTensor of which each rank has a part, as fully_shard (FSDP2) and tensor parallelism make it",
         found=cut.problem or f"{list(local.shape)} of {list(shape)} where {list(cut.sizes)} belong",
-        fix="redistribute it before the save: a sum that is still to be made, and a part that torch does not say the place of, cannot be saved",
+        fix="redistribute it before the save: a sum that is still to be made, and a part in a place that no order of axes gives, cannot be saved",
     )
 
 
@@ -130,8 +132,6 @@ def reshard(*modules: torch.nn.Module) -> None:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    if not FSDPModule.__subclasses__():  # fully_shard makes one for each class that it shards
-        return
     for module in modules:
         for each in module.modules():
             if isinstance(each, FSDPModule):
@@ -170,16 +170,36 @@ class _Cut(NamedTuple):
 
 @lru_cache(maxsize=2**14)
 def _cut(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> _Cut:
+    """Computed by our own rule: torch's says another place for uneven rows that tensor parallelism and then FSDP2 have cut."""
+    cuts = _cuts(len(shape), tuple(mesh.shape), placements)
+    if cuts is None:
+        return _Cut(f"a DTensor with the placements {placements}")
+    mine = make_placement(make_mesh(mesh.shape), cuts).at(tuple(mesh.get_coordinate()))
+    box = mine.box(tuple(shape))
+    sizes, starts = tuple(stop - start for start, stop in box), tuple(start for start, _ in box)
+    return _Cut(None, not any(cuts), sizes, starts, mine.replicas > 1)
+
+
+def _cuts(dimensions: int, sizes: tuple[int, ...], placements: tuple[Any, ...]) -> list[list[int]] | None:
+    """For each dimension of a tensor the axes of the mesh that cut it, outermost first; None for placements that only torch knows.
+
+    A strided shard cuts what as many parts as its factor says have been made of, by axes further right.
+    """
     from torch.distributed.tensor import Replicate, placement_types
     from torch.distributed.tensor import Shard as Cut
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch has no public name for it
 
-    cuts = {
-        Cut,
-        getattr(placement_types, "_StridedShard", Cut),
-    }  # the second: rows of a part that another mesh dimension has cut
-    if not all(type(each) is Replicate or type(each) in cuts for each in placements):
-        return _Cut(f"a DTensor with the placements {placements}")
-    sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
-    repeats = [size for size, each in zip(mesh.shape, placements, strict=True) if type(each) is Replicate]
-    return _Cut(None, len(repeats) == len(placements), tuple(sizes), tuple(starts), any(size > 1 for size in repeats))
+    strided = getattr(placement_types, "_StridedShard", Cut)
+    cuts: list[list[int]] = [[] for _ in range(dimensions)]
+    for axis, each in reversed(list(enumerate(placements))):
+        if type(each) is Replicate:
+            continue
+        if type(each) not in (Cut, strided):
+            return None
+        axes, parts, place = cuts[each.dim], 1, 0
+        while place < len(axes) and parts < getattr(each, "split_factor", 1):
+            parts *= sizes[axes[place]]
+            place += 1
+        if parts != getattr(each, "split_factor", 1):
+            return None
+        axes.insert(place, axis)
+    return cuts
