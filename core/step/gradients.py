@@ -81,8 +81,25 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
     return totals
 
 
-def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> WindowResult:
+def judge(
+    totals: Totals,
+    norm_of: Norm,
+    *,
+    normalised: bool,
+    where: str,
+    over_ranks: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+) -> WindowResult:
     """Divide the gradients by the weight and read the results of the window; only gradients change.
+
+    Args:
+        totals: the sums over the ranks.
+        norm_of: the targets.
+        normalised: whether the gradients are divided already.
+        where: for the error.
+        over_ranks: the norm of gradients over several ranks; None on one rank.
+
+    Returns:
+        The results.
 
     Raises:
         InvalidBatch: on every rank, if the weight of the whole window is not positive.
@@ -92,7 +109,7 @@ def judge(totals: Totals, norm_of: Norm, *, normalised: bool, where: str) -> Win
     grads = norm_of.grads()
     if grads and not normalised:
         torch._foreach_div_(grads, totals.weight)
-    norm = norm_of.of(grads)
+    norm = norm_of.of(grads) if over_ranks is None else over_ranks(grads)
     ratios = [number for pair in totals.metrics.values() for number in pair]
     loss_sum, weight, grad_norm, *numbers = read([totals.loss, totals.weight, norm, *ratios])
     finite = not totals.suspects and all(map(math.isfinite, (loss_sum, weight, grad_norm)))

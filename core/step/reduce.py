@@ -6,13 +6,14 @@ import math
 import torch
 
 from trainfold.core.errors import RanksDisagree
-from trainfold.core.layout.world import Collectives
+from trainfold.core.layout.parallelism import Parallelism
+from trainfold.core.layout.world import World
 from trainfold.core.step.loss import Number, Totals, read
 
 _DIGEST_BYTES = 4  # so that a sum over two million ranks is exact in float64
 
 
-def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Collectives) -> Totals:
+def exchange(totals: Totals, targets: list[torch.nn.Parameter], parallelism: Parallelism) -> Totals:
     """Sum a window over the ranks, with one call of ``all_sum``; the gradients of ``targets`` are replaced.
 
     Afterwards, a parameter that had a gradient on any rank has one on every rank.
@@ -20,7 +21,7 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Col
     Args:
         totals: this rank's sums.
         targets: the parameters, in the same order on every rank.
-        collectives: the ranks.
+        parallelism: the ranks; a backward has not communicated.
 
     Returns:
         The sums over all ranks and the ranks whose loss or gradients are not finite. Every rank gets the same bits.
@@ -29,6 +30,7 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Col
         RanksDisagree: if the ranks report metrics of different names.
     """
     trained = [target for target in targets if target.requires_grad]
+    world = parallelism.coordinates.data
     present = [target.grad is not None for target in trained]
     for target in trained:
         if target.grad is None:
@@ -36,10 +38,10 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Col
     blocks = _blocks(trained)
     flats = [torch.cat([_grad(target).reshape(-1) for target in block]) for block in blocks]
     names = sorted(totals.metrics)
-    numbers = _local_numbers(totals, flats, names, collectives)
+    numbers = _local_numbers(totals, flats, names, world)
     stats = torch.tensor([*numbers, *map(float, present)], dtype=torch.float64)
     stats = stats.to(trained[0].device if trained else "cpu")
-    *flats, stats = collectives.all_sum([*flats, stats])
+    *flats, stats = parallelism.all_sum([*flats, stats])
     for block, flat in zip(blocks, flats, strict=True):
         pieces = torch.split(flat, [target.numel() for target in block])
         for target, piece in zip(block, pieces, strict=True):
@@ -48,18 +50,16 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], collectives: Col
     for target, count in zip(trained, summed[len(numbers) :], strict=True):
         if count == 0:
             target.grad = None
-    return _global(summed, names, collectives.world_size)
+    return _global(summed, names, world.size)
 
 
-def _local_numbers(
-    totals: Totals, flats: list[torch.Tensor], names: list[str], collectives: Collectives
-) -> list[float | int]:
+def _local_numbers(totals: Totals, flats: list[torch.Tensor], names: list[str], world: World) -> list[float | int]:
     ratios: list[Number] = [number for name in names for number in totals.metrics[name]]
     peaks = [torch.linalg.vector_norm(flat, math.inf) for flat in flats]  # a maximum keeps NaN and inf
     loss, weight, *rest = read([totals.loss, totals.weight, *ratios, *peaks])
     ratio_numbers, peak_numbers = rest[: len(ratios)], rest[len(ratios) :]
     suspect = not all(map(math.isfinite, [loss, weight, *peak_numbers]))
-    flags = [float(suspect and rank == collectives.rank) for rank in range(collectives.world_size)]
+    flags = [float(suspect and rank == world.rank) for rank in range(world.size)]
     return [loss, weight, totals.samples, float(_digest(names)), *flags, *ratio_numbers]
 
 

@@ -11,6 +11,8 @@ from trainfold.core import tree
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import InvalidArgument, NonFinite
 from trainfold.core.json_values import Json, shown
+from trainfold.core.layout.data_parallel import Replicas
+from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.schedule import ScheduleFunction, check_schedule, describe_schedule
 from trainfold.core.rng import Key, fold_in, forked_rng
@@ -52,7 +54,7 @@ class Step(Generic[B]):
     _scheduler: Mapping[str, Scalar] | None
     _accumulate: int
     _clip_norm: float | None
-    _collectives: Collectives | None
+    _parallelism: Parallelism | None
     _pool: WorkspacePool
 
     def __repr__(self) -> str:
@@ -105,7 +107,7 @@ class Step(Generic[B]):
         self, workspace: StepWorkspace, state: TrainableState, micro: list[B], samples: int, key: Key
     ) -> WindowResult:
         """Run forward and backward, and check the result. If it raises, the state is unchanged."""
-        ranks = self._collectives
+        ranks = self._parallelism
         alone = ranks is None and len(micro) == 1
         totals = Totals()
         with self._reporting():
@@ -121,14 +123,20 @@ class Step(Generic[B]):
                     loss_fn=self._loss_fn,
                     key=key,
                     device=workspace.template.device,
-                    rank=0 if ranks is None else ranks.rank,
+                    rank=0 if ranks is None else ranks.coordinates.data.rank,
                     normalise=alone,
                     after_each=workspace.gather,
                 )
                 totals.samples = samples
             if ranks is not None:
                 totals = exchange(totals, workspace.targets, ranks)
-            return judge(totals, workspace.norm, normalised=alone, where=f"step {state.trainer.step}")
+            return judge(
+                totals,
+                workspace.norm,
+                normalised=alone,
+                where=f"step {state.trainer.step}",
+                over_ranks=None if ranks is None else ranks.norm,
+            )
         except NonFinite as error:
             error.skipped = skipped_state(state, totals.samples or samples)
             raise
@@ -217,15 +225,15 @@ class Step(Generic[B]):
 
     def _reporting(self) -> contextlib.AbstractContextManager[None]:
         """Report a failure of this rank to the other ranks, so that they do not wait for it."""
-        return _ALONE if self._collectives is None else _reporting(self._collectives)
+        return _ALONE if self._parallelism is None else _reporting(self._parallelism)
 
 
 @contextlib.contextmanager
-def _reporting(collectives: Collectives) -> Iterator[None]:
+def _reporting(parallelism: Parallelism) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        collectives.fail(error)
+        parallelism.fail(error)
         raise
 
 
@@ -239,6 +247,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     clip_norm: float | None = None,
     donate: bool = False,
     collectives: Collectives | None = None,
+    parallelism: Parallelism | None = None,
 ) -> Step[B]:
     """Make a training step, a function of its arguments alone.
 
@@ -267,6 +276,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         clip_norm: the largest norm of the gradient, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
         donate: write the new state into the storage of the old one, which then raises `StateDonated`.
         collectives: the data-parallel ranks. Each rank calls its own step with its share of the batch.
+        parallelism: instead of ``collectives``, a parallelism of your own in which a backward does not communicate.
 
     Returns:
         ``step(state, batch) -> (state, metrics)``. ``state.trainer`` gains 1 step, the samples, and the weight as
@@ -314,7 +324,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             found="True, with a pair of pure functions for an optimizer",
             fix="leave donate out, or make the optimizer with trainfold.optimizer",
         )
-    spec, ranks = ModuleSpec(model), None if collectives is None or collectives.world_size == 1 else collectives
+    spec, ranks = ModuleSpec(model), _parallelism_given(collectives, parallelism)
     check_hooks(spec.hooks, alone=accumulate == 1 and ranks is None)
     contract = {
         f"{STEP_PREFIX}accumulate": accumulate,
@@ -329,9 +339,24 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         scheduler=describe_schedule(schedule),
         accumulate=accumulate,
         clip_norm=largest,
-        collectives=ranks,
+        parallelism=ranks,
         pool=WorkspacePool(spec, optimizer),
     )
+
+
+def _parallelism_given(collectives: Collectives | None, parallelism: Parallelism | None) -> Parallelism | None:
+    if parallelism is None:
+        ranks: Parallelism | None = None if collectives is None else Replicas(collectives)
+    elif collectives is None and parallelism.gradient_divisor is None:
+        ranks = parallelism
+    else:
+        raise InvalidArgument(
+            "parallelism",
+            expected="one in which a backward does not communicate, without collectives beside it",
+            found="collectives too" if collectives is not None else "one that synchronises gradients in the backward",
+            fix="pass collectives alone: a step sums the gradients itself",
+        )
+    return None if ranks is None or ranks.coordinates.data.size == 1 else ranks
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,18 @@ The names are re-exports, each documented where it lives.
 
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
+from trainfold.core.layout.data_parallel import Replicas
+from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.layout.world import Collectives, World, make_world
 
-__all__ = ["Collectives", "SingleProcess", "TorchCollectives", "World", "make_world", "run_threads"]
+__all__ = [
+    "Collectives",
+    "Coordinates",
+    "Parallelism",
+    "Replicas",
+    "SingleProcess",
+    "TorchCollectives",
+    "World",
+    "make_world",
+    "run_threads",
+]
