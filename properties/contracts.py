@@ -24,7 +24,7 @@ from trainfold.core.errors import (
 )
 from trainfold.properties.collectives_contract import check_collectives
 from trainfold.properties.differences import ContractBroken
-from trainfold.properties.metric_contract import check_metric
+from trainfold.properties.metrics.metric_contract import check_metric
 from trainfold.properties.parallelism_contract import check_parallelism
 
 __all__ = ["STORE_RULES", "ContractBroken", "check_collectives", "check_metric", "check_parallelism", "check_store"]

@@ -33,7 +33,7 @@ from trainfold.properties.differences import (
     first_difference,
     tensor_difference,
 )
-from trainfold.properties.metric_laws import batch_invariant
+from trainfold.properties.metrics.metric_laws import batch_invariant
 from trainfold.properties.resume_law import Step, detour, made_by, resumes_exactly, try_step
 from trainfold.properties.traces import module_facts, random_states
 

@@ -201,7 +201,7 @@ def test_a_folder_without_a_room_a_full_one_and_a_room_without_tests_are_found(c
         "tests/core/metrics/test_0.py: a test of core imports the adapters",
     ):
         assert problem in said
-    about = "\n".join(each for each in said if "exact" in each or "metrics" in each)
+    about = "\n".join(each for each in said if "core/exact" in each or "core/metrics" in each)
     assert about.count("\n") == 2, f"a folder with a room, or with the name of a module in it, is right: {about}"
 
 

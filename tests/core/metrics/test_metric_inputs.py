@@ -14,7 +14,7 @@ from trainfold import metrics as M
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics import counts
 from trainfold.core.metrics.counts import add_counts, beside
-from trainfold.properties.accumulators import difference_of
+from trainfold.properties.metrics.accumulators import difference_of
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact.sum import exact_value
 from trainfold.core.metrics import ratio, topk
 from trainfold.core.metrics.ratio import rounded_exp
-from trainfold.properties.accumulators import difference_of
+from trainfold.properties.metrics.accumulators import difference_of
 
 
 class Device(torch.utils._python_dispatch.TorchDispatchMode):

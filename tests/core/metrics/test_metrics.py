@@ -17,7 +17,7 @@ from trainfold.backends.ranks.in_process import run_threads
 from trainfold.core import tree
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import contracts, laws
-from trainfold.properties.accumulators import leafwise_sum
+from trainfold.properties.metrics.accumulators import leafwise_sum
 
 
 def product(one, other):

@@ -11,9 +11,9 @@ import torch
 from trainfold.core import tree
 from trainfold.core.evaluate.suite import arguments_of
 from trainfold.core.metrics.metric import Metric
-from trainfold.properties.accumulators import difference_of, leafwise_sum, result_text
 from trainfold.properties.batches import OutputsOf, cuts_of, fresh, row_count, taken
 from trainfold.properties.differences import ContractBroken
+from trainfold.properties.metrics.accumulators import difference_of, leafwise_sum, result_text
 
 __all__ = ["METRIC_RULES", "Case", "Rule", "make_case"]
 

@@ -7,7 +7,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.metrics.metric import Metric
 from trainfold.properties.batches import OutputsOf, need_rows
 from trainfold.properties.differences import ContractBroken
-from trainfold.properties.metric_rules import METRIC_RULES, Rule, make_case
+from trainfold.properties.metrics.metric_rules import METRIC_RULES, Rule, make_case
 
 __all__ = ["check_metric"]
 

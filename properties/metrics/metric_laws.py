@@ -8,9 +8,9 @@ import torch
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.evaluate.suite import arguments_of
 from trainfold.core.metrics.metric import Metric
-from trainfold.properties.accumulators import difference_of, result_text
 from trainfold.properties.batches import OutputsOf, fresh, need_rows, row_count, taken
 from trainfold.properties.differences import LawBroken
+from trainfold.properties.metrics.accumulators import difference_of, result_text
 
 __all__ = ["batch_invariant"]
 
