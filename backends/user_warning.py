@@ -12,6 +12,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
     Examples:
         >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
         ...     exec(compile("warn_user('late')", "train.py", "exec"), {"warn_user": warn_user})
         >>> caught[0].filename
         'train.py'

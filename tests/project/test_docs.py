@@ -129,6 +129,11 @@ def test_links_between_files_lead_somewhere(root):
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         for target in re.findall(r"(?:\]\(|src=\")([^)#\s\"]+)", (root / page).read_text()):
             assert target.startswith("https://") or (root / target).exists(), f"{page}: {target}"
+        for target, heading in re.findall(r"\]\(([^)#\s]+\.md)#([^)\s]+)\)", (root / page).read_text()):
+            titles = re.findall(r"^#+ (.*)$", (root / target).read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in titles}, (
+                f"{page}: {target}#{heading}"
+            )
 
 
 def test_each_test_that_a_page_names_exists(root):
