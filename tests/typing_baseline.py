@@ -84,6 +84,12 @@ trainfold.optimizer(torch.optim.AdamW, groups=[(lambda name, p: p.dim() < 2, {"w
 trainfold.optimizer(torch.optim.AdamW, groups=[(7, {"lr": 0.0})])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 
 
+# --- metrics of several classes in a variable need the type of a suite ------------------------------------------------
+
+suite: trainfold.metrics.Suite = {"loss": trainfold.metrics.Ratio(), "worst": trainfold.metrics.Max()}
+trainfold.evaluate(lambda batch: {"loss": (batch, len(batch)), "worst": batch}, [torch.ones(2)], suite)
+
+
 # --- closed choices ---------------------------------------------------------------------------------------------------
 
 trainfold.CheckpointManager("runs/a", mode="async", when_busy="skip", replica_check="full", every="auto")
