@@ -18,3 +18,13 @@ def printable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def quoted(text: str) -> str:
+    r"""The lines of a text from elsewhere, such as a program's output, each indented, so that none of them reads as a line of the message.
+
+    Examples:
+        >>> quoted("step 9\r\n\tdone\x1b[2J").split("\n")
+        ['    step 9', '            done\\x1b[2J']
+    """
+    return "\n".join(f"    {printable(line.rstrip().expandtabs())}" for line in text.split("\n"))

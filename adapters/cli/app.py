@@ -16,6 +16,7 @@ from trainfold.adapters.cli.terminal.output import (
     INTERRUPTED,
     Answer,
     OutputFailed,
+    PackageMissing,
     Screen,
     UsageError,
     deliver,
@@ -36,6 +37,8 @@ def _seconds(_type: object, tokens: Sequence[Token]) -> float:
     """A duration as typed."""
     return seconds_of(tokens[0].value)
 
+
+_DURATION = Parameter(converter=_seconds, metavar="DURATION")
 
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
 RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
@@ -64,6 +67,7 @@ app = App(
         "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
         "a `manifest.json`. Only `prune` changes a run.\n\n"
         "Exit codes: 0 success; 2 the command line is wrong; 3 `diff` found differences; 4 the output cannot be written; "
+        "5 a package is missing; "
         "10 and above: a checkpoint is missing, torn, damaged, foreign or refused, and the message names the fix. With --json, one "
         "object is printed in every case, and its field `error` holds the same message."
     ),
@@ -86,6 +90,8 @@ def demo(
     Takes about a minute on two cores. The text is the help of Python itself, so nothing is downloaded. Exit code 40 means
     that the runs differ, 41 that the kills missed, 42 that a run failed by itself, 43 that an evaluation depended on its batch size.
     """
+    import torch  # noqa: F401 - the processes of the demo need it, and would fail one by one
+
     from trainfold.adapters.cli.demo.command import run_demo
     from trainfold.adapters.cli.demo.settings import make_settings
 
@@ -117,7 +123,9 @@ def rehearse(  # noqa: PLR0913 - one for each option
         ),
     ] = None,
     patience: Annotated[
-        float, Parameter(converter=_seconds, help="How long the program may be silent before it counts as hanging.")
+        float,
+        _DURATION,
+        Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
     ] = 600.0,
     directory: Annotated[
         Path, Parameter(name="--dir", help="Directory for everything that the rehearsal writes.")
@@ -148,7 +156,10 @@ def rehearse(  # noqa: PLR0913 - one for each option
 
 @app.command(group=_LOOK)
 def ls(run: RunPath, *, json: Json = False) -> int:
-    """List the checkpoints of a run, and what is left of saves that did not finish."""
+    """List the checkpoints of a run, and what is left of saves that did not finish.
+
+    Reads only the manifests: `verify` finds damaged bytes.
+    """
     from trainfold.adapters.cli.ls import list_run
 
     return deliver(lambda: list_run(run), as_json=json)
@@ -198,32 +209,37 @@ def plan(  # noqa: PLR0913 - one for each option
     ] = None,
     mtbf: Annotated[
         float | None,
-        Parameter(group=_CADENCE, converter=_seconds, help="Mean time between failures of the whole job, such as 12h."),
+        _DURATION,
+        Parameter(group=_CADENCE, help="Mean time between failures of the whole job, such as 12h."),
     ] = None,
     save: Annotated[
         float | None,
-        Parameter(group=_CADENCE, converter=_seconds, help="How long one save delays the loop, such as 0.2s."),
+        _DURATION,
+        Parameter(group=_CADENCE, help="How long one save delays the loop, such as 0.2s."),
     ] = None,
     step_time: Annotated[
         float | None,
-        Parameter(group=_CADENCE, converter=_seconds, help="How long one optimizer step takes, such as 500ms."),
+        _DURATION,
+        Parameter(group=_CADENCE, help="How long one optimizer step takes, such as 500ms."),
     ] = None,
     write: Annotated[
         float | None,
+        _DURATION,
         Parameter(
             group=_CADENCE,
-            converter=_seconds,
             help="How long a save takes until it is durable, if it runs in the background.",
         ),
     ] = None,
     restart: Annotated[
         float | None,
-        Parameter(group=_CADENCE, converter=_seconds, help="Time from a failure to the first step after it."),
+        _DURATION,
+        Parameter(group=_CADENCE, help="Time from a failure to the first step after it."),
     ] = None,
     json: Json = False,
 ) -> int:
-    """Show what a resume of a run would load, and why newer checkpoints are passed over. Loads nothing.
+    """Show what a resume of a run would load, and why newer checkpoints are passed over.
 
+    Reads only the manifests: `verify` finds damaged bytes, which a resume passes over too.
     With --mtbf, --save and --step-time it also shows after how many steps to save.
     """
     from trainfold.adapters.cli.plan import plan_run
@@ -252,7 +268,8 @@ def prune(  # noqa: PLR0913 - one for each option
     ] = None,
     keep_newer: Annotated[
         float | None,
-        Parameter(group=_KEEP, converter=_seconds, help="Keep what was saved at most so long ago, such as 7d or 12h."),
+        _DURATION,
+        Parameter(group=_KEEP, help="Keep checkpoints saved within this time, such as 7d or 12h."),
     ] = None,
     left_behind_last: Annotated[
         int | None,
@@ -264,7 +281,8 @@ def prune(  # noqa: PLR0913 - one for each option
     ] = None,
     left_behind_newer: Annotated[
         float | None,
-        Parameter(group=_KEEP, converter=_seconds, help="Of these, keep what was saved at most so long ago."),
+        _DURATION,
+        Parameter(group=_KEEP, help="Of these, keep those saved within this time."),
     ] = None,
     dry_run: Annotated[bool, Parameter(negative=(), help="Print what would be deleted, and delete nothing.")] = False,
     json: Json = False,
@@ -272,8 +290,8 @@ def prune(  # noqa: PLR0913 - one for each option
     """Delete old checkpoints by the rules of a manager's retention. Needs at least one rule.
 
     The newest complete checkpoint stays, and so does what a pointer or best.json names. It is read whole before another one is deleted.
-    What is left of older saves and deletions that did not finish goes. A run into which another program may save is refused; --dry-run
-    only reads.
+    Leftovers of older saves and deletions that did not finish are deleted too. A run into which another program may save is refused;
+    --dry-run only reads.
 
     Example: trainfold prune runs/a --keep-last 3 --keep-every 10000 --dry-run
     """
@@ -325,6 +343,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         answer = Answer({}, error=usage_error(error))
         return deliver(lambda: answer, as_json="--json" in tokens)
+    except ModuleNotFoundError as error:
+        answer = Answer({}, error=_package_missing(error, tokens[0]))
+        return deliver(lambda: answer, as_json="--json" in tokens)
     except KeyboardInterrupt:
         return INTERRUPTED
     except OutputFailed as failed:  # from the help and the version, which `deliver` does not print
@@ -339,6 +360,23 @@ def _no_command() -> UsageError:
         expected="your program and its arguments after --",
         found="no --",
         fix="put -- before it, as in: trainfold rehearse --steps 40 -- python train.py --out {run}",
+    )
+
+
+def _package_missing(error: ModuleNotFoundError, command: str) -> PackageMissing:
+    """The error for a command that needs a package, such as torch, which is not installed here.
+
+    Raises:
+        ModuleNotFoundError: the given one, if it is a module of trainfold that is missing.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "trainfold"):
+        raise error
+    return PackageMissing(
+        f"trainfold {command}",
+        expected=f"the package {package}",
+        found="no such package",
+        fix=f"install it, such as with pip install {package}; ls, inspect, diff, verify and prune need no torch",
     )
 
 

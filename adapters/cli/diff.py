@@ -1,6 +1,6 @@
 """`trainfold diff A B`: the differences between two checkpoints, from their manifests alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -78,7 +78,7 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
         error = Different(
             f"{one.url} and {other.url}",
             expected="the same components and the same contract",
-            found=f"{len(changed)} components, {len(leaves)} leaves and {len(contract)} keys of the contract that differ",
+            found=f"differences in {_count(changed, 'component')}, {_count(leaves, 'leaf', 'leaves')} and {_count(contract, 'key')} of the contract",
             fix="see the tables; --json has every leaf",
         )
     data = {
@@ -91,6 +91,11 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
         "made_by": [attrs.asdict(line) for line in made],
     }
     return Answer(data, tuple(tables), error)
+
+
+def _count(found: Sequence[object], one: str, several: str = "") -> str:
+    """A number of things, in words."""
+    return f"{len(found)} {one if len(found) == 1 else several or one + 's'}"
 
 
 def _lines(a: Mapping[str, str], b: Mapping[str, str]) -> list[Line]:

@@ -88,7 +88,8 @@ def _advice(costs: Mapping[str, float | None]) -> Cadence | None:
     try:
         return advise_cadence(**given)
     except InvalidArgument as error:
-        raise UsageError(_OPTIONS[error.where], expected="a duration > 0", found=error.found, fix=error.fix) from None
+        raise UsageError(f"trainfold plan {_OPTIONS[error.where]}", expected="a duration above 0", found=error.found,
+                         fix="give one with its unit, such as 12h, 0.2s or 500ms") from None  # fmt: skip
 
 
 def _advised(answer: Answer, cadence: Cadence) -> Answer:

@@ -1,7 +1,7 @@
 """`trainfold prune RUN`: deletes old checkpoints by the rules of a manager's retention, or shows what it would delete."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -16,7 +16,7 @@ from trainfold.backends.runs.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.errors import InvalidArgument, RunLocked, TrainfoldError
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.problem import problem_of
@@ -25,6 +25,14 @@ from trainfold.core.save.pruning import UNFINISHED, Pruning, held_back, newest_c
 from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
 
 _COMMAND: Final = "trainfold prune"
+_LEAST: Final = {  # the least value of each rule, and what to do about a lower one
+    "--keep-last": ("0", "give how many of the newest checkpoints stay, or 0 for all"),
+    "--keep-every": ("1", "give a number of steps, such as 10000"),
+    "--keep-best": ("1", "give how many of the best checkpoints stay"),
+    "--keep-newer": ("0s", "give a duration, such as 7d"),
+    "--left-behind-last": ("0", "give how many of the newest checkpoints stay, or 0 for all"),
+    "--left-behind-newer": ("0s", "give a duration, such as 7d"),
+}
 _WRITTEN: Final = "just written"  # as a plan calls the newest, which a manager has just saved
 
 
@@ -77,7 +85,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
     policy, left_behind = _policies(store, keep)
     pruner = Pruner(store, policy, left_behind)
     events: list[Event] = []
-    with nullcontext() if dry_run else store.lock():
+    with nullcontext() if dry_run else _locked(store):
         written = _newest(store, inventory if dry_run else open_run(run)[1])
         plan = pruner.plan(written)
         damage = _damage(run, written, plan)
@@ -88,6 +96,18 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
             pruner.prune(written, events)
     deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)
     return attrs.evolve(_answer(inventory, plan, deleted, sizes, dry_run=dry_run), error=damage)
+
+
+@contextmanager
+def _locked(store: Store) -> Iterator[None]:
+    """Hold the run's lock; say what to do about another writer here, where no other run can be used."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(store.lock())
+        except RunLocked as error:
+            fix = "wait until it ends, or stop it: the lock ends with the process; --dry-run needs no lock"
+            raise RunLocked(error.where, expected=error.expected, found=error.found, fix=fix) from None
+        yield
 
 
 def _policies(store: Store, keep: Keep) -> tuple[Retention, Retention | None]:
@@ -126,7 +146,8 @@ def _rule(option: str, make: Callable[[Any], Retention], value: Any) -> Retentio
     try:
         return make(value)
     except InvalidArgument as error:
-        raise UsageError(f"{_COMMAND} {option}", expected=error.expected, found=error.found, fix=error.fix) from None
+        least, fix = _LEAST[option]
+        raise UsageError(f"{_COMMAND} {option}", expected=f"{least} or more", found=error.found, fix=fix) from None
 
 
 def _newest(store: Store, inventory: Inventory) -> Saved:

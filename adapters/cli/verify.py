@@ -1,4 +1,4 @@
-"""`trainfold verify CKPT`: reads every byte, compares every digest, and computes every fingerprint."""
+"""`trainfold verify CKPT`: reads every byte, compares every digest and header, and computes every fingerprint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from trainfold.adapters.cli.locate import Checkpoint, error_from, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST
@@ -20,7 +21,7 @@ from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRec
 from trainfold.core.problem import Problem, problem_of
 
 _CHUNK_BYTES = 16 << 20
-_FIX = "use an older checkpoint of the run, and check the disk; `trainfold plan` shows which one a resume takes"
+_FIX = "use an older checkpoint of the run, and check the disk"
 
 
 class Advance(Protocol):
@@ -31,7 +32,9 @@ class Advance(Protocol):
 
 
 def verify_checkpoint(path: Path) -> Answer:
-    """Read all files of a checkpoint once, compare them with the digests in its manifest, and compute its fingerprints from these.
+    """Read all files of a checkpoint, compare them with the digests in its manifest, and compute its fingerprints from these.
+
+    It finds what a load would refuse: also a header of a file that does not fit the manifest, although the file has its digest.
 
     Args:
         path: of the checkpoint, or of a run.
@@ -45,10 +48,11 @@ def verify_checkpoint(path: Path) -> Answer:
     checkpoint = open_checkpoint(path)
     problems: list[Problem] = []
     rows = []
+    headers = HeaderCheck(checkpoint.store, checkpoint.name, checkpoint.manifest)
     damaged: set[str] = set()  # components with a damaged file
     with _progress(checkpoint.manifest.size_bytes) as advance:
         for index, file in enumerate(checkpoint.manifest.files):
-            found = _verify_file(checkpoint, index, file, advance)
+            found = _verify_file(checkpoint, index, file, advance) or _verify_header(headers, index)
             problems += found
             damaged |= {file.component} if found else set()
             rows.append((file.name, size_text(file.size_bytes), file.digest, "damaged" if found else "verified"))
@@ -108,6 +112,15 @@ def _verify_file(checkpoint: Checkpoint, index: int, file: FileRecord, advance: 
     if _text(whole) != file.digest:
         problems.insert(0, _damaged(where, file.digest, _text(whole)))
     return problems
+
+
+def _verify_header(headers: HeaderCheck, index: int) -> list[Problem]:
+    """The problem of a file whose bytes are those of its digest, if its header does not fit the manifest: a load refuses it."""
+    try:
+        headers.check([index])
+    except TrainfoldError as error:
+        return [_damaged(error.where, str(error.expected), str(error.found))]
+    return []
 
 
 def _verify_fingerprint(checkpoint: Checkpoint, component: ComponentRecord) -> list[Problem]:

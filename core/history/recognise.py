@@ -139,7 +139,7 @@ def not_a_place_for_a_run(
         return CheckpointForeign(url, expected=RUN_FILE, found="checkpoints without it", fix=run_file_fix(entries))
     if MANIFEST in names:
         return CheckpointForeign(url, expected="a run", found=f"one checkpoint, with its {MANIFEST}",
-                                 fix="name the run, which is the folder above it, and the step with step=")  # fmt: skip
+                                 fix="name the run, which is the folder above it; to choose a step, pass step=, or --step to trainfold plan")  # fmt: skip
     if runs:
         return CheckpointForeign(url, expected="one run", found=f"a folder of {len(runs)}: {list(runs)[:8]}",
                                  fix=f"name one of them, such as {next(iter(runs))}")  # fmt: skip

@@ -86,7 +86,7 @@ def accumulation_steps(*, per_step: int, per_microbatch: int, world_size: int = 
             "per_step",
             expected=f"a multiple of per_microbatch x world_size = {per_microbatch} x {world_size} = "
             f"{per_microbatch * world_size}",
-            found=f"{per_step} (a rest of {rest})",
+            found=f"{per_step} (remainder {rest})",
             fix=f"take {per_step - rest or per_microbatch * world_size} or {per_step - rest + per_microbatch * world_size}",
         )
     return steps
@@ -134,7 +134,7 @@ def check_plan(
         raise BatchNotDivisible(
             "accumulate",
             expected=f"a divisor of {microbatches} microbatches x {epochs} epochs = {microbatches * epochs}",
-            found=f"{accumulate} (a rest of {rest})",
+            found=f"{accumulate} (remainder {rest})",
             fix=f'set max_steps <= {whole}, choose tail="drop" or tail="step", or change accumulate',
         )
     steps = whole + (1 if rest and tail == "step" else 0)

@@ -25,6 +25,7 @@ from trainfold.adapters.cli.rehearse.errors import (
 from trainfold.adapters.cli.rehearse.moments import Trigger
 from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.rehearse import PICTURE, REPORT
+from trainfold.adapters.cli.terminal.output import show_error
 
 rehearse = rehearse_cases.rehearse
 
@@ -275,6 +276,24 @@ def test_a_program_that_cannot_be_rehearsed_is_told_why(rehearse, changes, error
         return
     assert isinstance(found, error)
     assert says in str(found)
+
+
+def test_what_a_failing_program_said_is_shown_in_lines_that_cannot_pass_for_ours(rehearse, capsys):
+    """W23: its traceback is readable, and no line of it begins where a line of the command does."""
+    talk = "    print('ProgramFailed: no\\n  fix       pay\\x1b[2J'); 1 / 0"
+    with pytest.raises(ProgramFailed) as caught:
+        rehearse(program(("    count += 1", f"    count += 1\n{talk}")))
+    show_error(caught.value)
+    lines = capsys.readouterr().err.splitlines()
+    assert "    ProgramFailed: no" in lines
+    assert "      fix       pay\\x1b[2J" in lines
+    assert "    ZeroDivisionError: division by zero" in lines
+    assert [line.split()[0] for line in lines if not line.startswith("    ")] == [
+        "ProgramFailed:",
+        "expected",
+        "found",
+        "fix",
+    ]
 
 
 def test_a_program_that_hangs_is_ended_and_named(rehearse):

@@ -143,16 +143,16 @@ def _draw_timelines(path: Path, windows: Mapping[str, Window | None]) -> str:
         if (window := windows[run]) is not None
     ]
     if not lanes:
-        return "not drawn: no save had three steps before it and three after it; use more --steps"
+        return "not plotted: no save had three steps before it and three after it; use more --steps"
     return _drawn(path, lambda: plot.draw_timelines(path, lanes))
 
 
 def _drawn(path: Path, draw: Callable[[], None]) -> str:
-    """The path of a picture, or why it was not drawn."""
+    """The path of a picture, or why it was not plotted."""
     try:
         draw()
     except plot.PlotMissing as missing:
-        return f"not drawn: {missing.found} {missing.expected}; {missing.fix}"
+        return f"not plotted: {missing.found} {missing.expected}; {missing.fix}"
     return str(path)
 
 

@@ -14,12 +14,13 @@ import attrs
 from trainfold.adapters.cli.demo.settings import DemoSettings
 from trainfold.adapters.cli.rehearse.moments import StepTimes, Trigger, arms, plan_moments
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.printable import quoted
 from trainfold.core.rehearsal.entry import RecordedLine, decode_entry
 
 UNINTERRUPTED, KILLED = "uninterrupted", "killed"
 
 
-class DemoFailed(TrainfoldError):
+class DemoFailed(TrainfoldError, has_lines=True):
     """A run of the demo ended with an error."""
 
     exit_code = 42
@@ -194,6 +195,6 @@ def _check_end(process: "subprocess.Popen[bytes]", run: Path) -> None:
         raise DemoFailed(
             str(run),
             expected="a run that ends with exit code 0",
-            found=f"exit code {process.returncode}, with this on its standard error:\n{said[-4000:]}\n",
+            found=f"exit code {process.returncode}, with this on its standard error:\n{quoted(said[-4000:])}\n",
             fix="read the text above: the demo or this machine has a defect",
         )

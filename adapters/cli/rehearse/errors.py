@@ -9,13 +9,13 @@ class ResumeDiffers(TrainfoldError):
     exit_code = 44
 
 
-class ProgramFailed(TrainfoldError):
+class ProgramFailed(TrainfoldError, has_lines=True):
     """The program failed by itself, or hung."""
 
     exit_code = 45
 
 
-class NotRepeatable(TrainfoldError):
+class NotRepeatable(TrainfoldError, has_lines=True):
     """The program does not repeat itself even when it is not killed, and no tolerance was given."""
 
     exit_code = 46

@@ -13,6 +13,7 @@ from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.starts import Start
 from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.printable import printable
 from trainfold.core.rehearsal.conclusion import Conclusion
 from trainfold.core.rehearsal.number import float_of
 from trainfold.core.rehearsal.trajectory import RunDifference
@@ -74,7 +75,7 @@ def _by_outcome(settings: RehearsalSettings, conclusion: Conclusion) -> Trainfol
     if conclusion.outcome == "nothing":
         return NeverSaved(
             "the resumed program",
-            expected="a checkpoint after the resume, of a step and in a place that the whole run has one too",
+            expected="a checkpoint after the resume, at a step and in a directory where the whole run has one",
             found="none",
             fix="save at each boundary with manager.step(live), or pass --every with a divisor of --steps",
         )
@@ -108,7 +109,7 @@ def _never_resumed(not_resumed: Sequence[Start]) -> TrainfoldError:
         "the program",
         expected="a program that is still running after its first save",
         found="one that was over before it could be killed",
-        fix="ask for more steps: --steps; or save earlier: --every",
+        fix="pass more --steps, or a lower --every",
     )
 
 
@@ -127,7 +128,7 @@ def _fails_since_restless(conclusion: Conclusion, failed: ProgramFailed) -> Trai
 
 
 def _noise(conclusion: Conclusion) -> str:
-    return f"two runs that were not killed differ in {_named(conclusion.noise[0])}"
+    return printable(f"two runs that were not killed differ in {_named(conclusion.noise[0])}")
 
 
 def _not_repeatable(settings: RehearsalSettings, conclusion: Conclusion) -> TrainfoldError:
@@ -148,7 +149,11 @@ def _not_repeatable(settings: RehearsalSettings, conclusion: Conclusion) -> Trai
         "the program",
         expected="the same bits twice, or a --tolerance",
         found=f"{noise}; after a resume, {len(conclusion.again)} values computed again are "
-        + (f"up to {worst.apart:.2g} apart ({worst.name} of step {worst.step})" if worst.apart else "all the same"),
+        + (
+            f"up to {worst.apart:.2g} apart ({printable(worst.name)} of step {worst.step})"
+            if worst.apart
+            else "all the same"
+        ),
         fix="make it repeat itself (seeds, torch.use_deterministic_algorithms), or name what you accept, such as --tolerance 1e-3",
     )
 
@@ -351,7 +356,7 @@ def _saves_not_hit(rehearsed: Rehearsed) -> list[str]:
         return []
     steps = rehearsed.settings.steps
     return [
-        f"a kill during a save, because none was between the first and the last: take an --every of at most {max(1, (steps - 1) // 2)}"
+        f"a kill during a save, because there was none between the first and the last: pass --every {max(1, steps // 3)} or less"
     ]
 
 
@@ -362,13 +367,11 @@ def _epochs_not_seen(rehearsed: Rehearsed) -> list[str]:
     if not epochs or not resumed or not any("dataset" in saved.components for saved in whole.stretch.saved.values()):
         return []
     if len(set(epochs.values())) == 1:
-        return [f"an epoch's end, which takes more than {whole.stretch.last_step} steps: ask for more --steps"]
+        return [f"an epoch's end, which takes more than {whole.stretch.last_step} steps: pass more --steps"]
     if all(epochs.get(step) != epochs.get(step - 1, 0) for step in resumed):
         every = rehearsed.settings.every
         other = every - 1 if every > 1 else 2
-        return [
-            f"a resume inside an epoch, because each was at the end of one: take another --every than {every}, such as {other}"
-        ]
+        return [f"a resume inside an epoch, because each was at the end of one: pass another --every, such as {other}"]
     return []
 
 

@@ -84,12 +84,10 @@ def make_settings(  # noqa: PLR0913 - keywords
     if shutil.which(command[0]) is None:
         raise _bad("COMMAND", "a program that can be started", command[0], "correct the name, or give its path")
     if steps < _MIN_STEPS:
-        raise _bad(
-            "--steps", f"{_MIN_STEPS} or more", steps, "ask for more steps, so that there is something to resume"
-        )
+        raise _bad("--steps", f"{_MIN_STEPS} or more", steps, "pass more steps, so that there is something to resume")
     cadence = max(1, steps // _SAVES) if every is None else every
     if not 1 <= cadence <= steps // 2:
-        raise _bad("--every", f"1 to {steps // 2}, half of the steps", every, "save oftener, or ask for more steps")
+        raise _bad("--every", f"1 to {steps // 2}, half of the steps", every, "pass a lower --every, or more --steps")
     if kills < 1:
         raise _bad("--kills", "1 or more", kills, "kill it at least once")
     if not 0 <= seed < 2**63:

@@ -167,14 +167,14 @@ def _watch(shown: Display, title: str) -> Callable[[RecordedLine], None]:
 def _draw(path: Path, rehearsed: Rehearsed) -> str:
     name, (whole, *killed) = _curves(rehearsed)
     if not name:
-        return "not drawn: record some with live.record(loss=loss)"
+        return "not plotted: record some with live.record(loss=loss)"
     kills = [(start.hit.step, start.hit.during) for start in rehearsed.killed if start.hit is not None]
     verdict = "the same bits" if error_of(rehearsed) is None else "NOT the same bits"
     with contextlib.suppress(OSError):
         try:
             plot.draw_losses(path, uninterrupted=whole, killed=killed, kills=kills, verdict=verdict, label=name)
         except plot.PlotMissing as missing:
-            return f"not drawn: {missing.found} {missing.expected}; {missing.fix}"
+            return f"not plotted: {missing.found} {missing.expected}; {missing.fix}"
     return str(path)
 
 

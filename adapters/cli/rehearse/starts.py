@@ -20,6 +20,7 @@ from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.scan import Scan
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest_reader import decode_manifest
+from trainfold.core.printable import quoted
 from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.orders import MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, encode_orders
 from trainfold.core.rehearsal.trajectory import SavedStep, Stretch, stretch_of
@@ -212,7 +213,7 @@ class Run:
         return ProgramFailed(
             f"start {self._number} of {self._home.name}{whence}",
             expected="a program that ends with exit code 0",
-            found=f"{end} {after}, saying:\n{said}\n",
+            found=f"{end} {after}, saying:\n{quoted(said)}\n",
             fix=f"{fix}; all that it said is in {notes / 'output.txt'}",
         )
 

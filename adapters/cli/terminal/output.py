@@ -32,6 +32,12 @@ class OutputFailed(TrainfoldError):
     exit_code = 4
 
 
+class PackageMissing(TrainfoldError):
+    """A command needs a package that is not installed, such as torch."""
+
+    exit_code = 5
+
+
 @final
 @attrs.frozen
 class Table:
@@ -216,7 +222,9 @@ def show_error(error: TrainfoldError) -> None:
     console = Console(stderr=True)
     console.print(Text(f"{type(error).__name__}: {printable(error.where)}", style="bold red"), soft_wrap=True)
     for name, value in (("expected", error.expected), ("found", error.found), ("fix", error.fix)):
-        text = printable(str(value), keep="\n" if error.has_lines else "")  # a refusal lists its reasons, one a line
+        text = (
+            printable(str(value).strip("\n"), keep="\n") if error.has_lines else printable(str(value))
+        )  # a refusal lists its reasons
         console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
 

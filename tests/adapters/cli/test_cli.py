@@ -10,12 +10,14 @@ from kit.adapters import cli_cases
 from kit.adapters.cli_cases import EXPLAINED, flip, state_at
 
 import trainfold
-from trainfold.backends.runs.api import save
+from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.quarantine_file import begin_attempt
+from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.digest import digest_of
+from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.format.manifest import END, TAIL
+from trainfold.core.format.manifest import END, TAIL, encode_manifest
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.history.quarantine import LIMIT
 from trainfold.core.state.state import Progress, TrainState
@@ -151,6 +153,27 @@ def test_verify_computes_the_fingerprints_and_believes_none(run, call, answered)
     assert {each["status"] for each in found["files"]} == {"verified"}
     assert not found["verified"]
     assert "wrong" in call("verify", run, code=17)[0]
+
+
+def test_verify_finds_a_header_that_a_load_would_refuse(run, answered):
+    """U05, W23: the file has the digest that its manifest names, but the header describes other tensors."""
+    file = model_file(run)
+    data = file.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:size].replace(b"F32", b"I32", 1)
+    assert header != data[8:size]
+    file.write_bytes(data[:8] + header + data[size:])
+    manifest = read_manifest(LocalStore(run), "step-00000006")
+    files = tuple(
+        attrs.evolve(each, digest=digest_of(file.read_bytes())) if each.name == file.name else each
+        for each in manifest.files
+    )
+    (run / "step-00000006" / "manifest.json").write_bytes(encode_manifest(attrs.evolve(manifest, files=files)))
+    found, error = answered("verify", run, code=14)
+    assert {each["name"] for each in found["files"] if each["status"] == "damaged"} == {file.name}
+    assert error["where"].endswith(f"{file.name}: its header")
+    with pytest.raises(CheckpointDamaged, match="its header"):
+        load(run, like=state_at(6), step=6)
 
 
 @pytest.mark.parametrize("offset", [-1, 9])

@@ -100,11 +100,28 @@ def test_a_run_that_a_program_saves_into_is_refused_and_left_alone(run, answered
     """C12: only the holder of the lock deletes."""
     before = files_of(run)
     with LocalStore(run).lock():
-        answered("prune", run, "--keep-last", "1", code=33)
+        _, error = answered("prune", run, "--keep-last", "1", code=33)
+        assert "another run" not in error["fix"]
+        assert "with block" not in error["fix"]
         answered("prune", run, "--keep-last", "1", "--dry-run")
     assert {name: data for name, data in files_of(run).items() if name.name != ".lock"} == {
         name: data for name, data in before.items() if name.name != ".lock"
     }
+
+
+def test_advice_about_a_value_is_for_a_command_line(run, answered):
+    """A command line has no None."""
+    for option, value in (
+        ("--keep-last", "-1"),
+        ("--left-behind-last", "-1"),
+        ("--keep-every", "0"),
+        ("--keep-best", "0"),
+    ):
+        save_best(LocalStore(run), updated(make_best_record(metric="loss", direction="min"), {"loss": 1.0}, step=50))
+        _, error = answered("prune", run, "--keep-newer", "7d", option, value, code=2)
+        assert "None" not in str(error)
+        assert error["where"] == f"trainfold prune {option}"
+        assert error["fix"].startswith("give ")
 
 
 def test_no_rule_a_wrong_value_and_a_best_that_is_not_there_are_refused(run, call):

@@ -309,7 +309,7 @@ def test_no_byte_of_the_held_out_text_is_trained_on():
 def test_without_matplotlib_the_demo_says_so_and_is_otherwise_the_same(tmp_path, quick_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     answer = run_demo(tmp_path / "demo", make_settings(steps=20, tiny=True), command=quick_run)
-    assert answer.data["loss_curves"] == "not drawn: no such package matplotlib; pip install 'trainfold[plot]'"
+    assert answer.data["loss_curves"] == "not plotted: no such package matplotlib; pip install 'trainfold[plot]'"
     assert answer.data["timelines"] == answer.data["loss_curves"]
     assert not list((tmp_path / "demo").glob("*.png"))
     assert answer.data["identical"]
