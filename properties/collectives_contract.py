@@ -76,7 +76,12 @@ def a_rank_fails(collectives: Collectives) -> dict[str, Any]:
     if collectives.rank == last:
         collectives.fail(ValueError("the disk is gone"))
         return {"a rank that fails is named on every other rank": ["failed"]}
-    heard = [_heard(lambda: collectives.gather(1)), _heard(lambda: collectives.barrier(timeout_secs=_WAIT_SECS))]
+    calls: list[Play] = [
+        lambda each: each.gather(1),
+        lambda each: each.barrier(timeout_secs=_WAIT_SECS),
+        lambda each: each.start_gather([1]).wait(),
+    ]
+    heard = [_heard(lambda call=call: call(collectives)) for call in calls]  # type: ignore[misc]
     named = [(kind, f"rank {last}" in text and "ValueError: the disk is gone" in text) for kind, text in heard]
     return {"a rank that fails is named on every other rank": named}
 
@@ -126,6 +131,18 @@ def _gathered(collectives: Collectives) -> object:
         "long": "x" * (700 * collectives.rank),
     }
     return [(each["rank"], each["parts"], len(each["long"])) for each in collectives.gather(value)]
+
+
+def _started(collectives: Collectives) -> object:
+    """Rank 0 starts before the others do, because they wait for it elsewhere; and other calls come before it is waited for."""
+    other = collectives.duplicate()
+    if collectives.rank:
+        other.barrier(timeout_secs=_WAIT_SECS)
+    mine = [collectives.rank, -(2**62), 2**62 + collectives.rank]
+    first, second = collectives.start_gather(mine), collectives.start_gather(mine[:1])
+    if not collectives.rank:
+        other.barrier(timeout_secs=_WAIT_SECS)
+    return collectives.gather("meanwhile"), second.wait(), first.wait()
 
 
 def _copied(collectives: Collectives) -> object:
@@ -219,6 +236,10 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
         _gathered,
         _same(lambda n: [(rank, (1, "é", None, True, 0.1), 700 * rank) for rank in range(n)]),
     ),
+    "numbers that are started are gathered later, and no rank waits at their start": (
+        _started,
+        _same(lambda n: (["meanwhile"] * n, [(r,) for r in range(n)], [(r, -(2**62), 2**62 + r) for r in range(n)])),
+    ),
     "each rank has its own copy of what it is given": (_copied, _same(lambda n: [[rank] for rank in range(n)])),
     "a duplicate has the same ranks and waits only for its own calls": (
         _duplicated,
@@ -229,7 +250,7 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
 TROUBLE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
     "a rank that fails is named on every other rank": (
         a_rank_fails,
-        lambda n: [[(RankFailed.__name__, True)] * 2] * (n - 1) + [["failed"]],
+        lambda n: [[(RankFailed.__name__, True)] * 3] * (n - 1) + [["failed"]],
     ),
     "calls that differ are refused on every rank": (calls_differ, _same(lambda _: RanksDisagree.__name__)),
 }

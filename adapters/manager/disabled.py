@@ -15,7 +15,7 @@ from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save.triggers import Boundary, Verdict, make_triggers
+from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.state import TrainState
 
 
@@ -65,8 +65,10 @@ class DisabledManager:
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
         """Decide whether the loop ends, from the requests; one decision for all ranks, and never to save."""
         progress = run.progress if isinstance(run, Live) else run.trainer
-        mine = Boundary(0 if progress is None else progress.step, is_last=is_last, is_best=is_best, has_ended=True)
-        return attrs.evolve(self._due.decide(self._due.agreed(mine)), save=False)
+        step = 0 if progress is None else progress.step
+        verdict = self._due.decide(self._due.arrive(step, is_last=is_last, is_best=is_best, has_ended=False))
+        self._due.leave(step, has_ended=False, is_saving=False)
+        return attrs.evolve(verdict, save=False)
 
     def finish(self, run: Live | TrainState) -> None:
         """Save nothing."""

@@ -191,17 +191,22 @@ class CheckpointManager:
         self._saves.check_first(run)
         with raise_after() as failures:
             verdict = self._saves.decide(run, failures, is_last=is_last, is_best=is_best)
-            if verdict.save:
-                may_skip = not verdict.stop and "best" not in verdict.reasons
-                return self._saves.begin(run, failures, may_skip=may_skip)
-            self._saves.pass_by(run)
-            return None
+            try:
+                if verdict.save:
+                    may_skip = not verdict.stop and "best" not in verdict.reasons
+                    return self._saves.begin(run, failures, may_skip=may_skip)
+                self._saves.pass_by(run)
+                return None
+            finally:
+                self._saves.leave(run)
 
     def should_save(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> Verdict:
         """Decide what is due at this boundary, and why; one decision for all ranks. It answers no request, and collects an ended save."""
         self._check(run)
         with raise_after() as failures:
-            return self._saves.decide(run, failures, is_last=is_last, is_best=is_best)
+            verdict = self._saves.decide(run, failures, is_last=is_last, is_best=is_best)
+            self._saves.leave(run)
+            return verdict
 
     def finish(self, run: Live | TrainState) -> SaveOutcome | None:
         """Save the last state, unless it is saved already or a request aborted the run; then wait until all is durable.

@@ -116,11 +116,14 @@ class SaveRunner:
         """
         if self._rehearsal is not None:
             is_last = self._rehearsal.is_last(run) or is_last
-        mine = self._due.here(_step_of(run), is_last=is_last, is_best=is_best, has_ended=self._has_ended)
-        boundary = self._due.agreed(mine)
+        boundary = self._due.arrive(_step_of(run), is_last=is_last, is_best=is_best, has_ended=self._has_ended)
         if boundary.has_ended:
             self.end_previous(failures)
         return self._due.decide(boundary)
+
+    def leave(self, run: Live | TrainState) -> None:
+        """Send the other ranks what this one knows, for the next boundary. Call it when what was decided at this one is done."""
+        self._due.leave(_step_of(run), has_ended=self._has_ended, is_saving=self._under_way is not None)
 
     def pass_by(self, run: Live | TrainState) -> None:
         """Save nothing at this boundary; this answers the requests."""

@@ -11,14 +11,13 @@ import attrs
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.core.layout.world import Collectives
-from trainfold.core.save.auto_cadence import choose_cadence, describe_cadence
+from trainfold.core.layout.world import Collectives, PendingRows
+from trainfold.core.save.boundary import Boundary, agreed_boundary
+from trainfold.core.save.cadence import choose_cadence, describe_cadence
 from trainfold.core.save.requests import StopRequest, merge_requests
 from trainfold.core.save.triggers import (
-    Boundary,
     Triggers,
     Verdict,
-    agreed_boundary,
     decide,
     last_saved_after_failure,
     last_saved_at,
@@ -110,10 +109,15 @@ class Before:
 class SaveTriggers:
     """Remembers what decides whether to save and to stop; see `trainfold.core.save.triggers.decide`.
 
+    Ranks agree without waiting: at the end of each boundary a rank starts to send what it knows, and all read it at the next one, when it
+    has long arrived. So a request, rank 0's clock, and the end of a save in the background are acted on one boundary later than on a single
+    rank. ``is_last`` and ``is_best`` belong to their boundary: with one of them the ranks wait for each other there. Nothing is sent where
+    nothing can come of it: no rank has a source of requests, no cadence goes by a clock, and no save is under way.
+
     Args:
         triggers: when to save without a request.
         requests: where requests come from; None for nowhere.
-        world: the ranks.
+        world: the ranks; all of them make this object at the same point.
         auto: chooses the cadence; None if one is given.
 
     Attributes:
@@ -142,38 +146,83 @@ class SaveTriggers:
         self._asked: tuple[StopRequest, ...] = ()
         self._saved_at = time.monotonic()
         self._seen: int | None = None
+        self._every: int | None = None  # the last agreed cadence
+        self._pending: PendingRows | None = None
+        self._is_outdated = False  # a save or a load came after the row that is on its way
+        self._failure: Exception | None = None  # of the source of requests, for the next boundary
+        by_clock = auto is not None or triggers.every_secs is not None
+        self._always_sends = world.world_size > 1 and (any(world.gather(requests is not None)) or by_clock)
 
-    def here(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
-        """A boundary as this rank knows it."""
-        if self.auto is not None:
-            self.auto.arrive(step)
-        every = None if self.auto is None else self.auto.every
-        return Boundary(step, is_last, is_best, has_ended, time.monotonic() - self._saved_at, every)
-
-    def agreed(self, mine: Boundary) -> Boundary:
-        """Take the requests that have come, and merge the boundaries of all ranks; every rank calls.
+    def arrive(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
+        """What all ranks agree on at a boundary; every rank calls, and calls `leave` when it has acted on it.
 
         Requests are remembered until a save answers them, or a decision not to save does.
 
+        Args:
+            step: optimizer steps done.
+            is_last: whether the run ends here.
+            is_best: whether this state is the best so far.
+            has_ended: whether the save under way has ended on this rank.
+
         Raises:
-            RanksDisagree: if the ranks are at different steps.
+            RanksDisagree: if the ranks were at different steps, or differ in ``is_last`` or ``is_best``.
             RankFailed: if another rank's source of requests failed; on that rank, its own exception.
         """
-        if self._world.world_size == 1:  # this runs at each step
-            self._take_requests()
+        if self.auto is not None:
+            self.auto.arrive(step)
+        if self._world.world_size == 1:
+            mine = self._here(step, is_last=is_last, is_best=is_best, has_ended=has_ended)
+            self._raise_failure()
+            self._every, self._asked = mine.every, merge_requests([self._asked, mine.asked])
             return mine
+        found = self._agreed() or Boundary(step)
+        if is_last or is_best:
+            self._send(self._here(step, is_last=is_last, is_best=is_best, has_ended=has_ended))
+            found = self._agreed() or found
+        return attrs.evolve(found, step=step, is_last=is_last, is_best=is_best)
 
-        def take() -> tuple[tuple[StopRequest, ...], Boundary]:
-            self._take_requests()
-            return self._asked, mine
+    def leave(self, step: int, *, has_ended: bool, is_saving: bool) -> None:
+        """Start to send what this rank knows at the end of a boundary, for the next one.
 
-        found = on_all_ranks(self._world, take)
-        self._asked = merge_requests([asked for asked, _ in found])
-        return agreed_boundary([each for _, each in found])
+        Args:
+            step: optimizer steps done.
+            has_ended: whether the save under way has ended on this rank.
+            is_saving: whether there is one, which all ranks say alike.
+        """
+        if self._always_sends or (is_saving and self._world.world_size > 1):
+            self._send(self._here(step, is_last=False, is_best=False, has_ended=has_ended))
 
-    def _take_requests(self) -> None:
+    def _here(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
+        """What this rank knows now, with the requests that have come."""
+        asked: tuple[StopRequest, ...] = ()
         if self._requests is not None:
-            self._asked = merge_requests([self._asked, self._requests.take()])
+            try:
+                asked = merge_requests([self._requests.take()])
+            except Exception as error:  # noqa: BLE001 - raised at the boundary where all ranks know of it
+                self._failure = error
+        every = None if self.auto is None else self.auto.every
+        secs = time.monotonic() - self._saved_at
+        return Boundary(step, is_last, is_best, has_ended, secs, every, asked, self._failure is not None)
+
+    def _send(self, mine: Boundary) -> None:
+        self._pending, self._is_outdated = self._world.start_gather(mine.numbers()), False
+
+    def _agreed(self) -> Boundary | None:
+        """What all ranks knew when they sent it; None if nothing was sent."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        found = agreed_boundary(pending.wait())
+        self._asked = merge_requests([self._asked, found.asked])
+        self._every = found.every
+        if found.has_failed:
+            on_all_ranks(self._world, self._raise_failure)
+        return attrs.evolve(found, secs_since_save=0.0, has_ended=False) if self._is_outdated else found
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def decide(self, boundary: Boundary) -> Verdict:
         """Decide what happens at a boundary, and remember whether the loop ends."""
@@ -184,7 +233,7 @@ class SaveTriggers:
         self.see(boundary.step)
         verdict = decide(
             boundary.step,
-            triggers=self._triggers if self.auto is None else with_chosen_cadence(self._triggers, boundary.every),
+            triggers=self._triggers if self.auto is None else with_chosen_cadence(self._triggers, self._every),
             last_saved=self.last_saved,
             secs_since_save=boundary.secs_since_save,
             requests=self._asked,
@@ -211,6 +260,7 @@ class SaveTriggers:
     def begun(self, step: int) -> None:
         """Note that this step is saved, or being saved, which answers the requests."""
         self.last_saved, self._saved_at, self._asked = step, time.monotonic(), ()
+        self._is_outdated = True
 
     def measured(self, step: int, call_secs: float, *, is_durable: bool) -> None:
         """Note how many seconds the call of a save took."""
@@ -227,4 +277,4 @@ class SaveTriggers:
     def loaded(self, step: int | None) -> None:
         """Note that the run continues from a checkpoint, as another try."""
         self.stops = self.is_aborted = False
-        self.last_saved, self._seen, self._saved_at = step, step, time.monotonic()
+        self.last_saved, self._seen, self._saved_at, self._is_outdated = step, step, time.monotonic(), True

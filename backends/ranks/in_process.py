@@ -3,7 +3,7 @@
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, final
 
 import attrs
@@ -43,6 +43,10 @@ class SingleProcess:
         """The value itself, in a list."""
         return [value]
 
+    def start_gather(self, numbers: Sequence[int]) -> "_Row":
+        """The numbers, in a list."""
+        return _Row(tuple(numbers))
+
     def barrier(self, *, timeout_secs: float) -> None:
         """Return at once."""
 
@@ -52,6 +56,15 @@ class SingleProcess:
     def duplicate(self) -> "SingleProcess":
         """Itself, because no call waits."""
         return self
+
+
+@final
+@attrs.frozen
+class _Row:
+    numbers: tuple[int, ...]
+
+    def wait(self) -> list[tuple[int, ...]]:
+        return [self.numbers]
 
 
 @final
@@ -141,6 +154,11 @@ class ThreadCollectives:
         """Copies of the values of all ranks, in rank order."""
         return copy.deepcopy(self._meet(Call("gather"), copy.deepcopy(value)))
 
+    def start_gather(self, numbers: Sequence[int]) -> "_PendingInRoom":
+        """Start to gather the numbers of all ranks."""
+        index = self._arrive(Call("start_gather", f"{len(numbers)} numbers"), tuple(numbers))
+        return _PendingInRoom(self._room, self.rank, index)
+
     def barrier(self, *, timeout_secs: float) -> None:
         """Return when every rank has called.
 
@@ -160,13 +178,28 @@ class ThreadCollectives:
         return ThreadCollectives(self.rank, self._room.copy(numbers[0]), None)
 
     def _meet(self, call: Call, payload: Any, *, timeout_secs: float | None = None) -> list[Any]:
+        return self._room.wait(self.rank, self._arrive(call, payload), timeout_secs)
+
+    def _arrive(self, call: Call, payload: Any) -> int:
         index = len(self.schedule)
         self.schedule.append(call)
         if self._fault is not None and (self._fault.rank, self._fault.call_index) == (self.rank, index):
             raise InjectedFailure(
                 f"rank {self.rank}", expected=f"call {index}, {call}", found="an injected fault", fix="survive it"
             )
-        return self._room.meet(self.rank, call, payload, timeout_secs)
+        self._room.arrive(self.rank, index, call, payload)
+        return index
+
+
+@final
+@attrs.frozen
+class _PendingInRoom:
+    room: "_Room"
+    rank: int
+    index: int
+
+    def wait(self) -> list[tuple[int, ...]]:
+        return list(self.room.wait(self.rank, self.index, None))
 
 
 def run_threads(
@@ -249,8 +282,19 @@ def thread_outcomes(
 
 
 @final
+@attrs.define
+class _Round:
+    """One call of every rank: what each has called, what it gave, and how many have taken what all gave."""
+
+    calls: dict[int, Call] = attrs.field(factory=dict)
+    payloads: dict[int, Any] = attrs.field(factory=dict)
+    is_over: bool = False
+    takers: int = 0
+
+
+@final
 class _Room:
-    """Where the threads meet: one round of payloads at a time, under one condition variable."""
+    """Where the threads meet, under one condition variable. A rank may be at a later round than another."""
 
     def __init__(self, world_size: int, timeout_secs: float) -> None:
         self.world_size = world_size
@@ -258,10 +302,9 @@ class _Room:
         self._cause: tuple[int, BaseException] | None = None
         self._timeout_secs = timeout_secs
         self._changed = threading.Condition()
-        self._arrived: dict[int, tuple[Call, Any]] = {}
+        self._rounds: dict[int, _Round] = {}
+        self._waiting: set[int] = set()
         self._left: set[int] = set()
-        self._round = 0
-        self._payloads: list[Any] = []  # of the last round; safe, because a round ends only with every rank
         self._copies: dict[int, _Room] = {}
 
     def copy(self, number: int) -> "_Room":
@@ -271,27 +314,44 @@ class _Room:
             room.failure = room.failure or self.failure
             return room
 
-    def meet(self, rank: int, call: Call, payload: Any, timeout_secs: float | None) -> list[Any]:
+    def arrive(self, rank: int, index: int, call: Call, payload: Any) -> None:
+        """Give what a rank has for its call number ``index``."""
+        with self._changed:
+            here = self._rounds.setdefault(index, _Round())
+            if self.failure is not None:
+                return  # `wait` raises it
+            here.calls[rank], here.payloads[rank] = call, payload
+            self._check(here)
+            here.is_over = self.failure is None and len(here.calls) == self.world_size
+            self._changed.notify_all()
+
+    def wait(self, rank: int, index: int, timeout_secs: float | None) -> list[Any]:
+        """What all ranks gave in a round, in rank order, when all of them have arrived."""
         deadline = time.monotonic() + (self._timeout_secs if timeout_secs is None else timeout_secs)
         with self._changed:
-            self._raise_failure()
-            round_before = self._round
-            self._arrived[rank] = (call, payload)
-            self._settle()
-            while self._round == round_before:
-                self._raise_failure()
+            here = self._rounds[index]
+            self._waiting.add(rank)
+            while not here.is_over and self.failure is None:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    missing = sorted(set(range(self.world_size)) - set(self._arrived))
+                    missing = sorted(set(range(self.world_size)) - set(here.calls))
+                    call = here.calls[rank]
                     self._fail(_rank_failed(missing[0], f"all ranks in {call}", f"ranks {missing} missing in time"))
-                    self._raise_failure()
+                    break
                 self._changed.wait(remaining)
-            return self._payloads
+            self._waiting.discard(rank)
+            if not here.is_over:
+                self._raise_failure()
+            here.takers += 1
+            if here.takers == self.world_size:
+                del self._rounds[index]
+            return [here.payloads[each] for each in range(self.world_size)]
 
     def leave(self, rank: int) -> None:
         with self._changed:
             self._left.add(rank)
-            self._settle()
+            for here in self._rounds.values():
+                self._check(here)
             copies = list(self._copies.values())
         for room in copies:
             room.leave(rank)
@@ -308,14 +368,14 @@ class _Room:
 
     def is_waiting(self, rank: int) -> bool:
         with self._changed:
-            return rank in self._arrived
+            return rank in self._waiting
 
-    def _settle(self) -> None:
-        """End the round when all ranks have arrived; fail the world if they no longer can."""
-        calls = {rank: call for rank, (call, _) in sorted(self._arrived.items())}
-        if len(set(calls.values())) > 1 or (calls and self._left):
-            shown = [f"rank {rank} calls {call}" for rank, call in calls.items()]
-            shown += [f"rank {rank} has returned" for rank in sorted(self._left)]
+    def _check(self, here: _Round) -> None:
+        """Fail the world if the ranks have called different things, or one has left before a call of others."""
+        absent = sorted(self._left - set(here.calls))
+        if len(set(here.calls.values())) > 1 or absent:
+            shown = [f"rank {rank} calls {call}" for rank, call in sorted(here.calls.items())]
+            shown += [f"rank {rank} has returned" for rank in absent]
             self._fail(
                 RanksDisagree(
                     "the schedule of collectives",
@@ -324,11 +384,6 @@ class _Room:
                     fix="make no collective call depend on what only one rank knows",
                 )
             )
-        elif len(calls) == self.world_size:
-            self._payloads = [self._arrived[rank][1] for rank in calls]
-            self._arrived = {}
-            self._round += 1
-            self._changed.notify_all()
 
     def _fail(self, failure: TrainfoldError) -> None:
         with self._changed:

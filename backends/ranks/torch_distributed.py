@@ -6,15 +6,26 @@ import secrets
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar, final
 
+import attrs
 import torch
 
 from trainfold.backends.ranks.failure_board import Fault, NoticeBoard
 from trainfold.backends.ranks.in_process import Call, check_broadcast
 from trainfold.backends.ranks.ordered_sum import sum_plan
+from trainfold.backends.ranks.process_group import (
+    checked_group,
+    default_store,
+    first_sentence,
+    initialised,
+    is_of_transport,
+    not_made,
+    padded_bytes,
+)
 from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
 from trainfold.core.state.spec import dtype_name
@@ -24,10 +35,11 @@ T = TypeVar("T")
 _HEAD: Final = struct.Struct("<qqq")  # number of the call, digest of the call, bytes of the value
 _HEAD_BYTES: Final = 512
 _INLINE_BYTES: Final = _HEAD_BYTES - _HEAD.size  # larger values need a second exchange
+_HEAD_FIELDS: Final = 3
+_NUMBER_BYTES: Final = 8
 _TOKEN_BYTES: Final = 8
 _PAUSE_SECS: Final = 5e-5
 _LEAST_SECS: Final = 1e-3
-_ADVICE: Final = ". This is typically"  # what gloo adds
 _LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
 
 
@@ -66,7 +78,7 @@ class TorchCollectives:
                 found=f"{timeout_secs} and {grace_secs}",
                 fix="a rank has to wait for the others for some time",
             )
-        dist = self._dist = _initialised()
+        dist = self._dist = initialised()
         self._timeout_secs = timeout_secs
         self._grace_secs = grace_secs
         self._calls = 0
@@ -77,13 +89,13 @@ class TorchCollectives:
             if group is None:
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
                 self._own = group
-            self._group = _checked(dist, group)
+            self._group = checked_group(dist, group)
             self.rank: int = dist.get_rank(group)
             self.world_size: int = dist.get_world_size(group)
             token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
         except RuntimeError as error:
-            raise _not_made(error) from error
-        store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", _default_store(dist))
+            raise not_made(error) from error
+        store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", default_store(dist))
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
 
     def __repr__(self) -> str:
@@ -152,6 +164,18 @@ class TorchCollectives:
         """
         return [from_wire(each) for each in self._meet(Call("gather"), self._bytes_of(value), self._deadline(None))]
 
+    def start_gather(self, numbers: Sequence[int]) -> "_PendingGather":
+        """Start to gather whole numbers below 2**63 of all ranks, at most 60. What goes wrong is raised when they are waited for."""
+        call = Call("start_gather", f"{len(numbers)} numbers")
+        if self._faults:
+            return _PendingGather(self, call, None, torch.empty(0))
+        payload = struct.pack(f"<{len(numbers)}q", *numbers)
+        head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload
+        self._calls += 1
+        work, rows = self._begin_all_gather(padded_bytes(head, _HEAD_BYTES), self._timeout_secs)
+        _keep(work)
+        return _PendingGather(self, call, work, rows)
+
     def barrier(self, *, timeout_secs: float) -> None:
         """Return when every rank has called.
 
@@ -166,8 +190,8 @@ class TorchCollectives:
         If another rank failed first, or the error comes from gloo because another rank failed, a note that names that rank is added to it.
         """
         if not self._faults:
-            text = error_text(error).partition(_ADVICE)[0]
-            if _is_of_transport(error):
+            text = first_sentence(error_text(error))
+            if is_of_transport(error):
                 self._give_up(lambda: self._board.fault() or self._board.call_roll(text))
             else:
                 self._give_up(lambda: self._board.post([self.rank], text))
@@ -186,14 +210,14 @@ class TorchCollectives:
         copy._dist, copy._timeout_secs, copy._grace_secs = self._dist, self._timeout_secs, self._grace_secs
         copy._calls, copy._faults, copy._own, copy._latest = 0, [], None, None
         copy.rank, copy.world_size = self.rank, self.world_size
-        store = self._dist.PrefixStore(f"trainfold/{name}", _default_store(self._dist))
+        store = self._dist.PrefixStore(f"trainfold/{name}", default_store(self._dist))
         timeout = timedelta(seconds=self._timeout_secs)
         try:
             copy._group = self._dist.ProcessGroupGloo(
                 self._dist.PrefixStore("group", store), self.rank, self.world_size, timeout
             )
         except RuntimeError as error:
-            raise _not_made(error) from error
+            raise not_made(error) from error
         copy._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=self._grace_secs)
         return copy
 
@@ -216,28 +240,44 @@ class TorchCollectives:
             raise self._faults[0].error()
         head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[:_INLINE_BYTES]
         self._calls += 1
-        heads = [bytes(row.numpy()) for row in self._all_gather(_padded(head, _HEAD_BYTES), call, until)]
+        heads = [bytes(row.numpy()) for row in self._all_gather(padded_bytes(head, _HEAD_BYTES), call, until)]
         fields = [_HEAD.unpack_from(each) for each in heads]
         if len({each[:2] for each in fields}) > 1:
             self._disagree(call, until)
         sizes = [size for _, _, size in fields]
         if max(sizes) > _INLINE_BYTES:
-            rest = self._all_gather(_padded(payload[_INLINE_BYTES:], max(sizes) - _INLINE_BYTES), call, until)
+            rest = self._all_gather(padded_bytes(payload[_INLINE_BYTES:], max(sizes) - _INLINE_BYTES), call, until)
             heads = [one + bytes(other.numpy()) for one, other in zip(heads, rest, strict=True)]
         return [each[_HEAD.size : _HEAD.size + size] for each, size in zip(heads, sizes, strict=True)]
 
+    def _rows_of(self, pending: "_PendingGather") -> list[tuple[int, ...]]:
+        """The numbers of all ranks, of a gather that was started."""
+        if self._faults or pending.work is None:
+            raise self._faults[0].error()
+        until = self._deadline(None)
+        self._wait(pending.work, pending.call, until)
+        _release(pending.work)
+        fields = pending.rows.view(torch.int64)
+        if not bool((fields[:, :_HEAD_FIELDS] == fields[0, :_HEAD_FIELDS]).all()):
+            self._disagree(pending.call, until)
+        count = int(fields[0, _HEAD_FIELDS - 1]) // _NUMBER_BYTES
+        return [tuple(row) for row in fields[:, _HEAD_FIELDS : _HEAD_FIELDS + count].tolist()]
+
     def _all_gather(self, tensor: torch.Tensor, call: Call | None = None, until: float | None = None) -> torch.Tensor:
         """The bytes of all ranks, one row each."""
+        if call is None or until is None:
+            work, rows = self._begin_all_gather(tensor, self._timeout_secs)
+            work.wait()
+        else:  # with a deadline, or it would outlive this call
+            work, rows = self._begin_all_gather(tensor, max(until - time.monotonic(), _LEAST_SECS))
+            self._wait(work, call, until)
+        return rows
+
+    def _begin_all_gather(self, tensor: torch.Tensor, timeout_secs: float) -> tuple[Any, torch.Tensor]:
         rows = tensor.new_empty(self.world_size, tensor.numel())
         options = self._dist.distributed_c10d.AllgatherOptions()
-        if call is None or until is None:
-            self._group.allgather([list(rows)], [tensor], options).wait()
-        else:
-            options.timeout = timedelta(
-                seconds=max(until - time.monotonic(), _LEAST_SECS)
-            )  # or it would outlive this call
-            self._wait(self._group.allgather([list(rows)], [tensor], options), call, until)
-        return rows
+        options.timeout = timedelta(seconds=timeout_secs)
+        return self._group.allgather([list(rows)], [tensor], options), rows
 
     def _wait(self, work: Any, call: Call, until: float) -> None:
         """Wait for an exchange.
@@ -249,12 +289,12 @@ class TorchCollectives:
         try:
             self._look_until_done(work, call, until)
         except BaseException:  # interrupts too
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+            _keep(work)
             raise
         try:
             work.wait()
         except RuntimeError as error:
-            self._call_roll(f"{call} failed: {_first_sentence(error)}", error)
+            self._call_roll(f"{call} failed: {first_sentence(error)}", error)
 
     def _look_until_done(self, work: Any, call: Call, until: float) -> None:
         """Poll the exchange, and check the notice board from time to time."""
@@ -296,7 +336,7 @@ class TorchCollectives:
 
     def _disagree(self, call: Call, until: float) -> NoReturn:
         """Raise with the calls of all ranks. Every rank has seen that they differ, so every rank gets here."""
-        rows = self._all_gather(_padded(str(call).encode()[:_HEAD_BYTES], _HEAD_BYTES), call, until)
+        rows = self._all_gather(padded_bytes(str(call).encode()[:_HEAD_BYTES], _HEAD_BYTES), call, until)
         calls = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
         raise RanksDisagree(
             "the schedule of collectives",
@@ -313,67 +353,26 @@ class TorchCollectives:
             raise
 
 
-def _initialised() -> Any:
-    import torch.distributed as dist
+@final
+@attrs.frozen(eq=False)
+class _PendingGather:
+    owner: TorchCollectives
+    call: Call
+    work: Any
+    rows: torch.Tensor
 
-    if not (dist.is_available() and dist.is_initialized()):
-        raise InvalidArgument(
-            "TorchCollectives",
-            expected="an initialised torch.distributed",
-            found="none" if dist.is_available() else "a torch that was built without it",
-            fix='start the ranks with torchrun, and call torch.distributed.init_process_group("gloo") (or "nccl") first',
-        )
-    return dist
-
-
-def _not_made(error: RuntimeError) -> RankFailed:
-    return RankFailed(
-        "the ranks",
-        expected="every rank to make its TorchCollectives",
-        found=_first_sentence(error).splitlines()[0],
-        fix="make them at the same point on every rank; look at the ranks that did not come",
-    )
+    def wait(self) -> list[tuple[int, ...]]:
+        return self.owner._rows_of(self)  # noqa: SLF001 - of this module
 
 
-def _checked(dist: Any, group: Any) -> Any:
-    if dist.get_rank(group) < 0:
-        raise InvalidArgument(
-            "TorchCollectives.group",
-            expected="a group that this process is in",
-            found=f"another one, at rank {dist.get_rank()} of all",
-            fix="make collectives only on the ranks of the group",
-        )
-    backends = str(dist.get_backend_config(group))
-    if "cpu:" not in backends:
-        raise InvalidArgument(
-            "TorchCollectives.group",
-            expected="a group with a CPU backend",
-            found=backends,
-            fix="leave group out, so that a gloo group is made",
-        )
-    return group
+def _keep(work: Any) -> None:
+    """Keep an exchange, and so its tensors, until `_release`: see `TorchCollectives._wait`."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
-def _default_store(dist: Any) -> Any:
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to the store of its groups
+def _release(work: Any) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(work))
 
 
 def _digest(call: Call) -> int:
     return int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=7).digest(), "little")
-
-
-def _is_of_transport(error: BaseException) -> bool:
-    """Whether an error comes from the transport because another rank ended; it may be from a model that communicates."""
-    import torch.distributed as dist
-
-    kinds = (dist.DistBackendError, dist.DistNetworkError)
-    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-
-
-def _first_sentence(error: BaseException) -> str:
-    """The text of an error, without the advice added by gloo."""
-    return str(error).partition(_ADVICE)[0]
-
-
-def _padded(data: bytes, size_bytes: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """`World` and the `Collectives` protocol: core knows nothing else about ranks."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final, runtime_checkable
 
 import attrs
@@ -38,6 +39,17 @@ def make_world(rank: int, size: int) -> World:
     return World(rank, size)
 
 
+class PendingRows(Protocol):
+    """The numbers of all ranks, on their way; `Collectives.start_gather` returns it."""
+
+    def wait(self) -> list[tuple[int, ...]]:
+        """Return the numbers of each rank, in rank order; once.
+
+        Raises:
+            RankFailed: if a rank failed, or did not start its own in time.
+        """
+
+
 @runtime_checkable
 class Collectives(Protocol):
     """Communication between ranks. Every rank must make the same calls in the same order."""
@@ -58,6 +70,12 @@ class Collectives(Protocol):
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank; small objects."""
+
+    def start_gather(self, numbers: Sequence[int]) -> PendingRows:
+        """Start to gather a few whole numbers below 2**63, as many on every rank; return at once, also if a rank has failed.
+
+        It counts as a call where it is started. Other calls may be made before the numbers are waited for.
+        """
 
     def barrier(self, *, timeout_secs: float) -> None:
         """Return once every rank has called this; raise `RankFailed` after the deadline."""

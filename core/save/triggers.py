@@ -3,15 +3,15 @@
 `should_save` is the part that depends on the step alone.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Final, final
 
 import attrs
 
 from trainfold.core.checks import count, positive
-from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
-from trainfold.core.save.auto_cadence import FIRST_SAVE_SECS
+from trainfold.core.save.cadence import FIRST_SAVE_SECS
 from trainfold.core.save.requests import StopRequest, merge_requests
 
 _MEANING: Final = {
@@ -111,7 +111,7 @@ def decide(  # noqa: PLR0913 - one keyword for each source
     Laws: no step is saved twice, however many reasons there are. ``abort`` saves nothing and stops. The order and the number of the requests
     make no difference. The steps that ``every`` saves depend neither on interruptions nor on other saves. At step 0 no cadence is due.
 
-    Pass what all ranks agree on: the merged requests, and the clock of rank 0.
+    Pass what all ranks agree on: the merged requests, and the clock of rank 0. See `trainfold.core.save.boundary`.
 
     Args:
         step: optimizer steps done, >= 0.
@@ -155,53 +155,6 @@ def decide(  # noqa: PLR0913 - one keyword for each source
     wants = "abort" not in asked and any(name in _SAVING and name not in ending for name in reasons)
     listed = (*reasons, "saved") if wants and not is_new else reasons
     return Verdict(wants and is_new, not _STOPPING.isdisjoint(reasons), listed)
-
-
-@final
-@attrs.frozen
-class Boundary:
-    """What one rank knows at a boundary; or what all ranks have agreed on, as `agreed_boundary` returns it.
-
-    Attributes:
-        step: optimizer steps done.
-        is_last: whether the run ends here, on any rank.
-        is_best: whether this state is the best so far, on any rank.
-        has_ended: whether the save under way has ended, on every rank.
-        secs_since_save: by rank 0's clock.
-        every: the cadence that rank 0 has chosen; None before it has.
-    """
-
-    step: int
-    is_last: bool
-    is_best: bool
-    has_ended: bool
-    secs_since_save: float = 0.0
-    every: int | None = None
-
-
-def agreed_boundary(ranks: Sequence[Boundary]) -> Boundary:
-    """What all ranks act on: rank 0's clock and cadence, the end and the best of any rank, and a save that has ended on every rank.
-
-    Args:
-        ranks: the boundary of each rank.
-
-    Raises:
-        RanksDisagree: if the ranks are at different steps.
-
-    Examples:
-        >>> agreed_boundary([Boundary(7, False, False, True, 9.0), Boundary(7, True, False, False, 8.0)])
-        Boundary(step=7, is_last=True, is_best=False, has_ended=False, secs_since_save=9.0, every=None)
-    """
-    steps = [each.step for each in ranks]
-    if len(set(steps)) > 1:
-        raise RanksDisagree("the step", expected="the same on every rank", found=f"{steps}, by rank",
-                            fix="call the manager at the same boundaries on every rank")  # fmt: skip
-    return attrs.evolve(
-        ranks[0],
-        is_last=any(each.is_last for each in ranks),
-        is_best=any(each.is_best for each in ranks),
-        has_ended=all(each.has_ended for each in ranks),
-    )
 
 
 def with_chosen_cadence(triggers: Triggers, every: int | None) -> Triggers:

@@ -7,12 +7,13 @@ from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.core.layout.data_parallel import Replicas
 from trainfold.core.layout.parallelism import Coordinates, Parallelism
-from trainfold.core.layout.world import Collectives, World, make_world
+from trainfold.core.layout.world import Collectives, PendingRows, World, make_world
 
 __all__ = [
     "Collectives",
     "Coordinates",
     "Parallelism",
+    "PendingRows",
     "Replicas",
     "SingleProcess",
     "TorchCollectives",

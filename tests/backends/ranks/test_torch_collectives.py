@@ -52,7 +52,7 @@ class Wrapped:
     def __init__(self, inner, **broken):
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
-        for name in ("all_sum", "broadcast", "gather", "barrier", "fail"):
+        for name in ("all_sum", "broadcast", "gather", "start_gather", "barrier", "fail", "duplicate"):
             setattr(self, name, broken.get(name, getattr(inner, name)))
 
 

@@ -2,15 +2,16 @@
 
 import itertools
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.errors import RanksDisagree
+from trainfold.core.save.boundary import Boundary, agreed_boundary
+from trainfold.core.save.requests import REQUESTS, merge_requests
 from trainfold.core.save.triggers import (
-    Boundary,
     Triggers,
-    agreed_boundary,
     decide,
     last_saved_after_failure,
     last_saved_at,
@@ -19,25 +20,42 @@ from trainfold.core.save.triggers import (
 )
 
 facts = st.builds(
-    Boundary, st.just(3), st.booleans(), st.booleans(), st.booleans(), st.floats(0, 9), st.none() | st.integers(1, 9)
+    Boundary,
+    step=st.just(3),
+    has_ended=st.booleans(),
+    secs_since_save=st.integers(0, 9).map(float),
+    every=st.none() | st.integers(1, 9),
+    asked=st.sets(st.sampled_from(REQUESTS)).map(lambda asked: merge_requests([asked])),
+    has_failed=st.booleans(),
 )
 
 
-@given(ranks=st.lists(facts, min_size=1, max_size=4))
-def test_what_ranks_agree_on_depends_on_their_order_only_by_rank_0(ranks):
+@given(ranks=st.lists(facts, min_size=1, max_size=4), is_last=st.booleans(), is_best=st.booleans())
+def test_what_ranks_agree_on_depends_on_their_order_only_by_rank_0(ranks, is_last, is_best):
     """Rank 0 has the clock and the cadence; the rest is any and all."""
-    found = agreed_boundary(ranks)
+    ranks = [attrs.evolve(each, is_last=is_last, is_best=is_best) for each in ranks]
+    found = agreed_boundary([each.numbers() for each in ranks])
     assert (found.secs_since_save, found.every) == (ranks[0].secs_since_save, ranks[0].every)
     for order in itertools.permutations(ranks[1:]):
-        assert agreed_boundary([ranks[0], *order]) == found
-    assert agreed_boundary([found] * 3) == found
+        assert agreed_boundary([each.numbers() for each in (ranks[0], *order)]) == found
+    assert agreed_boundary([found.numbers()] * 3) == found
     assert found.has_ended is all(each.has_ended for each in ranks)
-    assert (found.is_last, found.is_best) == (any(e.is_last for e in ranks), any(e.is_best for e in ranks))
+    assert found.has_failed is any(each.has_failed for each in ranks)
+    assert set(found.asked) == {request for each in ranks for request in each.asked}
+    assert (found.is_last, found.is_best) == (is_last, is_best)
+    assert agreed_boundary([ranks[0].numbers()]) == ranks[0]
 
 
 def test_ranks_at_different_steps_are_refused_with_the_step_of_each():
     with pytest.raises(RanksDisagree, match=r"\[3, 4\], by rank"):
-        agreed_boundary([Boundary(step, False, False, False) for step in (3, 4)])
+        agreed_boundary([Boundary(step).numbers() for step in (3, 4)])
+
+
+@pytest.mark.parametrize("flag", ["is_last", "is_best"])
+def test_a_flag_that_only_some_ranks_give_is_refused_with_these_ranks(flag):
+    rows = [Boundary(3, **{flag: rank in (1, 3)}).numbers() for rank in range(4)]
+    with pytest.raises(RanksDisagree, match=f"{flag}: expected the same on every rank, found True on rank 1, 3 of 4"):
+        agreed_boundary(rows)
 
 
 def test_before_there_is_a_cadence_the_clock_decides_and_nothing_else_of_the_triggers_changes():
