@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, is_exiting
 from traceback import walk_tb
 from typing import Any, Final, Generic, TypeVar, final
 
@@ -30,8 +30,8 @@ _SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_A
 class Job(Generic[T]):
     """An action that runs once, in whichever thread claims it first.
 
-    A process, also one of `multiprocessing`, waits for its jobs before it exits. If no thread can be started, `start` runs the action
-    itself. If the thread does not begin in time, `wait` runs the action.
+    A process, also one of `multiprocessing`, waits for its jobs before it exits. Once it has waited, or if no thread can be started,
+    `start` runs the action itself. If the thread does not begin in time, `wait` runs the action.
 
     Args:
         action: what to run.
@@ -75,10 +75,16 @@ class Job(Generic[T]):
         if self._claim.locked():
             return  # withdrawn
         _wait_at_exit()
-        _STARTED.add(self)
+        _STARTED.add(self)  # before the look at the end, which sets its flag before it looks here
+        if _EXIT.is_over or is_exiting():
+            self._run_here()
+            return
+        in_use = threading.Lock()
+        _IN_USE.add(in_use)
         try:
-            _thread.start_new_thread(_work, ([self],))
+            _thread.start_new_thread(_work, ([self], in_use))
         except (RuntimeError, MemoryError):
+            _IN_USE.discard(in_use)
             self._run_here()
 
     def carry_out(self) -> None:
@@ -93,10 +99,11 @@ class Job(Generic[T]):
             self.result, self.failure = _outcome(action)
         except BaseException as error:  # noqa: BLE001  # an interrupt beside the action, where the caller runs it
             self.failure = error
+        del action  # frees tensors, which must not happen after the end
         end = self._end
         end.is_over = True  # an assignment, because a call may get no memory
         _STARTED.discard(self)
-        del self, action  # a failure's traceback leads to this frame, and keeps it alive
+        del self  # a failure's traceback leads to this frame, and keeps it alive
         end.set()
 
     def withdraw(self) -> bool:
@@ -127,20 +134,39 @@ class Job(Generic[T]):
             raise self.failure from None
 
 
-def _work(jobs: list[Job[Any]]) -> None:
-    """Run the one job of a list, and keep no reference to it: a failure's traceback leads to this frame."""
-    threading.current_thread().name = jobs[0].name
-    jobs.pop().carry_out()
+def _work(jobs: list[Job[Any]], in_use: threading.Lock) -> None:
+    """Run the one job of a list, and keep no reference to it: a failure's traceback leads to this frame.
+
+    The lock is taken until nothing is left to do but to return. A thread that still frees a tensor while Python ends aborts the process:
+    Python ends such a thread where it next asks for the interpreter, and torch's destructors allow no unwinding.
+    """
+    in_use.acquire()
+    try:
+        threading.current_thread().name = jobs[0].name
+        jobs.pop().carry_out()
+    finally:
+        _IN_USE.discard(in_use)
+        in_use.release()
 
 
 _STARTED: Final[set[Job[Any]]] = set()  # those that have not ended
+_IN_USE: Final[set[threading.Lock]] = set()  # of the threads of jobs; each takes its own
+_EXIT: Final = Latch()  # set when the process begins to wait for its jobs
 
 
 def _wait_for_all() -> None:
-    """Wait for the jobs under way, and for those that are started meanwhile."""
+    """Wait for the jobs under way, for those that are started meanwhile, and then for their threads to be done."""
+    _EXIT.is_over = True
     while _STARTED:
         for job in list(_STARTED):
             job.wait()
+            del job
+    for in_use in list(_IN_USE):
+        with in_use:
+            pass
+
+
+atexit.register(_wait_for_all)  # for jobs that start after the one below has run
 
 
 @cache
@@ -153,6 +179,8 @@ def _wait_at_exit() -> None:
 def _forget_jobs() -> None:
     """Forget the parent's jobs in a forked child, which does not have the threads that do them."""
     _STARTED.clear()
+    _IN_USE.clear()
+    _EXIT.is_over = False
     _wait_at_exit.cache_clear()
 
 

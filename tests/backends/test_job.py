@@ -181,6 +181,11 @@ if __name__ == "__main__":
         process.start()
         process.join()
         sys.exit(process.exitcode)
+    elif how == "thread of a process":  # goes on after the main function of the process
+        process = multiprocessing.get_context("fork").Process(target=threading.Thread(target=loop, args=(run, False)).start)
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
     elif how == "atexit":
         manager = trainfold.CheckpointManager(run, mode="async", every=1)
         manager.step(state(3))
@@ -189,7 +194,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("how", ["thread", "thread without close", "process", "atexit"])
+@pytest.mark.parametrize("how", ["thread", "thread without close", "process", "thread of a process", "atexit"])
 def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_path, how):
     """A14, P11: in a thread that outlives the main one, in a process of multiprocessing, from atexit."""
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -199,6 +204,82 @@ def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_
     found = load(tmp_path / "run", like=TrainState(trainer=Progress(), extra={"w": torch.zeros(2 << 20)}))
     assert found.trainer.step == 4
     assert torch.equal(found.extra["w"], torch.full((2 << 20,), 4.0))
+
+
+SLOW_TO_FREE = """
+import os, sys, time
+from functools import partial
+from trainfold.backends.job import Job
+
+class Thing:
+    def __del__(self):
+        time.sleep(0.2)  # here Python ends the thread, if the program ends meanwhile
+        os.write(1, b"freed ")
+
+def action(*things):
+    return things if sys.argv[1] == "result" else None
+
+job = Job(partial(action, Thing(), Thing()))
+job.start()
+latest = job._end
+del job
+while not latest.is_over:
+    pass
+"""
+
+AFTERWARDS = """
+import atexit, multiprocessing, os, sys, threading, time
+
+def start_a_job():
+    from trainfold.backends.job import Job
+    time.sleep(0.1)
+    Job(lambda: (time.sleep(0.2), os.write(1, b"done "))).start()
+
+def many():
+    for _ in range(3):
+        start_a_job()
+
+def in_a_thread():
+    threading.Thread(target=many).start()
+
+if __name__ == "__main__":
+    how = sys.argv[1]
+    if how == "atexit":
+        atexit.register(many)
+        import trainfold.backends.job
+    elif how == "atexit, after the first":
+        atexit.register(many)
+        start_a_job()
+    else:
+        if how.endswith("before"):
+            start_a_job()
+        process = multiprocessing.get_context(how.split()[0]).Process(target=in_a_thread)
+        process.start()
+        process.join()
+"""
+
+
+def printed(folder, program, *arguments):
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, folder / "program.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("kept_by", ["action", "result"])
+def test_the_end_of_a_process_waits_until_a_job_has_freed_what_it_held(tmp_path, kept_by):
+    """A14: a thread that frees tensors while Python ends aborts the process, after a save that succeeded."""
+    assert printed(tmp_path, SLOW_TO_FREE, kept_by) == "freed freed "
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [("atexit", 3), ("atexit, after the first", 4), ("fork", 3), ("spawn", 3), ("fork before", 4)],
+)
+def test_a_job_that_starts_when_the_process_has_waited_runs_in_the_call(tmp_path, how, count):
+    """A14: in a handler of `atexit`, and in a thread that outlives the main function of a process of `multiprocessing`."""
+    assert printed(tmp_path, AFTERWARDS, how) == "done " * count
 
 
 def _interrupt(*_):
