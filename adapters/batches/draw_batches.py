@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.batches.beside import KEY, Beside
 from trainfold.adapters.batches.draws import Drawn
 from trainfold.adapters.batches.feed import END
+from trainfold.adapters.batches.loader_extras import KEY, LoaderExtras
 from trainfold.adapters.batches.worker_trace import WorkerTrace, skipping
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import StreamReader, Streams, set_streams
@@ -20,28 +20,28 @@ from trainfold.core.errors import InvalidArgument
 
 @final
 class Watch:
-    """Reads the streams of this process, and the components beside the loader, when an index leaves the sampler.
+    """Reads the streams of this process, and the components under ``extra``, when an index leaves the sampler.
 
     It has no reference to a loader, because a sampler's tap references it: a loader in a cycle would keep its workers until
     a collection.
     """
 
-    def __init__(self, beside: Beside) -> None:
-        self.beside = beside
+    def __init__(self, extras: LoaderExtras) -> None:
+        self.extras = extras
         self.reader: StreamReader | None = None  # None if workers draw
         self.before: Streams = {}
-        self.put_back: dict[str, Any] = {}  # the components beside the loader, before a batch is drawn again
+        self.put_back: dict[str, Any] = {}  # the components under ``extra``, before a batch is drawn again
         self.again: deque[Streams] = deque()  # for batches to draw again: the streams that they were drawn with
 
     def look(self) -> None:
         """Read the streams; from here on only the dataset and the collate function can move them."""
         if self.reader is None:
             return
-        held = self.beside.now()
+        held = self.extras.now()
         if self.again:
             self.put_back, again = held, self.again.popleft()
             held = again.get(KEY, {})
-            self.beside.write(held)
+            self.extras.write(held)
             set_streams(again)
         self.reader.moved()
         self.before = {**self.reader.streams, KEY: held} if held else self.reader.streams
@@ -53,12 +53,12 @@ class Drawer:
 
     Args:
         loader: the loader; some of its attributes are replaced while an iterator is made, and then put back.
-        beside: the components under ``extra`` beside it.
+        extras: the components under ``extra`` that its batches may be drawn from.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", beside: Beside) -> None:
+    def __init__(self, loader: "DataLoader[Any]", extras: LoaderExtras) -> None:
         self._loader = loader
-        self.watch = Watch(beside)
+        self.watch = Watch(extras)
         self.knows_that_streams_move = False
 
     def open(self, trace: WorkerTrace | None, others: Mapping[str, Any]) -> Iterator[Any]:
@@ -98,7 +98,7 @@ class Drawer:
             try:
                 return self._draw_here(iterator, reader)
             finally:
-                self.watch.beside.write(self.watch.put_back)
+                self.watch.extras.write(self.watch.put_back)
                 self.watch.put_back = {}
 
     def _draw_here(self, iterator: Iterator[Any], reader: StreamReader) -> Any:

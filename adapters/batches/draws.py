@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.adapters.batches.beside import KEY, Beside, streams_only
 from trainfold.adapters.batches.feed import OTHER, mismatch
+from trainfold.adapters.batches.loader_extras import KEY, LoaderExtras, streams_only
 from trainfold.adapters.batches.sampler_tap import order_problems
 from trainfold.adapters.batches.worker_trace import Report
 from trainfold.adapters.streams.rng_streams import moved_stream_problems
@@ -28,7 +28,7 @@ class Drawn:
         worker: the worker that drew it; None for this process.
         digest: the digest of the batch.
         moved: the streams that the batch moved, as they are after it; in this process, some of them are enough.
-        before: this process's streams before the batch, and the components beside the loader; empty in a worker.
+        before: this process's streams before the batch, and the components under ``extra``; empty in a worker.
         kind: a short description of the batch.
     """
 
@@ -52,7 +52,7 @@ class LastBatch:
     Attributes:
         digest: the digest of its contents.
         samples: its number of samples.
-        before: the streams that it was drawn with, in the process that drew it; under `KEY`, the components beside the loader.
+        before: the streams that it was drawn with, in the process that drew it; under `KEY`, the components under ``extra``.
         kind: a short description of the batch.
     """
 
@@ -171,7 +171,7 @@ class Draws:
         *,
         inside: bool,
         tied: bool = False,
-        beside: Beside | None = None,
+        extras: LoaderExtras | None = None,
     ) -> list[TrainfoldError]:
         """List every reason why a run cannot continue here from a saved record.
 
@@ -181,7 +181,7 @@ class Draws:
             policy: what to do about another number of workers.
             inside: whether the position is in the middle of an epoch.
             tied: whether the loader's own state fits only the same number of workers.
-            beside: the components under ``extra`` beside the loader.
+            extras: the components under ``extra`` that a batch may be drawn from.
         """
         where = "state.dataset.draws"
         accepts = verdict_of("num_workers", where, policy) != "refuse"
@@ -196,7 +196,7 @@ class Draws:
                     'resume at the end of an epoch; or continue with new streams, with policy={"num_workers": "warn"}',
                 )
             ]
-        found = self._malformed(saved, generators, beside)
+        found = self._malformed(saved, generators, extras)
         differs = saved["count"] != self.workers if not found else False
         if found or (accepts and not (tied and differs)):
             return found
@@ -219,7 +219,7 @@ class Draws:
         return found
 
     def _malformed(
-        self, saved: Any, generators: Mapping[str, torch.Generator], beside: Beside | None
+        self, saved: Any, generators: Mapping[str, torch.Generator], extras: LoaderExtras | None
     ) -> list[TrainfoldError]:
         where = "state.dataset.draws"
         kinds = {"count": int, "persistent": bool, "moved": bool, "next": int, "streams": list}
@@ -233,7 +233,7 @@ class Draws:
         for worker, streams in enumerate(saved["streams"]):
             problems.extend(moved_stream_problems(streams, path=f"{where}.streams[{worker}]"))
         if saved.get("born") is not None:
-            problems.extend(order_problems(saved["born"], dict(generators), beside, where=f"{where}.born"))
+            problems.extend(order_problems(saved["born"], dict(generators), extras, where=f"{where}.born"))
         lasts = _lasts_of(saved)
         if not isinstance(lasts, list) or len(lasts) > max(1, count):
             return [*problems, mismatch(f"{where}.lasts", "at most one batch of each worker", repr(lasts)[:80], OTHER)]
@@ -245,8 +245,8 @@ class Draws:
                 continue
             before = last.get("before")
             problems.extend(moved_stream_problems(streams_only(before), path=f"{path}.before"))
-            if beside is not None and isinstance(before, dict):
-                problems.extend(beside.problems(before.get(KEY, {}), where=f"{path}.before.{KEY}"))
+            if extras is not None and isinstance(before, dict):
+                problems.extend(extras.problems(before.get(KEY, {}), where=f"{path}.before.{KEY}"))
         return problems
 
     def take(self, saved: Any) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trainfold.adapters.batches.beside import KEY, Beside
 from trainfold.adapters.batches.feed import END, OTHER, generator_problems, length_of, mismatch, set_generators
 from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
+from trainfold.adapters.batches.loader_extras import KEY, LoaderExtras
 from trainfold.adapters.batches.pull_watch import PullWatch
 from trainfold.adapters.batches.worker_trace import Empty
 from trainfold.adapters.components.component import nothing
@@ -20,10 +20,12 @@ from trainfold.core.state.state import Opaque
 class Tap:
     """Wraps a loader's sampler: captures the streams at the start of an epoch, skips to a position, counts the indices."""
 
-    def __init__(self, sampler: Any, generators: dict[str, torch.Generator], beside: Beside, *, counts: bool) -> None:
+    def __init__(
+        self, sampler: Any, generators: dict[str, torch.Generator], extras: LoaderExtras, *, counts: bool
+    ) -> None:
         self.sampler = sampler
         self.generators = generators
-        self.beside = beside
+        self.extras = extras
         self.counts = counts
         self.start: Opaque | None = None  # the streams to start from; None to start from the current ones
         self.skip = 0
@@ -59,7 +61,7 @@ class _TapIterator:
         self.stopped = False
         self.is_sought = False  # whether the position is reached
         self.is_first = True
-        self.at_first: dict[str, Any] = {}  # the components beside the loader, after a restarted sampler's first index
+        self.at_first: dict[str, Any] = {}  # the components under ``extra``, after a restarted sampler's first index
         self.empty = tap.empty
         self.passed: deque[tuple[int, bool]] = deque()
 
@@ -89,15 +91,15 @@ class _TapIterator:
             return
         tap = self.tap
         if tap.start is not None:
-            restore_order(tap.start, tap.generators, tap.beside)
-        tap.started_from = tap.start or capture_order(tap.generators, tap.beside)
+            restore_order(tap.start, tap.generators, tap.extras)
+        tap.started_from = tap.start or capture_order(tap.generators, tap.extras)
         tap.start, skip, tap.skip = None, tap.skip, 0
         self.indices = iter(tap.sampler)
         if not tap.seeks:
             self.is_sought = True
             return
         read, item = 0, self._pull()
-        self.at_first = tap.beside.at_start()
+        self.at_first = tap.extras.at_start()
         while read < skip and item is not END:
             read, self.given = read + self._size(item), self.given + 1
             item = self._pull()
@@ -144,18 +146,18 @@ def not_between(samples: int, read: int, *, is_end: bool) -> DataPositionMismatc
     )
 
 
-def capture_order(generators: dict[str, torch.Generator], beside: Beside | None = None) -> Opaque:
+def capture_order(generators: dict[str, torch.Generator], extras: LoaderExtras | None = None) -> Opaque:
     """Capture everything that the order of an epoch may be drawn from."""
     states = {name: generator.get_state() for name, generator in generators.items()}
     found = {"streams": capture_streams(), "generators": states}
-    held = {} if beside is None else beside.at_start()
+    held = {} if extras is None else extras.at_start()
     return Opaque({**found, KEY: held} if held else found)
 
 
-def restore_order(order: Opaque, generators: dict[str, torch.Generator], beside: Beside | None = None) -> None:
+def restore_order(order: Opaque, generators: dict[str, torch.Generator], extras: LoaderExtras | None = None) -> None:
     """Put back what `capture_order` captured."""
-    if beside is not None:
-        beside.write(order.value.get(KEY, {}))
+    if extras is not None:
+        extras.write(order.value.get(KEY, {}))
     restore_streams(order.value["streams"])
     set_generators(generators, order.value["generators"])
 
@@ -163,7 +165,7 @@ def restore_order(order: Opaque, generators: dict[str, torch.Generator], beside:
 def order_problems(
     order: Any,
     generators: dict[str, torch.Generator],
-    beside: Beside | None = None,
+    extras: LoaderExtras | None = None,
     *,
     where: str = "state.dataset.order",
 ) -> list[TrainfoldError]:
@@ -173,5 +175,5 @@ def order_problems(
     return [
         *stream_problems(order["streams"], path=f"{where}.streams"),
         *generator_problems(generators, order.get("generators"), f"{where}.generators"),
-        *([] if beside is None else beside.problems(order.get(KEY, {}), where=f"{where}.{KEY}")),
+        *([] if extras is None else extras.problems(order.get(KEY, {}), where=f"{where}.{KEY}")),
     ]

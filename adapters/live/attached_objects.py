@@ -5,7 +5,7 @@ from typing import Any, final
 
 import torch
 
-from trainfold.adapters.batches.beside import is_beside
+from trainfold.adapters.batches.loader_extras import is_loader_extra
 from trainfold.adapters.components.component import ComponentAdapter, ObjectPart, Stateful, TreePart
 from trainfold.adapters.components.held_optimizers import Attached
 from trainfold.adapters.components.module import ModulePart
@@ -192,11 +192,11 @@ class AttachedObjects:
         found = {name: self._part(name, target, names) for name, target in self.optimizers.items()}
         return {name: part for name, part in found.items() if isinstance(part, OptimizerPart)}
 
-    def beside(self) -> dict[str, ComponentAdapter]:
+    def loader_extras(self) -> dict[str, ComponentAdapter]:
         """The components under ``extra`` that batches may be drawn from: neither modules nor optimizers."""
         plain = torch.nn.Module | torch.optim.Optimizer
         found = {name: self._part(name, each, {}) for name, each in self.extra.items() if not isinstance(each, plain)}
-        return {name: part for name, part in found.items() if is_beside(part)}
+        return {name: part for name, part in found.items() if is_loader_extra(part)}
 
     def clear_gradients(self) -> None:
         """Clear the gradients of every module."""

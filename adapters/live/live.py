@@ -53,9 +53,9 @@ class Live:
         self._pending = PendingComponents()
         self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
-        self._beside = objects.beside()  # components that batches may be drawn from
+        self._extras = objects.loader_extras()  # components that batches may be drawn from
         if feed is not None:
-            feed.attend(self._beside)
+            feed.attend(self._extras)
 
     def __repr__(self) -> str:
         """The components and the counters; class names only, because the objects may be large."""
@@ -327,7 +327,7 @@ class Live:
         settings = attached_settings({name: target}, None)
         self._pending.give(name, parts, settings)
         self._objects.add(name, target, parts)
-        self._beside.update(self._objects.beside())
+        self._extras.update(self._objects.loader_extras())
         self._watch.registered(name, target, settings)
         self._is_tried = False
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, final
 
-from trainfold.adapters.batches.beside import KEY, KeptBeside
 from trainfold.adapters.batches.data_probe import compare_batch, is_wanted
 from trainfold.adapters.batches.draw_batches import Drawer
 from trainfold.adapters.batches.draws import Drawn, LastBatch
 from trainfold.adapters.batches.feed import END, set_epochs, set_generators
+from trainfold.adapters.batches.loader_extras import KEY, KeptExtras
 from trainfold.adapters.batches.pull_watch import PullWatch, is_foreign
 from trainfold.adapters.batches.sampler_tap import Tap, capture_order, not_between, restore_order, unfollowed
 from trainfold.adapters.batches.worker_trace import WorkerTrace
@@ -39,8 +39,8 @@ class MapIterators:
         self.counts = loader.batch_sampler is not None
         self._slot = "batch_sampler" if self.counts else "sampler"
         sampler = getattr(loader, self._slot)
-        self.tap = Tap(sampler, position.generators, position.beside, counts=self.counts)
-        self.drawer = Drawer(loader, position.beside)
+        self.tap = Tap(sampler, position.generators, position.extras, counts=self.counts)
+        self.drawer = Drawer(loader, position.extras)
         self.tap.look = self.drawer.watch.look
         if is_foreign(loader):
             self.tap.watch = PullWatch(kind_of(loader.sampler), is_ahead=bool(position.draws.workers))
@@ -81,12 +81,12 @@ class MapIterators:
             return self._iterate(None)
         self._forget_workers()
         if draws.born is None and epoch == 0:
-            draws.born = capture_order(at.generators, at.beside)
+            draws.born = capture_order(at.generators, at.extras)
         else:
             # a run without an interruption has had its workers since epoch 0, and draws no seed for new ones here
-            tap.start = capture_order(at.generators, at.beside)
+            tap.start = capture_order(at.generators, at.extras)
             if draws.born is not None:
-                restore_order(draws.born, at.generators, at.beside)
+                restore_order(draws.born, at.generators, at.extras)
         return self._iterate(self._trace(draws.starts(probe=False)))
 
     def _seek(self, epoch: int, order: Opaque) -> Iterator[Any]:
@@ -101,14 +101,14 @@ class MapIterators:
         tap.skip = (at.samples - sum(last.samples for last in lasts)) if here else 0
         tap.seeks = True
         trace: WorkerTrace | None = None
-        with at.beside.kept(everything=self._is_restored) as kept:
+        with at.extras.kept(everything=self._is_restored) as kept:
             with preserved_rng():
                 if draws.workers:
                     self._forget_workers()
-                    at.beside.write(order.value.get(KEY, {}))  # workers copy it
+                    at.extras.write(order.value.get(KEY, {}))  # workers copy it
                     born = draws.born if draws.persistent else at.worker_seeds.get(epoch)
                     if born is not None:
-                        restore_order(born, at.generators, at.beside)
+                        restore_order(born, at.generators, at.extras)
                     trace = self._trace(
                         draws.starts(probe=bool(lasts)) if here or draws.persistent else {}, lasts, here=here
                     )
@@ -118,7 +118,7 @@ class MapIterators:
                 set_generators(at.generators, now)
             # a sampler that draws in the middle of an epoch is ahead of the restored state, and so is what it draws from
             first = not_none(tap.current).at_first
-            kept.leave({name for name in first if at.beside.differs(name, first[name])})
+            kept.leave({name for name in first if at.extras.differs(name, first[name])})
             kept.put_back()
             error = self._compared(iterator, lasts, kept) if lasts else None
         self._is_restored = self._is_restored and error is not None
@@ -163,7 +163,7 @@ class MapIterators:
         return self._probe_due and is_wanted(self._at.policy)
 
     def _compared(
-        self, iterator: Iterator[Any], lasts: tuple[LastBatch, ...], kept: KeptBeside
+        self, iterator: Iterator[Any], lasts: tuple[LastBatch, ...], kept: KeptExtras
     ) -> DataPositionMismatch | None:
         """Draw the last batch of each worker again and compare it with what was trained on; return what to raise."""
         samples, others = self._at.samples, 0

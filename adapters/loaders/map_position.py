@@ -7,7 +7,6 @@ from typing import Any, Final, final
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from trainfold.adapters.batches.beside import KEY, Beside, streams_only
 from trainfold.adapters.batches.draws import Draws, plain
 from trainfold.adapters.batches.feed import (
     OTHER,
@@ -20,6 +19,7 @@ from trainfold.adapters.batches.feed import (
     position_problems,
     set_generators,
 )
+from trainfold.adapters.batches.loader_extras import KEY, LoaderExtras, streams_only
 from trainfold.adapters.batches.pull_watch import late_order_problems
 from trainfold.adapters.batches.sampler_tap import order_problems
 from trainfold.adapters.components.component import ComponentAdapter
@@ -44,7 +44,7 @@ class MapPosition:
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.loader = loader
         self.generators = generators_of(loader)
-        self.beside = Beside(loader)
+        self.extras = LoaderExtras(loader)
         self.policy: Mapping[str, DriftAction] = {}
         self.draws = Draws(loader.num_workers, persistent=bool(loader.num_workers and loader.persistent_workers))
         self.deliveries = Deliveries()
@@ -62,7 +62,7 @@ class MapPosition:
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""
-        self.beside.attend(extra)
+        self.extras.attend(extra)
 
     def count(self, taken: Iterable[Delivery]) -> int:
         """Count batches as consumed; return their samples, over all ranks where that is known."""
@@ -199,13 +199,13 @@ class MapPosition:
         if value["samples"]:
             found.extend(late_order_problems(value.get("late")))
         if value["samples"] or value.get("order") is not None:
-            found.extend(order_problems(value.get("order"), self.generators, self.beside))
+            found.extend(order_problems(value.get("order"), self.generators, self.extras))
         found.extend(self._ahead_problems(value))
         inside = bool(value["samples"] or value.get("order"))
         draws = value.get("draws") if value["version"] > 1 else None
         if value["version"] > 1 and draws is None:
             found.append(mismatch("state.dataset.draws", "a record of how the batches were drawn", "none", OTHER))
-        found.extend(self.draws.problems(draws, self.generators, self.policy, inside=inside, beside=self.beside))
+        found.extend(self.draws.problems(draws, self.generators, self.policy, inside=inside, extras=self.extras))
         found.extend(generator_problems(self.generators, value.get("generators"), "state.dataset.generators"))
         return found
 
@@ -278,10 +278,10 @@ class MapPosition:
                     where = f"state.dataset.again[{number}]"
                     found.extend(moved_stream_problems(streams_only(streams), path=where))
                     if isinstance(streams, dict):
-                        found.extend(self.beside.problems(streams.get(KEY, {}), where=f"{where}.{KEY}"))
+                        found.extend(self.extras.problems(streams.get(KEY, {}), where=f"{where}.{KEY}"))
             else:
                 for order in value.get(name, []):
-                    found.extend(order_problems(order, self.generators, self.beside))
+                    found.extend(order_problems(order, self.generators, self.extras))
         return found
 
     def _epoch_samples(self) -> int | None:

@@ -7,11 +7,11 @@ import attrs
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.batches.beside import KEY
 from trainfold.adapters.batches.draw_batches import unpaired
 from trainfold.adapters.batches.draws import Drawn
 from trainfold.adapters.batches.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
 from trainfold.adapters.batches.hand_out import HandedOut, Mark, Unreported
+from trainfold.adapters.batches.loader_extras import KEY
 from trainfold.adapters.batches.pull_watch import PullWatch, is_foreign
 from trainfold.adapters.batches.sampler_tap import capture_order, restore_order
 from trainfold.adapters.components.component import Undo, copied, kind_of
@@ -144,7 +144,7 @@ class StatefulFeed(AtPosition):
         at = self._at
         if not self._deliveries.waiting:
             return None
-        return Mark(at.place(), at.again[0] if at.again else capture_order(at.generators, at.beside))
+        return Mark(at.place(), at.again[0] if at.again else capture_order(at.generators, at.extras))
 
     def _give_next(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | None, Any]:
         """The next batch and its delivery; no delivery at the end. A batch that is delivered again is drawn as it was."""
@@ -152,7 +152,7 @@ class StatefulFeed(AtPosition):
         if not at.again:
             return self._drawn_now(iterator, mark)
         with self._iterators.apart():
-            restore_order(at.again[0], at.generators, at.beside)
+            restore_order(at.again[0], at.generators, at.extras)
             delivery, batch = self._drawn_now(iterator, mark)
             if delivery is None:
                 return None, END
@@ -169,7 +169,7 @@ class StatefulFeed(AtPosition):
         reader = None if at.replay is not None else self._iterators.reader
         if reader is not None:
             reader.moved()
-        held = {} if reader is None else at.beside.now()
+        held = {} if reader is None else at.extras.now()
         streams = {} if reader is None else {**reader.streams, KEY: held} if held else reader.streams
         batch = self._draw(iterator)
         if batch is END:

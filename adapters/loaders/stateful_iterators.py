@@ -7,12 +7,12 @@ from typing import Any, final
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.batches.beside import KEY, KeptBeside
 from trainfold.adapters.batches.data_probe import compare_batch, is_wanted, warn_uncompared
 from trainfold.adapters.batches.draw_batches import replaced, streams_put_back
 from trainfold.adapters.batches.draws import Drawn, LastBatch
 from trainfold.adapters.batches.feed import END, OTHER, mismatch, samplers_of, set_epochs, set_generators
 from trainfold.adapters.batches.hand_out import Counted, Unreported
+from trainfold.adapters.batches.loader_extras import KEY, KeptExtras
 from trainfold.adapters.batches.sampler_tap import capture_order, restore_order
 from trainfold.adapters.batches.worker_trace import WorkerTrace
 from trainfold.adapters.components.component import copied, copied_containers, kind_of
@@ -59,9 +59,9 @@ class StatefulIterators:
         """An iterator of an epoch whose first batch is delivered again."""
         at = self._at
         with self.apart():
-            restore_order(at.again[0], at.generators, at.beside)
+            restore_order(at.again[0], at.generators, at.extras)
             iterator = self.open()
-            at.again[0] = capture_order(at.generators, at.beside)
+            at.again[0] = capture_order(at.generators, at.extras)
         return iterator
 
     @contextmanager
@@ -70,7 +70,7 @@ class StatefulIterators:
         at = self._at
         now = {name: generator.get_state() for name, generator in at.generators.items()}
         try:
-            with at.beside.kept(everything=self.probe_due), streams_put_back():
+            with at.extras.kept(everything=self.probe_due), streams_put_back():
                 yield
         finally:
             set_generators(at.generators, now)
@@ -80,7 +80,7 @@ class StatefulIterators:
     def _start(self) -> Iterator[Any]:
         """An iterator at the start of an epoch, made at the same point as in a run without an interruption."""
         at = self._at
-        at.order = capture_order(at.generators, at.beside)
+        at.order = capture_order(at.generators, at.extras)
         with self._traced():
             iterator = self._unreported(iter(self._loader))
         at.loaded = at.replay = at.began = None
@@ -124,11 +124,11 @@ class StatefulIterators:
         lasts = self._lasts_to_compare()
         now = {name: generator.get_state() for name, generator in at.generators.items()}
         # a run without an interruption has made this iterator at the start of the epoch
-        with at.beside.kept() as kept, preserved_rng():
+        with at.extras.kept() as kept, preserved_rng():
             if lasts:
                 self._go_back()
             if at.order is not None:  # for samplers whose state the loader cannot keep
-                restore_order(at.order, at.generators, at.beside)
+                restore_order(at.order, at.generators, at.extras)
             with self._traced(again=bool(lasts), resumes=True):
                 iterator = self._unreported(iter(loader))
             kept.put_back()
@@ -163,8 +163,8 @@ class StatefulIterators:
         at = self._at
         assert at.order is not None
         now = {name: generator.get_state() for name, generator in at.generators.items()}
-        with at.beside.kept(), preserved_rng():
-            restore_order(at.order, at.generators, at.beside)
+        with at.extras.kept(), preserved_rng():
+            restore_order(at.order, at.generators, at.extras)
             if at.began is not None:
                 self._loader.load_state_dict(copied(at.began))
             with self._traced():
@@ -201,7 +201,7 @@ class StatefulIterators:
         warn_uncompared(kind_of(self._loader), why, self._at.policy)
 
     def _compared(
-        self, iterator: Iterator[Any], lasts: tuple[LastBatch, ...], kept: KeptBeside
+        self, iterator: Iterator[Any], lasts: tuple[LastBatch, ...], kept: KeptExtras
     ) -> DataPositionMismatch | None:
         """Draw the last batches again and compare them with what was trained on; return what to raise."""
         at, others = self._at, 0
@@ -211,7 +211,7 @@ class StatefulIterators:
             held = last.before.get(KEY, {})
             if not at.draws.workers:
                 set_streams(last.before)
-                at.beside.write(held)
+                at.extras.write(held)
             batch = next(iterator, END)
             drawn: Drawn | None = None
             if isinstance(iterator, Unreported):

@@ -6,7 +6,6 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.batches.beside import Beside
 from trainfold.adapters.batches.draws import Draws
 from trainfold.adapters.batches.feed import (
     OTHER,
@@ -21,6 +20,7 @@ from trainfold.adapters.batches.feed import (
     set_generators,
 )
 from trainfold.adapters.batches.hand_out import HandedOut
+from trainfold.adapters.batches.loader_extras import LoaderExtras
 from trainfold.adapters.batches.pull_watch import late_order_problems
 from trainfold.adapters.batches.sampler_tap import order_problems
 from trainfold.adapters.components.component import ComponentAdapter, copied, copied_containers, kind_of
@@ -43,7 +43,7 @@ class StatefulPosition:
     def __init__(self, loader: Any, workers: int) -> None:
         self.loader = loader
         self.generators = generators_of(loader)
-        self.beside = Beside(loader)
+        self.extras = LoaderExtras(loader)
         self.policy: Mapping[str, DriftAction] = {}
         self.draws = Draws(workers, persistent=bool(workers and loader.persistent_workers))
         self.deliveries = Deliveries()
@@ -67,7 +67,7 @@ class StatefulPosition:
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""
-        self.beside.attend(extra)
+        self.extras.attend(extra)
 
     def count(self, taken: list[Delivery]) -> None:
         """Count batches as consumed."""
@@ -209,7 +209,7 @@ class StatefulPosition:
         if digest is not None and type(digest) is not str:
             found.append(mismatch("state.dataset.digest", "a digest of the batches, as text", repr(digest), OTHER))
         if value.get("order") is not None or (digest is not None and value["batches"]):
-            found.extend(order_problems(value.get("order"), self.generators, self.beside))
+            found.extend(order_problems(value.get("order"), self.generators, self.extras))
         found.extend(self._ahead_problems(value))
         found.extend(self._draws_problems(value))
         found.extend(generator_problems(self.generators, value.get("generators"), "state.dataset.generators"))
@@ -228,7 +228,7 @@ class StatefulPosition:
         if not isinstance(again, list):
             return [*found, mismatch("state.dataset.again", "a list", repr(again)[:80], OTHER)]
         for number, order in enumerate(again):
-            found.extend(order_problems(order, self.generators, self.beside, where=f"state.dataset.again[{number}]"))
+            found.extend(order_problems(order, self.generators, self.extras, where=f"state.dataset.again[{number}]"))
         return found
 
     def _draws_problems(self, value: dict[str, Any]) -> list[TrainfoldError]:
@@ -244,4 +244,4 @@ class StatefulPosition:
                     "make the loader with snapshot_every_n_steps=1, and resume from the end of an epoch",
                 )
             ]
-        return self.draws.problems(saved, {}, self.policy, inside=bool(value["batches"]), tied=True, beside=self.beside)
+        return self.draws.problems(saved, {}, self.policy, inside=bool(value["batches"]), tied=True, extras=self.extras)

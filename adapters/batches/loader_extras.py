@@ -1,4 +1,4 @@
-"""`Beside`: the components under ``extra`` that a loader's batches may draw from or change."""
+"""`LoaderExtras`: the components under ``extra`` that a loader's batches may draw from or change."""
 
 import types
 import weakref
@@ -29,7 +29,7 @@ _MOST_BYTES: Final = 1 << 16
 
 
 @final
-class Beside:
+class LoaderExtras:
     """The generators, objects and pairs of functions under ``extra``, as a loader sees them.
 
     A dataset or a sampler may draw from one of them. The components that the loader visibly references are read for each
@@ -103,7 +103,7 @@ class Beside:
         return part is not None and first_unequal(value, _value_of(part), name) is not None
 
     @contextmanager
-    def kept(self, *, everything: bool = True) -> Iterator["KeptBeside"]:
+    def kept(self, *, everything: bool = True) -> Iterator["KeptExtras"]:
         """Run a block and put every component back afterwards.
 
         Args:
@@ -111,7 +111,7 @@ class Beside:
         """
         if self._seen != len(self._all):
             self._look()
-        kept = KeptBeside(self._parts if everything else {name: self._parts[name] for name in self.at_start()})
+        kept = KeptExtras(self._parts if everything else {name: self._parts[name] for name in self.at_start()})
         try:
             yield kept
         finally:
@@ -141,7 +141,7 @@ class Beside:
 
 
 @final
-class KeptBeside:
+class KeptExtras:
     """The values that components had before a block.
 
     Args:
@@ -184,7 +184,7 @@ class KeptBeside:
 
 
 def streams_only(before: Any) -> Any:
-    """The streams of a batch, without the components beside the loader.
+    """The streams of a batch, without the components under ``extra``.
 
     Examples:
         >>> streams_only({"torch": 1, "extra": {"noise": 2}})
@@ -193,7 +193,7 @@ def streams_only(before: Any) -> Any:
     return {name: value for name, value in before.items() if name != KEY} if isinstance(before, dict) else before
 
 
-def is_beside(part: ComponentAdapter) -> bool:
+def is_loader_extra(part: ComponentAdapter) -> bool:
     """Whether a component is a generator, an object or a pair of functions."""
     return isinstance(part, GeneratorPart | ObjectPart | TreePart)
 
