@@ -51,9 +51,9 @@ TESTERS = (
     "laws",
     "contracts",
     "strategies",
-    "metric_laws",
-    "metric_contract",
-    "metric_rules",
+    "metrics.metric_laws",
+    "metrics.metric_contract",
+    "metrics.metric_rules",
     "collectives_contract",
 )
 BESIDE = (
