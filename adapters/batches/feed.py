@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
+from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.components.component import ComponentAdapter, Stateful, Undo
 from trainfold.adapters.streams.stream_states import check_torch_state
 from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
@@ -288,7 +289,9 @@ def set_epochs(loader: Any, epoch: int) -> None:
         set_epoch = getattr(owner, "set_epoch", None)
         if callable(set_epoch) and not any(owner is known for known in called):
             called.append(owner)
-            if epoch and getattr(owner, "epoch", None) == 0 and getattr(owner, "shuffle", True):
+            # our own is documented to have another order in each epoch
+            of_torch = not isinstance(owner, GlobalBatchSampler)
+            if of_torch and epoch and getattr(owner, "epoch", None) == 0 and getattr(owner, "shuffle", True):
                 _LOG.warning(
                     "set_epoch(%d) is called on the %s, here and at the start of each epoch, so each epoch has a different order, as "
                     "torch's documentation recommends. A plain loop that never calls it repeats the order of epoch 0. To keep that order, "

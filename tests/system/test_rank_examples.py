@@ -1,0 +1,97 @@
+"""The examples of DDP and FSDP2: all processes are really killed, and as many, more or fewer continue the run."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+
+import pytest
+import safetensors.torch
+import torch
+
+LAST = 40
+EXAMPLES = ["ddp.py", "fsdp.py"]
+BUFFERED = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def train(warm_python, pytestconfig):
+    """Start an example on a number of processes, as torchrun does; they are killed when rank 0 has printed the line of a step."""
+
+    def start(example, folder, ranks, until=None):
+        folder.mkdir(exist_ok=True)
+        script, port = pytestconfig.rootpath / "examples" / example, free_port()
+        started = [
+            subprocess.Popen(
+                warm_python.command(script, folder / "run"),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env={**os.environ, **BUFFERED, "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        lines = []
+        for line in started[0].stdout:
+            lines.append(line.rstrip())
+            if until is not None and line.startswith(f"step {until}:"):
+                for each in started:
+                    each.send_signal(signal.SIGKILL)
+        rest = [each.communicate()[0] for each in started]
+        assert [each.returncode for each in started] == [0 if until is None else -signal.SIGKILL] * ranks, (lines, rest)
+        return lines
+
+    return start
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def whole(request, train, tmp_path_factory):
+    """An example, and the folder of its run on two processes, which was never killed."""
+    folder = tmp_path_factory.mktemp("ranks") / "whole"
+    lines = train(request.param, folder, 2)
+    assert f"step {LAST}:" in lines[-1]
+    assert not any("set_epoch" in line for line in lines), lines  # the example's own sampler means its orders
+    return request.param, folder
+
+
+def weights(folder):
+    """The model of the last checkpoint, put together from the parts that its ranks wrote."""
+    (last,) = (folder / "run").glob(f"step-{LAST:08}")
+    found = {}
+    for path in sorted(last.glob("model-*.safetensors")):
+        for name, value in safetensors.torch.load_file(path).items():
+            found.setdefault(name, []).append(value)
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
+
+
+def first_step(lines):
+    return next(int(found[1]) for line in lines if (found := re.match(r"0 of \d+ starts after step (\d+)", line)))
+
+
+def test_killed_ranks_continue_with_the_same_bits(whole, train, tmp_path):
+    """H01: a run of two processes that is killed and started again ends as one that was not."""
+    example, folder = whole
+    train(example, tmp_path / "killed", 2, until=13)
+    assert first_step(train(example, tmp_path / "killed", 2)) >= 5
+    killed, expected = weights(tmp_path / "killed"), weights(folder)
+    assert killed.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(killed[name], value), name
+
+
+def test_other_numbers_of_ranks_continue_the_same_run(whole, train, tmp_path):
+    """N01, N03, H03: the same batches of all processes together, whose sums are rounded otherwise."""
+    example, folder = whole
+    train(example, tmp_path / "killed", 2, until=13)
+    middle = train(example, tmp_path / "killed", 3, until=28)
+    last = train(example, tmp_path / "killed", 1)
+    assert 5 <= first_step(middle) <= 13
+    assert 20 <= first_step(last) <= 28
+    expected = weights(folder)
+    for name, value in weights(tmp_path / "killed").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4, msg=name)
