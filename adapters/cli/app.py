@@ -240,6 +240,7 @@ def plan(  # noqa: PLR0913 - one for each option
     """Show what a resume of a run would load, and why newer checkpoints are passed over.
 
     Reads only the manifests: `verify` finds damaged bytes, which a resume passes over too.
+
     With --mtbf, --save and --step-time it also shows after how many steps to save.
     """
     from trainfold.adapters.cli.plan import plan_run
