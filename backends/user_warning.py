@@ -8,15 +8,7 @@ _NOT_THE_USERS: Final = ("trainfold.", "contextlib")
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost call that is not trainfold's own. Python then names the user's file and line, and a filter by module works.
-
-    Examples:
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     exec(compile("warn_user('late')", "train.py", "exec"), {"warn_user": warn_user})
-        >>> caught[0].filename
-        'train.py'
-    """
+    """Warn at the innermost call that is not trainfold's own. Python then names the user's file and line, and a filter by module works."""
     level, frame = 1, sys._getframe()  # noqa: SLF001 (the way to the caller's frame)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
