@@ -6,18 +6,15 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.cli.inspect import labelled
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.format.fingerprint import tensor_digest
+from trainfold.core.format.leaf_texts import fingerprints, leaf_texts
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.structure.places import places
 from trainfold.core.resume.drift import ENVIRONMENT
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"
-_WRITTEN_BITS = 4096
 
 
 class Different(TrainfoldError):
@@ -102,30 +99,6 @@ def _lines(a: Mapping[str, str], b: Mapping[str, str]) -> list[Line]:
     return [Line(name, a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}]
 
 
-def fingerprints(manifest: Manifest) -> dict[str, str]:
-    """The fingerprint of each component."""
-    return {component.name: component.fingerprint for component in manifest.components}
-
-
-def leaf_texts(manifest: Manifest) -> dict[str, str]:
-    """Each leaf with its kind and contents: a digest for a tensor, the value for anything else.
-
-    A tensor that is stored in several slices has a digest of the slices' digests, so it equals only a tensor in the
-    same slices.
-    """
-    found: dict[str, str] = {}
-    for component in manifest.components:
-        for part, node in enumerate(component.nodes):
-            records = component.tensors[part]
-            for leaf in places(node, labelled(component, part)):
-                if leaf.tensor is None:
-                    found[leaf.path] = _exact(leaf.value)
-                else:
-                    record = records[leaf.tensor]
-                    found[leaf.path] = f"{record.spec} {tensor_digest(record)}"
-    return found
-
-
 def _circumstances(manifest: Manifest) -> dict[str, str]:
     head = manifest.head
     return {
@@ -145,9 +118,3 @@ def _promises(manifest: Manifest) -> dict[str, str]:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: repr(value) for name, value in values.items()}
-
-
-def _exact(value: object) -> str:
-    if type(value) is int and value.bit_length() > _WRITTEN_BITS:
-        return hex(value)  # Python refuses to write out thousands of decimal digits
-    return f"{value!r} ({value.hex()})" if isinstance(value, float) else repr(value)

@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.core.format.leaf_texts import labelled
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.structure.places import places
 from trainfold.core.state.audit import UNSAVED, unsaved_of
@@ -83,11 +84,6 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         "values": {name: _jsonable(value) for name, value in scalars},
     }
     return Answer(data, tuple(tables))
-
-
-def labelled(component: ComponentRecord, part: int) -> str:
-    """The root of the leaf paths of a component, with the rank if each rank saved its own."""
-    return component.name if len(component.nodes) == 1 else f"{component.name}@rank{part}"
 
 
 def _shortened(scalars: list[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:

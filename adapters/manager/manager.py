@@ -84,8 +84,7 @@ class CheckpointManager:
         >>> import torch, trainfold
         >>> from trainfold import attach
         >>> from trainfold.stores import MemoryStore
-        >>> store = MemoryStore()
-        >>> with CheckpointManager(store, every=2, keep_last=1) as manager:
+        >>> with CheckpointManager(MemoryStore(), every=2, keep_last=1) as manager:
         ...     live = attach(torch.nn.Linear(1, 1))
         ...     fresh = manager.restore(live).is_fresh
         ...     saved = [manager.step(live) for _ in range(4) if live.advance(samples=1)]
@@ -165,10 +164,8 @@ class CheckpointManager:
     def step(self, run: Live | TrainState, *, is_last: bool = False, is_best: bool = False) -> SaveOutcome | None:
         """Do what is due at this boundary. Call it after each ``live.advance()``, or with each new state.
 
-        Inside an accumulation window nothing is saved; the boundary that closes it decides.
-
         Args:
-            run: the attached objects, or a state.
+            run: the attached objects, or a state. Inside an accumulation window nothing is saved; the boundary that closes it decides.
             is_last: whether the run ends here.
             is_best: whether this state is the best so far, and is to be saved.
 
@@ -193,8 +190,7 @@ class CheckpointManager:
             verdict = self._saves.decide(run, failures, is_last=is_last, is_best=is_best)
             try:
                 if verdict.save:
-                    may_skip = not verdict.stop and "best" not in verdict.reasons
-                    return self._saves.begin(run, failures, may_skip=may_skip)
+                    return self._saves.begin(run, failures, may_skip=not verdict.stop and "best" not in verdict.reasons)
                 self._saves.pass_by(run)
                 return None
             finally:

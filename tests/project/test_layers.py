@@ -30,6 +30,7 @@ def test_the_layers_of_this_tree_are_kept(copy_of_tree):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+MANAGER = "adapters/manager/manager.py"
 VIOLATIONS = (  # folder, line, the tool's message
     ("core", "import trainfold.backends", "trainfold.core is not allowed to import trainfold.backends"),
     ("core", "import trainfold.properties", "trainfold.core is not allowed to import trainfold.properties"),
@@ -38,8 +39,18 @@ VIOLATIONS = (  # folder, line, the tool's message
     ("core", "import pathlib", "trainfold.core is not allowed to import pathlib"),
     ("backends", "import optree", "trainfold is not allowed to import optree"),
     ("adapters", "import rich", "trainfold is not allowed to import rich"),
-    ("properties", "from trainfold.backends.stores.local import LocalStore", "trainfold.properties is not allowed to import trainfold.backends.stores.local"),
+    ("properties", "from trainfold.backends.stores.local import LocalStore", "trainfold.properties is not allowed to import trainfold.backends"),
     ("backends/formats", "import trainfold.backends.ranks.wire", "trainfold.backends.formats is not allowed to import trainfold.backends.ranks"),
+    ("core", "import _thread", "trainfold.core is not allowed to import _thread"),
+    ("core", "import concurrent.futures", "trainfold.core is not allowed to import concurrent"),
+    ("core", "import uuid", "trainfold.core is not allowed to import uuid"),
+    ("core/format/structure", "from trainfold.core.format.manifest import Manifest", "trainfold.core.format.structure is not allowed to import trainfold.core.format.manifest"),
+    ("backends/hold", "from trainfold.backends.stores.local import LocalStore", "trainfold.backends.hold is not allowed to import trainfold.backends.stores"),
+    ("backends/hold", "from trainfold.backends.job import Job", "trainfold.backends.hold is not allowed to import trainfold.backends.job"),
+    ("properties", "from trainfold.backends.runs.save import SaveResult", "trainfold.properties is not allowed to import trainfold.backends"),
+    ("adapters/live/loop", "from trainfold.adapters.live.live import Live", "trainfold.adapters.live.loop is not allowed to import trainfold.adapters.live.live"),
+    ("adapters/cli/rehearse", "from trainfold.adapters.cli.diff import diff_checkpoints", "trainfold.adapters.cli.rehearse is not allowed to import trainfold.adapters.cli.diff"),
+    ("adapters/cli/terminal", "from trainfold.adapters.cli.locate import open_run", "trainfold.adapters.cli.terminal is not allowed to import trainfold.adapters.cli.locate"),
     ("core", "import warnings", "trainfold.core is not allowed to import warnings"),
     ("core", "import trainfold", "{module} is not allowed to import trainfold"),
     ("adapters", "from trainfold import save", "{module} is not allowed to import trainfold"),
@@ -51,9 +62,12 @@ def test_each_violation_of_the_layers_is_caught(copy_of_tree):
     for number, (folder, line, _) in enumerate(VIOLATIONS):
         path = copy_of_tree / folder / f"zz_violation_{number}.py"
         path.write_text(f'"""A module that should not be."""\n\n{line}\n')
+    with (copy_of_tree / MANAGER).open("a") as file:
+        file.write("from trainfold.backends.job import Job\n")
     done = lint_imports(copy_of_tree)
     assert done.returncode != 0
     said = " ".join(done.stdout.split())
+    assert "trainfold.adapters.manager.manager is not allowed to import trainfold.backends.job" in said
     for number, (folder, line, broken) in enumerate(VIOLATIONS):
         module = f"trainfold.{folder.replace('/', '.')}.zz_violation_{number}"
         assert broken.format(module=module) in said, line
@@ -210,3 +224,8 @@ def test_no_test_file_has_more_than_600_lines(root):
     lines = {path: len(path.read_text().splitlines()) for path in (root / "tests").rglob("*.py")}
     assert len(lines) > 100
     assert {str(path.relative_to(root)): count for path, count in lines.items() if count > 600} == {}
+
+
+def test_the_manager_has_at_most_350_lines(root):
+    """It is where a reader begins: each of its calls is one call of a part that knows the subject."""
+    assert len((root / MANAGER).read_text().splitlines()) <= 350

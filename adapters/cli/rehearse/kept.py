@@ -9,11 +9,10 @@ import attrs
 import numpy as np
 import torch
 
-from trainfold.adapters.cli.diff import fingerprints, leaf_texts
-from trainfold.adapters.cli.inspect import labelled
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.file_names import MANIFEST, step_of
+from trainfold.core.format.leaf_texts import fingerprints, labelled, leaf_texts
 from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.format.structure.places import places

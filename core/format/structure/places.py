@@ -7,7 +7,7 @@ run need it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from trainfold.core.errors import CheckpointHostile
 from trainfold.core.json_values import SCALAR_TAGS, Json, decode_scalar, shown
@@ -47,8 +47,11 @@ def places(node: Json, name: str) -> list[Leaf]:
         [('extra[0]', 0, None), ('extra[1]', None, 5)]
     """
     found: list[Leaf] = []
-    Walk(lambda leaf, _as_numpy: found.append(leaf), build=False).node(node, name, 0)
+    Walk(lambda leaf, _as_numpy: found.append(leaf), make=None).node(node, name, 0)
     return found
+
+
+Make: TypeAlias = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], Any]
 
 
 @final
@@ -57,12 +60,13 @@ class Walk:
 
     Args:
         visit: called with each leaf, and whether it is a numpy array; what it returns stands in the containers.
-        build: whether containers and nodes are built; the walk only visits otherwise.
+        make: makes a node of its class's name, the fields that are part of the tree, the other fields, and its path. Without it the
+            walk only visits.
     """
 
-    def __init__(self, visit: Callable[[Leaf, bool], Any], *, build: bool) -> None:
+    def __init__(self, visit: Callable[[Leaf, bool], Any], *, make: Make | None) -> None:
         self._visit = visit
-        self._build = build
+        self._make = make
 
     def node(self, node: Json, path: str, depth: int) -> Any:  # noqa: PLR0911, C901 - one return for each tag
         """Walk over a node, and return the value that it represents.
@@ -99,7 +103,7 @@ class Walk:
         raise hostile_node(path, "a known tag", shown(tag))
 
     def _leaves(self, items: dict[str, Any]) -> Any:
-        if not self._build:
+        if self._make is None:
             return None
         from trainfold.core.state.leaves import Leaves
 
@@ -111,7 +115,7 @@ class Walk:
             if not (isinstance(pair, list) and len(pair) == 2):
                 raise hostile_node(path, "pairs of key and value", shown(pair))
             try:
-                key = Walk(_plain, build=True).node(pair[0], path, depth + 1)
+                key = Walk(_plain, make=_no_key).node(pair[0], path, depth + 1)
                 twice = key in built
             except TypeError:
                 raise hostile_node(path, "a key that can be hashed", shown(pair[0])) from None
@@ -128,13 +132,11 @@ class Walk:
         if not (named and isinstance(fields, dict) and isinstance(static, dict) and fields.keys().isdisjoint(static)):
             raise hostile_node(path, "a node with fields", shown(node))
         values = {key: self.node(child, f"{path}.{key}", depth + 1) for key, child in fields.items()}
-        if not self._build:
+        if self._make is None:
             return None
-        plain = Walk(_plain, build=True)
+        plain = Walk(_plain, make=self._make)
         held = {key: plain.node(child, f"{path}.{key}", depth + 1) for key, child in static.items()}
-        from trainfold.core.format.structure.rebuild import make_node
-
-        return make_node(name, values, held, path)
+        return self._make(name, values, held, path)
 
 
 def _plain(leaf: Leaf, _as_numpy: bool) -> Any:  # noqa: FBT001 - a visitor of Walk
@@ -142,6 +144,11 @@ def _plain(leaf: Leaf, _as_numpy: bool) -> Any:  # noqa: FBT001 - a visitor of W
     if leaf.tensor is not None:
         raise hostile_node(leaf.path, "a value that is not a tensor", "a tensor")
     return leaf.value
+
+
+def _no_key(name: str, _fields: Mapping[str, Any], _static: Mapping[str, Any], path: str) -> Any:
+    """Refuse a node where a key of a dict should be."""
+    raise hostile_node(path, "a plain key", shown(name))
 
 
 def hostile_node(path: str, expected: str, found: object) -> CheckpointHostile:

@@ -40,7 +40,7 @@ def rebuild(node: Json, name: str, tensor: Callable[[int, bool], Any]) -> tree.T
         {'w': 'tensor 0', 'n': (1, None)}
     """
     return Walk(
-        lambda leaf, as_numpy: leaf.value if leaf.tensor is None else tensor(leaf.tensor, as_numpy), build=True
+        lambda leaf, as_numpy: leaf.value if leaf.tensor is None else tensor(leaf.tensor, as_numpy), make=make_node
     ).node(node, name, 0)
 
 
