@@ -1,4 +1,4 @@
-"""Planning at scale: plan_save and plan_resume for 1e3, 1e4 and 1e5 leaves; finding the newest of 1,000 checkpoints.
+"""Planning at scale: plan_save and plan_resume for 1e3, 1e4 and 1e5 leaves, many ranks, and the newest of 1,000 checkpoints.
 
     python benchmarks/plan.py [--quick] [--json] [--check]
 
@@ -6,6 +6,9 @@ The time of a plan includes describing the state, which every save and resume do
 same state; into a fresh state, whose optimizer has no slots yet; and into a state with one tensor of another dtype, which
 the policy adapts. ``trainfold.plan`` includes everything: the run, its manifest, the state and the decision. Growth is
 the exponent of a power law through the smallest and the largest size: 1.0 is linear.
+
+Of a save on many ranks, this is what one rank does before it writes, for 10,000 leaves of which each rank holds rows: the digest of its
+description, the reading of what the others announce, and the plan of its own files. The other ranks are simulated.
 """
 
 import math
@@ -24,11 +27,17 @@ from _targets import Target, finish, machine, make_parser
 import trainfold
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.in_process import SingleProcess
+from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.backends.runs.save import run_save
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.manifest import Head
 from trainfold.core.format.structure.describe import Described, describe
+from trainfold.core.format.structure.outline import announcement_of, by_rule, unequal
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.world import World
 from trainfold.core.resume.choose import next_to_examine
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, resume_request
@@ -39,7 +48,7 @@ from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 
-LIMIT_SECS, LIMIT_GROWTH, LIMIT_NEWEST_SECS = 2.0, 1.2, 0.1
+LIMIT_SECS, LIMIT_GROWTH, LIMIT_NEWEST_SECS, LIMIT_RANK_SECS = 2.0, 1.2, 0.1, 0.05
 STEP_1 = "step-00000001"
 COLUMNS = {  # key of a row: its heading
     "plan_save_secs": "plan_save",
@@ -153,6 +162,52 @@ def measure_discovery(checkpoints: int, repeats: int) -> float:
         return median_secs(find, repeats)
 
 
+def sharded_state(leaves: int, world: World) -> TrainState:
+    """Return `big_state` with rows of each tensor on each rank, unevenly."""
+    rule = make_placement(make_mesh((world.size,)), [[0]])
+    cuts = [
+        (shape, rule.box(shape, (world.rank,))) for shape in ((4 * world.size, 3), (world.size + 1, 2), (world.size,))
+    ]
+
+    def cut(index: int) -> Shard:
+        shape, box = cuts[index % len(cuts)]
+        return Shard(
+            torch.zeros([stop - start for start, stop in box]), shape, tuple(start for start, _ in box), placement=rule
+        )
+
+    state = big_state(leaves)
+    assert state.model is not None
+    assert state.optimizer is not None
+    params = {name: cut(index) for index, name in enumerate(state.model.params)}
+    slots = {name: {key: cut(index) for key in ("exp_avg", "exp_avg_sq")} for index, name in enumerate(params)}
+    optimizer = attrs.evolve(state.optimizer, slots=Leaves(slots))
+    return state.evolve(model=ModelState(Leaves(params), Leaves()), optimizer=optimizer)
+
+
+def measure_rank(leaves: int, world: World, repeats: int) -> dict[str, Any]:
+    """Measure what one of several ranks does before it writes."""
+    said = described(sharded_state(leaves, world))
+
+    def ruled() -> dict[str, Described]:
+        return {name: by_rule(each, world) for name, each in said.items()}
+
+    mine = ruled()
+    wire = to_wire(announcement_of(mine))
+    digest_secs = median_secs(lambda: announcement_of(ruled()), repeats)
+    read_secs = median_secs(lambda: unequal([from_wire(wire) for _ in range(world.size)]), repeats)
+    plan = without_collecting(lambda: plan_save([mine] * world.size, step=1, only=world.rank))
+    plan_secs = median_secs(plan, repeats)
+    return {
+        "leaves": leaves,
+        "ranks": world.size,
+        "announced_bytes": len(wire),
+        "digest_secs": digest_secs,
+        "read_secs": read_secs,
+        "plan_secs": plan_secs,
+        "secs": digest_secs + read_secs + plan_secs,
+    }
+
+
 def main() -> int:
     """Measure and print."""
     options = make_parser(__doc__, quick="300 and 3,000 leaves, 50 checkpoints").parse_args()
@@ -162,6 +217,7 @@ def main() -> int:
     rows = [measure_plans(leaves, max(5, 20_000 // leaves)) for leaves in sizes]
     newest_secs = measure_discovery(checkpoints, 5)
     span = math.log(sizes[-1] / sizes[0])
+    ranks = [measure_rank(sizes[1], World(size - 1, size), 5) for size in ((2, 64) if options.quick else (8, 64, 512))]
     growth = {key: math.log(rows[-1][key] / rows[0][key]) / span for key in [*PLANS, "whole_plan_secs"]}
     names = {
         "plan_save_secs": "plan_save",
@@ -172,6 +228,9 @@ def main() -> int:
     targets = [
         *(Target(f"{names[key]}, {sizes[-1]:,} leaves, s", rows[-1][key], "<=", LIMIT_SECS) for key in PLANS),
         *(Target(f"{names[key]}, growth exponent", growth[key], "<=", LIMIT_GROWTH) for key in PLANS),
+        Target(
+            f"planning and exchange of a rank, {ranks[-1]['ranks']} ranks, s", ranks[-1]["secs"], "<=", LIMIT_RANK_SECS
+        ),
         Target(f"newest of {checkpoints:,} checkpoints, s", newest_secs, "<=", LIMIT_NEWEST_SECS),
     ]
     table = [
@@ -179,7 +238,16 @@ def main() -> int:
         *(f"{row['leaves']:>8,}" + "".join(f" {row[key]:>14.4f}" for key in COLUMNS) for row in rows),
         f"{'growth':>8}" + "".join(f" {growth[key]:>14.2f}" if key in growth else f"{'':15}" for key in COLUMNS),
     ]
-    found = {"machine": around, "plans": rows, "growth": growth}
+    table += [
+        "",
+        f"{'ranks':>8} {'announced bytes':>16} {'digest':>14} {'read':>14} {'own files':>14} {'in all':>14}   (seconds; {sizes[1]:,} leaves a rank)",
+        *(
+            f"{row['ranks']:>8,} {row['announced_bytes']:>16,}"
+            + "".join(f" {row[key]:>14.4f}" for key in ("digest_secs", "read_secs", "plan_secs", "secs"))
+            for row in ranks
+        ),
+    ]
+    found = {"machine": around, "plans": rows, "ranks": ranks, "growth": growth}
     return finish(options, {**found, "checkpoints": checkpoints, "find_newest_secs": newest_secs}, targets, table)
 
 

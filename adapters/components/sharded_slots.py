@@ -32,7 +32,7 @@ def slot_leaves(form: dict[str, Any], slots: Mapping[str, Any], parameter: torch
             continue
         if is_dtensor(value) and is_cut_like(value, parameter):
             form[key] = (
-                Shard(local_part(value), own.shape, own.starts, own.is_copied)
+                Shard(local_part(value), own.shape, own.starts, own.is_copied, own.placement)
                 if isinstance(own, Shard)
                 else local_part(value)
             )

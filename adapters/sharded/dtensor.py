@@ -14,7 +14,7 @@ import torch
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.codec import DENSE
 from trainfold.core.layout.mesh import make_mesh
-from trainfold.core.layout.placement import make_placement
+from trainfold.core.layout.placement import Placement, make_placement
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.fqn import NamedTensors, named_tensors
 
@@ -64,7 +64,7 @@ def leaf_of(tensor: torch.Tensor, path: str) -> Any:
     shape, local = found.shape, local_part(found)
     cut = _cut(shape, found.device_mesh, found.placements)
     if cut.problem is None and tuple(local.shape) == cut.sizes:
-        return local if cut.is_whole else Shard(local, tuple(shape), cut.starts, cut.is_copied)
+        return local if cut.is_whole else Shard(local, tuple(shape), cut.starts, cut.is_copied, cut.placement)
     raise InvalidState(
         path,
         expected="a DTensor of which each rank has a part, as fully_shard (FSDP2) and tensor parallelism make it",
@@ -166,6 +166,7 @@ class _Cut(NamedTuple):
     sizes: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     is_copied: bool = False  # whether other ranks hold the same part
+    placement: Placement | None = None
 
 
 @lru_cache(maxsize=2**14)
@@ -174,10 +175,11 @@ def _cut(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> _Cut:
     cuts = _cuts(len(shape), tuple(mesh.shape), placements)
     if cuts is None:
         return _Cut(f"a DTensor with the placements {placements}")
-    mine = make_placement(make_mesh(mesh.shape), cuts).at(tuple(mesh.get_coordinate()))
+    placement = make_placement(make_mesh(mesh.shape, ranks=mesh.mesh.flatten().tolist()), cuts)
+    mine = placement.at(tuple(mesh.get_coordinate()))
     box = mine.box(tuple(shape))
     sizes, starts = tuple(stop - start for start, stop in box), tuple(start for start, _ in box)
-    return _Cut(None, not any(cuts), sizes, starts, mine.replicas > 1)
+    return _Cut(None, not any(cuts), sizes, starts, mine.replicas > 1, placement)
 
 
 def _cuts(dimensions: int, sizes: tuple[int, ...], placements: tuple[Any, ...]) -> list[list[int]] | None:

@@ -1,4 +1,4 @@
-"""Replicated tensors, which only one rank writes: before a save, digests prove that they are equal on all ranks."""
+"""What ranks have alike: they exchange digests, and texts only where these differ; digests prove that replicated tensors are equal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from trainfold.core.digest import digest_of
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.outline import Announcement, described_by, outline_of, told_by, unequal
 from trainfold.core.format.structure.ownership import belongs_to_rank
 from trainfold.core.json_values import Json
 from trainfold.core.layout.shard import Shard
@@ -24,8 +25,45 @@ from trainfold.core.save.replicas import (
     parts_differ,
     parts_name,
     replicas_differ,
+    structures_differ,
 )
 from trainfold.core.tensor_memory import tensor_bytes
+
+
+def descriptions(
+    mine: Mapping[str, Described], announced: Sequence[Announcement], world: Collectives
+) -> list[Mapping[str, Described]]:
+    """Return for each rank component -> description; ranks with equal descriptions share one object.
+
+    Args:
+        mine: the descriptions of this rank, from `by_rule`.
+        announced: what each rank announced.
+        world: the ranks; all of them call.
+
+    Raises:
+        RanksDisagree: on every rank, if they save other components.
+    """
+    first = announced[0]
+    for rank, each in enumerate(announced):
+        if list(each.digests) != list(first.digests):
+            raise structures_differ("components", list(first.digests), list(each.digests), rank)
+    doubtful = unequal(announced)
+    if not doubtful:
+        return [mine] * world.world_size
+    told = {name: outline_of(mine[name]).decode() for name in told_by(announced, world.rank)}
+    texts = {
+        (name, announced[rank].digests[name]): text
+        for rank, each in enumerate(world.gather(told))
+        for name, text in each.items()
+    }
+    # What each rank has of its own concerns rank 0 alone, which commits.
+    skipped = frozenset.intersection(*(each.own for each in announced)) if world.rank else frozenset()
+    read = {
+        key: described_by(text.encode())
+        for key, text in texts.items()
+        if key[0] not in skipped and key != (key[0], announced[world.rank].digests[key[0]])
+    }
+    return [{name: read.get((name, digest), mine[name]) for name, digest in each.digests.items()} for each in announced]
 
 
 def copies_of(

@@ -20,7 +20,7 @@ from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.hold.held_leaf import HeldLeaf
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
-from trainfold.backends.runs.replicas import check_copies
+from trainfold.backends.runs.replicas import check_copies, descriptions
 from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
@@ -32,11 +32,11 @@ from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import HEAD_LIMIT_BYTES, Head, Manifest, encode_manifest
 from trainfold.core.format.manifest_reader import decode_head, decode_manifest
 from trainfold.core.format.run_file import run_document
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.outline import Announcement, announcement_of, by_rule
 from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.history.next_checkpoint import next_checkpoint
 from trainfold.core.json_values import Json, shown
-from trainfold.core.layout.world import Collectives
+from trainfold.core.layout.world import Collectives, World
 from trainfold.core.save.replicas import Proof, absent_optional, summary
 from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.save.written import WrittenFile, incomplete_file, manifest_of, stale_files
@@ -147,22 +147,25 @@ def _saved(  # noqa: PLR0913 - keywords
     descends_from: ParentCheckpoint | None,
 ) -> SaveResult:
     """`save_snapshot`; appends this rank's snapshot to ``snapshots``."""
+    world = World(collectives.rank, collectives.world_size)
 
-    def described() -> tuple[Mapping[str, Described], Mapping[str, str], frozenset[str]]:
+    def announced() -> tuple[Announcement, Mapping[str, str], frozenset[str]]:
         mine = take()
         for name, each in mine.described.items():
             check_kinds(each.node, name)
         if collectives.world_size > 1 and mine.copies is None:
             mine = mine.with_copies(Proof())
+        mine = attrs.evolve(mine, described={name: by_rule(each, world) for name, each in mine.described.items()})
         snapshots.append(mine)
         copies = {} if mine.copies is None else summary(mine.copies, mine.contract)
-        return mine.described, copies, mine.optional
+        return announcement_of(mine.described), copies, mine.optional
 
-    gathered = on_all_ranks(collectives, described)
-    absent = absent_optional([each for each, _, _ in gathered], [names for _, _, names in gathered])
+    gathered = on_all_ranks(collectives, announced)
+    absent = absent_optional([each.digests for each, _, _ in gathered], [names for _, _, names in gathered])
     if absent:
         _LOG.warning("%s: optional components that not all ranks have are left out: %s", store.url, sorted(absent))
-    ranks, snapshot = [_without(each, absent) for each, _, _ in gathered], snapshots[0].without(absent)
+    snapshot = snapshots[0].without(absent)
+    ranks = descriptions(snapshot.described, [each.without(absent) for each, _, _ in gathered], collectives)
     with ExitStack() as locked:
 
         def begin() -> tuple[Head, bytes | None]:
@@ -174,7 +177,11 @@ def _saved(  # noqa: PLR0913 - keywords
 
         head, old = on_rank_zero(collectives, begin)
         plan = without_collecting(plan_save)(
-            ranks, step=snapshot.step, revision=head.revision, of_rank_zero=snapshot.sent
+            ranks,
+            step=snapshot.step,
+            revision=head.revision,
+            of_rank_zero=snapshot.sent,
+            only=collectives.rank or None,  # rank 0 commits, so it needs the files of all ranks
         )
         if snapshot.copies is not None:
             summaries = [_without(each, absent) for _, each, _ in gathered]
@@ -265,7 +272,7 @@ def run_save(  # noqa: PLR0913 - keywords
     """Write the files of a plan and commit the checkpoint. The caller holds the run's lock on rank 0.
 
     Args:
-        plan: the same on every rank.
+        plan: with the files of this rank; on rank 0 with those of all ranks.
         tensors: component -> path -> this rank's tensor leaf, or a held leaf.
         head: identity and order of the new checkpoint.
         store: the run.
@@ -285,22 +292,26 @@ def run_save(  # noqa: PLR0913 - keywords
     """
     data = b""
 
-    def write() -> list[WrittenFile]:
-        records = []
+    def write() -> dict[str, WrittenFile]:
+        records = {}
         for file in plan.files_of(collectives.rank):
             held = {
                 path: leaf if isinstance(leaf, HeldLeaf) else as_tensor(leaf, path)
                 for path, leaf in tensors[file.component].items()
             }
-            records.append(write_file(file, held, store=store, directory=plan.directory))
+            records[file.name] = write_file(file, held, store=store, directory=plan.directory)
             if hold is not None:
-                hold.check_written(file.component, records[-1].tensor_digests)
+                hold.check_written(file.component, records[file.name].tensor_digests)
         if hold is not None:
             hold.check_unchanged()
         return records
 
-    def commit() -> None:
+    def commit() -> tuple[int, dict[str, str]]:
         nonlocal data
+        everyone = {name: file for rank in written for name, file in rank.items()}
+        manifest = without_collecting(manifest_of)(
+            plan, everyone, head=head, contract=contract, omitted=omitted, versions=library_versions()
+        )
         with named_failures(f"{store.url}/{plan.directory}"):
             sizes = {file.name: store.size(f"{plan.directory}/{file.name}") for file in plan.files}
             error = incomplete_file(plan, f"{store.url}/{plan.directory}", sizes)
@@ -309,20 +320,17 @@ def run_save(  # noqa: PLR0913 - keywords
         data = _proved_bytes(manifest, plan.directory)
         store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
         _after_commit(manifest, plan, store)
+        return manifest.size_bytes, {component.name: component.fingerprint for component in manifest.components}
 
     try:
-        everyone = {file.name: file for rank in on_all_ranks(collectives, write) for file in rank}
-        manifest = without_collecting(manifest_of)(
-            plan, everyone, head=head, contract=contract, omitted=omitted, versions=library_versions()
-        )
-        on_rank_zero(collectives, commit)
+        written = on_all_ranks(collectives, write)
+        size_bytes, fingerprints = on_rank_zero(collectives, commit)
     except BaseException:
         if collectives.rank == 0:
             _clean_up(plan, data, store)
         raise
-    fingerprints = {component.name: component.fingerprint for component in manifest.components}
     return SaveResult(
-        store.url, plan.directory, head.step, head.timeline, manifest.size_bytes, fingerprints, head.forks, head.run_id, omitted
+        store.url, plan.directory, head.step, head.timeline, size_bytes, fingerprints, head.forks, head.run_id, omitted
     )  # fmt: skip
 
 

@@ -5,25 +5,29 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
+from trainfold.core.layout.placement import Placement
 from trainfold.core.layout.slices import Box
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
 
 @final
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class LeafSpec:
     """A tensor leaf without its values.
 
     Attributes:
         dtype: torch's name of the dtype, such as ``"bfloat16"``.
         shape: the global shape.
-        slices: the half-open boxes of it that this rank holds, one (start, stop) pair per dimension; empty for all of it.
+        slices: the half-open boxes of it that this rank holds, one (start, stop) pair per dimension; empty for all of it, or where
+            the placement alone says it.
+        placement: the rule by which it is cut; None if it is whole or cut in another way.
     """
 
     dtype: str
     shape: tuple[int, ...]
     slices: tuple[Box, ...] = ()
+    placement: Placement | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

@@ -11,7 +11,7 @@ Coordinate = tuple[int, ...]
 
 
 @final
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Mesh:
     """Ranks in a grid. Make it with `make_mesh`; equal meshes are equal values.
 
@@ -31,6 +31,16 @@ class Mesh:
     def size(self) -> int:
         """The number of ranks."""
         return _product(self.shape)
+
+    def covers(self, world_size: int) -> bool:
+        """Whether the ranks of the mesh are those of a world, each once.
+
+        Examples:
+            >>> make_mesh((2, 2)).covers(4), make_mesh((2, 2)).covers(8), make_mesh((2,), first=2).covers(2)
+            (True, False, False)
+        """
+        last = max(self.ranks) if self.ranks else self.rank_at(tuple(size - 1 for size in self.shape))
+        return self.size == world_size == last + 1
 
     def rank_at(self, coordinate: Coordinate) -> int:
         """The rank at a coordinate.

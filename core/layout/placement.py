@@ -16,7 +16,7 @@ from trainfold.core.layout.slices import Box
 
 
 @final
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Placement:
     """How a tensor lies on the ranks of a mesh. Make it with `make_placement`; equal placements are equal values.
 

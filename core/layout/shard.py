@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidState
+from trainfold.core.layout.placement import Placement
 from trainfold.core.layout.slices import Box
 
 
@@ -19,12 +20,14 @@ class Shard:
         shape: the shape of the global tensor.
         starts: the first index of the slice in each dimension; it ends at ``starts[i] + tensor.shape[i]``.
         is_copied: whether other ranks hold the same slice. Saves compare its values between these ranks.
+        placement: the rule by which the tensor is cut, over the ranks of the save; None for a slice of its own kind.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     starts: tuple[int, ...]
     is_copied: bool = False
+    placement: Placement | None = None
 
     @property
     def box(self) -> Box:

@@ -10,13 +10,14 @@ from typing import final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.format.dtypes import STORED, size_bytes
+from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank
 from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
 from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.replica_shares import Piece, box_of, written_by
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 from trainfold.core.save.file_layout import FilePlan, plan_file
 from trainfold.core.save.replicas import first_disagreement, is_same, structures_differ
@@ -86,6 +87,7 @@ def plan_save(
     step: int,
     revision: int = 0,
     of_rank_zero: Collection[str] = (),
+    only: int | None = None,
 ) -> SavePlan:
     """Decide which rank writes which bytes into which file.
 
@@ -93,12 +95,16 @@ def plan_save(
     it. A component that belongs to each rank, such as its random streams, is stored once for each rank; the structure of a component says
     whether it does.
 
+    Law: ``plan_save(ranks, only=r).files == plan_save(ranks).files_of(r)``. It takes as long as rank r has leaves, however many ranks there are, if
+    the ranks share one description and every leaf is whole or cut by a rule.
+
     Args:
-        ranks: for each rank, component name -> description, as `describe` made it.
+        ranks: for each rank, component name -> description, from `by_rule`. Ranks with equal descriptions share one object.
         step: the step of the state, >= 0.
         revision: how often this step has been saved before. Later saves use new file names, so that the old checkpoint stays whole until the
             new manifest replaces the old one.
         of_rank_zero: paths of replicated leaves that rank 0 writes, because its value counts.
+        only: the rank whose files are planned; None for all.
 
     Returns:
         The plan; equal on every rank.
@@ -122,25 +128,26 @@ def plan_save(
         )  # fmt: skip
     names = list(ranks[0])
     for rank, described in enumerate(ranks):
-        if list(described) != names:
+        if described is not ranks[0] and list(described) != names:
             raise structures_differ("components", names, list(described), rank)
-    components = tuple(_component(name, [described[name] for described in ranks]) for name in names)
+    by_component = {name: [described[name] for described in ranks] for name in names}
+    components = tuple(_component(name, each) for name, each in by_component.items())
+    suffix = f".r{revision}" if revision else ""
     files = [
-        file
+        plan_file(f"{component.name}-{rank:05d}-of-{len(ranks):05d}{suffix}.safetensors", component.name, rank, pieces)
         for component in components
-        for file in _files(
-            component, [described[component.name] for described in ranks], revision, frozenset(of_rank_zero)
-        )
+        for rank, pieces in _written(component, by_component[component.name], frozenset(of_rank_zero), only)
     ]
     return SavePlan(step, directory_of(step), len(ranks), components, tuple(files))
 
 
 def _component(name: str, ranks: list[Described]) -> ComponentPlan:
     first = ranks[0]
-    is_own = all(belongs_to_rank(name, each.node) for each in ranks)
-    shapes = {path: (spec.dtype, spec.shape) for path, spec in first.tensors.items()}
-    for rank, other in enumerate(ranks[1:], start=1):
-        if other is first or (
+    different = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # each with its first rank
+    is_own = all(belongs_to_rank(name, each.node) for _, each in different.values())
+    shapes = {path: (spec.dtype, spec.shape) for path, spec in first.tensors.items()} if len(different) > 1 else {}
+    for rank, other in sorted(different.values(), key=lambda pair: pair[0])[1:]:
+        if (
             is_same(other.node, first.node)
             and shapes == {path: (spec.dtype, spec.shape) for path, spec in other.tensors.items()}
             and list(other.tensors) == list(first.tensors)
@@ -150,34 +157,51 @@ def _component(name: str, ranks: list[Described]) -> ComponentPlan:
             break
         raise structures_differ(*first_disagreement(name, first, other), rank)
     # Equal structures may hold unequal tensors, so only a component without tensors is known to be the same on all ranks.
-    if is_own and len(ranks) > 1 and (first.tensors or not all(is_same(other.node, first.node) for other in ranks)):
+    if is_own and len(ranks) > 1 and (first.tensors or not all(is_same(other.node, first.node) for _, other in different.values())):  # fmt: skip
         return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))
     return ComponentPlan(name, (first.node,), (first.tensors,))
 
 
-def _files(
-    component: ComponentPlan, ranks: list[Described], revision: int, of_rank_zero: Collection[str]
-) -> Iterable[FilePlan]:
-    suffix = f".r{revision}" if revision else ""
-    for rank, held in sorted(_assign(component, ranks, of_rank_zero).items()):
-        if held:
-            name = f"{component.name}-{rank:05d}-of-{len(ranks):05d}{suffix}.safetensors"
-            yield plan_file(name, component.name, rank, held)
+def _written(
+    component: ComponentPlan, ranks: list[Described], of_rank_zero: Collection[str], only: int | None
+) -> Iterable[tuple[int, list[Piece]]]:
+    """What each rank writes of a component, for the ranks that write any of it."""
+    chosen = range(len(ranks)) if only is None else [only]
+    if len(component.nodes) > 1:
+        for rank in chosen:
+            yield from _some(
+                rank, [(path, spec, whole_box(spec.shape)) for path, spec in component.tensors[rank].items()]
+            )
+        return
+    different = list({id(each): each for each in ranks}.values())
+    specs = component.tensors[0]
+    listed = {path for each in different for path, spec in each.tensors.items() if spec.slices}
+    ruled = specs if not listed else {path: spec for path, spec in specs.items() if path not in listed}
+    shared = _assign(listed, ranks, of_rank_zero) if listed else {}
+    for rank in chosen:
+        mine = written_by(rank, len(ranks), ruled, item_bytes=_item_bytes, of_rank_zero=of_rank_zero)
+        yield from _some(rank, mine + shared.get(rank, []))
 
 
-def _assign(
-    component: ComponentPlan, ranks: list[Described], of_rank_zero: Collection[str]
-) -> dict[int, list[tuple[str, LeafSpec, Box]]]:
-    """Which rank writes what: its own part if the component belongs to each rank; else balanced by bytes, the largest tensor or slice first."""
-    sharded = any(spec.slices for each in ranks for spec in each.tensors.values())
-    if len(component.nodes) > 1 or (len(ranks) == 1 and not sharded):
-        return {
-            rank: [(path, spec, whole_box(spec.shape)) for path, spec in tensors.items()]
-            for rank, tensors in enumerate(component.tensors)
-        }
-    pieces = [piece for path in component.tensors[0] for piece in _pieces(path, [each.tensors[path] for each in ranks])]
+def _item_bytes(dtype: str) -> int:
+    return STORED[dtype].itemsize
+
+
+def _some(rank: int, pieces: list[Piece]) -> Iterable[tuple[int, list[Piece]]]:
+    if pieces:
+        yield rank, pieces
+
+
+def _assign(paths: Collection[str], ranks: list[Described], of_rank_zero: Collection[str]) -> dict[int, list[Piece]]:
+    """Which rank writes what of leaves whose slices are listed: balanced by bytes, the largest slice first."""
+    pieces = [
+        piece
+        for path in ranks[0].tensors
+        if path in paths
+        for piece in _pieces(path, [each.tensors[path] for each in ranks])
+    ]
     load = [0] * len(ranks)
-    mine: dict[int, list[tuple[str, LeafSpec, Box]]] = defaultdict(list)
+    mine: dict[int, list[Piece]] = defaultdict(list)
     for path, spec, box, holders, nbytes in sorted(pieces, key=lambda piece: -piece[4]):
         rank = 0 if path in of_rank_zero else min(holders, key=lambda holder: (load[holder], holder))
         load[rank] += nbytes
@@ -187,11 +211,9 @@ def _assign(
 
 def _pieces(path: str, specs: list[LeafSpec]) -> list[tuple[str, LeafSpec, Box, list[int], int]]:
     spec = specs[0]
-    if not any(other.slices for other in specs):
-        return [(path, spec, whole_box(spec.shape), list(range(len(specs))), size_bytes(spec.dtype, spec.shape))]
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, other in enumerate(specs):
-        for box in other.slices or (whole_box(other.shape),):
+        for box in other.slices or (box_of(other, rank),):
             if volume(box) or not volume(whole_box(spec.shape)):
                 holders[box].append(rank)
     check_cover(path, list(holders), spec.shape)

@@ -9,6 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.json_values import scalar_kind
 from trainfold.core.layout.leaf_spec import AnySpec, LeafSpec, ScalarSpec
+from trainfold.core.layout.placement import Placement
 from trainfold.core.layout.shard import Shard
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {}  # str() of a dtype costs a microsecond, and there are 1e5 leaves
@@ -40,7 +41,9 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
     if isinstance(leaf, torch.Tensor):
         return _shared_spec(dtype_name(leaf.dtype), tuple(leaf.shape))
     if isinstance(leaf, Shard):
-        return LeafSpec(dtype_name(leaf.tensor.dtype), leaf.shape, (leaf.box,))
+        return _cut_spec(
+            dtype_name(leaf.tensor.dtype), leaf.shape, leaf.starts, tuple(leaf.tensor.shape), leaf.placement
+        )
     if isinstance(leaf, np.ndarray):
         return _array_spec(leaf.dtype, leaf.shape)
     if isinstance(leaf, LeafSpec | ScalarSpec):
@@ -52,6 +55,14 @@ def leaf_spec(leaf: Any, path: str) -> AnySpec:
 def _shared_spec(dtype: str, shape: tuple[int, ...]) -> LeafSpec:
     """Share one value between all leaves of a shape: a model has 1e5 leaves and a handful of shapes."""
     return LeafSpec(dtype, shape)
+
+
+@lru_cache(maxsize=4096)
+def _cut_spec(
+    dtype: str, shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...], placement: Placement | None
+) -> LeafSpec:
+    box = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return LeafSpec(dtype, shape, (box,), placement)
 
 
 @lru_cache(maxsize=4096)

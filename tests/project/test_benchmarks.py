@@ -14,7 +14,7 @@ IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 KEYS = {
     "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
     "loop": {"rows"},
-    "plan": {"plans", "growth", "checkpoints", "find_newest_secs"},
+    "plan": {"plans", "ranks", "growth", "checkpoints", "find_newest_secs"},
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},
@@ -22,7 +22,15 @@ KEYS = {
 TARGETS = {
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
     "loop": ["attached loop, sync", "attached loop, async"],
-    "plan": ["plan_save,", "plan_resume,", "fresh optimizer,", "dtype to adapt,", "growth exponent", "newest of"],
+    "plan": [
+        "plan_save,",
+        "plan_resume,",
+        "fresh optimizer,",
+        "dtype to adapt,",
+        "growth exponent",
+        "of a rank",
+        "newest of",
+    ],
     "save": ["raw ceiling", "torch.save", "dcp.save", "safetensors", "CPU-s per GB", "fresh pages", "live memory"],
     "stall": [
         "call, ms",

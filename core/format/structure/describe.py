@@ -251,7 +251,7 @@ def _seen(items: dict[str, Any]) -> tuple[list[Any], list[int], Signature] | Non
     kinds, tensors, cuts = set(map(type, leaves)), leaves, []
     if Shard in kinds:
         kinds.remove(Shard)
-        cuts = [(each.shape, each.starts) if type(each) is Shard else None for each in leaves]
+        cuts = [(each.shape, each.starts, each.placement) if type(each) is Shard else None for each in leaves]
         tensors = [each.tensor if type(each) is Shard else each for each in leaves]
         kinds |= set(map(type, tensors))
     if not (set(map(type, names)) <= _STR and kinds <= DENSE):
