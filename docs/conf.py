@@ -114,7 +114,11 @@ def page_of_names() -> str:
         if PUBLIC[name] == "trainfold" and name not in trainfold._MODULES and name != "__version__"  # noqa: SLF001
     ]
     head = "trainfold\n=========\n\n.. list-table::\n   :widths: 30 70\n\n"
-    return head + "\n".join(rows) + "\n\n.. automodule:: trainfold\n   :members:\n   :imported-members:\n"
+    return (
+        head
+        + "\n".join(rows)
+        + "\n\n.. automodule:: trainfold\n   :members:\n   :imported-members:\n   :inherited-members: Exception, dict\n"
+    )
 
 
 def page_of_subject(name: str) -> str:

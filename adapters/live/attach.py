@@ -11,6 +11,7 @@ from trainfold.adapters.live.module_parts import as_module
 from trainfold.adapters.live.optional import optional_given
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.loaders.choose import feeds_of
+from trainfold.core.layout.parallelism import Parallelism
 
 
 def attach(  # noqa: PLR0913 - keywords
@@ -23,6 +24,7 @@ def attach(  # noqa: PLR0913 - keywords
     strict: bool = False,
     unsaved: Collection[str] = (),
     optional: Collection[str] = (),
+    parallelism: Parallelism | None = None,
 ) -> Live:
     """Make the mutable objects of a loop a run that can be saved and resumed.
 
@@ -40,6 +42,8 @@ def attach(  # noqa: PLR0913 - keywords
         unsaved: such state that need not be saved, by the names that the warning lists, such as ``"model.history"``.
         optional: names under ``extra`` that the run can do without. If one cannot be saved or restored, a warning
             (`OptionalLeftOut`) names it, and it is left out. Any other failure fails the save or the load, on every rank.
+        parallelism: how the ranks train this model, for `Live.microbatch` and `Live.check`; None for what ``DistributedDataParallel`` or
+            ``fully_shard`` has set up, and one process without them.
 
     Returns:
         The live run.
@@ -61,4 +65,4 @@ def attach(  # noqa: PLR0913 - keywords
     objects = AttachedObjects(as_module(model), optimizer, scheduler, extra or {})
     feed = None if loader is None else feeds_of(loader)
     watch = RunWatch(objects, loader, unsaved=unsaved, is_strict=strict)
-    return Live(objects, feed, watch, optional_given(optional, objects.extra))
+    return Live(objects, feed, watch, optional_given(optional, objects.extra), parallelism)

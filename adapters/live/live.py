@@ -3,8 +3,6 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
-import torch
-
 from trainfold.adapters.batches.feed import Feed
 from trainfold.adapters.components.component import ComponentAdapter, copied_containers
 from trainfold.adapters.live.attached_objects import AttachedObjects
@@ -18,8 +16,10 @@ from trainfold.adapters.live.restore import refusals, write_all
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
+from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
 from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.core.errors import CaptureRefused, InvalidArgument, RestoreRefused
+from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.state.components import components_of, state_of, validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -27,7 +27,7 @@ from trainfold.core.state.state import Origin, Progress, TrainState
 
 
 @final
-class Live:
+class Live(GradientWindows):
     """A mutable run. Make it with `attach`.
 
     Law: run k steps, `capture`, build every object again, `restore`, run n steps = run k + n steps, bit for bit.
@@ -40,8 +40,8 @@ class Live:
     """
 
     def __init__(
-        self, objects: AttachedObjects, feed: Feed | FeedGroup | None, watch: RunWatch, optional: Collection[str]
-    ) -> None:
+        self, objects: AttachedObjects, feed: Feed | FeedGroup | None, watch: RunWatch, optional: Collection[str], ranks: Parallelism | None
+    ) -> None:  # fmt: skip
         self._objects = objects
         self._feed, self.share = feed, None if feed is None else feed.share
         self._watch = watch
@@ -50,6 +50,7 @@ class Live:
         self.recorder: Recorder | None = None
         self.saved_in: dict[str, ParentCheckpoint] = {}
         self._counters = Counters(self._data)
+        self._microbatches = Microbatches(ranks, objects, self._counters)
         self._pending = PendingComponents()
         self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
@@ -78,16 +79,6 @@ class Live:
         return Origin(dict(self.saved_in))
 
     @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Every attached optimizer by its component, including those under ``extra``."""
-        return self._objects.optimizers
-
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        """Every attached module, the model first."""
-        return self._objects.modules
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Names of the components beside the built-in ones, registered or pending."""
         return (*self._objects.extra, *self._objects.own_states, *self._pending.values)
@@ -97,7 +88,7 @@ class Live:
         """Names of restored components for which nothing is registered yet."""
         return tuple(self._pending.values)
 
-    def advance(self, *, samples: Samples = None, tokens: int | None = None, steps: int = 1) -> Progress:
+    def advance(self, *, samples: Samples = None, tokens: int | None = None, steps: int | None = None) -> Progress:
         """Count what was trained on; call it after each optimizer step, before anything is saved.
 
         Args:
@@ -107,7 +98,8 @@ class Live:
                 rank's batches if all shares have as many, or the sum over all ranks: all ranks save one count, so it
                 must be the same on each.
             tokens: valid tokens among them.
-            steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved.
+            steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved. None for 0 inside a
+                window of `microbatch`, and else 1.
 
         Returns:
             The counters.
@@ -120,12 +112,16 @@ class Live:
                 `batches` has handed out none since the last step.
 
         Examples:
+            >>> import torch
             >>> from trainfold import attach
             >>> live = attach(torch.nn.Linear(2, 1))
             >>> live.advance(samples=32, tokens=4096)
             Progress(step=1, epoch=0, samples=32, tokens=4096)
         """
+        steps = (0 if self._microbatches.done else 1) if steps is None else steps
         check_increments(samples, tokens, steps)
+        if steps and self._microbatches.done:
+            self._microbatches.check_closed("live.advance")
         self._watch.check_step("live.advance", is_step=steps > 0)
         counted = self._counters.advance(samples, tokens=tokens or 0, steps=steps)
         progress = self._counters.progress
@@ -164,6 +160,7 @@ class Live:
         """
         self._counters.drop()
         self._objects.clear_gradients()
+        self._microbatches.drop()
         self._watch.window.close()
         return self.progress
 
@@ -218,6 +215,7 @@ class Live:
             RestoreRefused: at the first batch, if what the start of a body has changed cannot be put back.
 
         Examples:
+            >>> import torch
             >>> from trainfold import attach
             >>> loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
             >>> live = attach(torch.nn.Linear(1, 1), loader=loader)
@@ -303,6 +301,7 @@ class Live:
         write_all(wanted, saved, optional=self.optional)
         self._watch.restored(state.contract, chosen, self._counters.step)
         self._counters.restored()
+        self._microbatches.drop()
         if chosen is None or "trainer" in chosen:
             self.saved_in = dict(state.origin.runs)
         if self._data is not None:
@@ -347,6 +346,7 @@ class Live:
         Raises:
             IncompleteWindow: naming what is open.
         """
+        self._microbatches.check_closed("live")
         self._watch.check_boundary(lambda: None if self._data is None else self._data.unaccounted())
 
     def check_counted(self) -> None:
@@ -360,8 +360,8 @@ class Live:
 
     @property
     def is_in_window(self) -> bool:
-        """Whether an accumulation window was declared open by ``advance(steps=0)``."""
-        return self._watch.window.open_samples > 0
+        """Whether an accumulation window is open, by ``advance(steps=0)`` or by `microbatch`."""
+        return self._watch.window.open_samples > 0 or self._microbatches.done > 0
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside the state itself.

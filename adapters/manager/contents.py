@@ -9,7 +9,7 @@ import torch
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import LiveView
 from trainfold.adapters.manager.update_hooks import UpdateHooks
-from trainfold.adapters.parallel.ddp import sent_buffers
+from trainfold.adapters.parallel.ddp_buffers import sent_buffers
 from trainfold.adapters.sharded.dtensor import local_part
 from trainfold.backends.hold.steady import leased_leaves, steady_leaves
 from trainfold.backends.hold.write_watch import LeafName
@@ -83,7 +83,7 @@ class RunContents:
         sent: Mapping[str, str] = {}
         if isinstance(run, Live):
             found = attrs.evolve(found, optional=run.optional)
-            sent = sent_buffers(run, view.modules, self._world)
+            sent = sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world)
         return found.with_copies(proof_of(self._replica_check, saves=self._proofs), sent=sent)
 
     def with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:

@@ -1,4 +1,4 @@
-"""The buffers that DistributedDataParallel broadcasts, for a manager that saves them. May import `live` and everything below it.
+"""How ranks train one model: what DistributedDataParallel and FSDP2 do to its gradients and buffers, and the windows of an attached loop.
 
-Sharded modules and optimizers are recognised in `adapters.sharded`.
+May import `sharded` and `core`; `live` and every room above it may import it.
 """

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 
 from trainfold.adapters.sharded.dtensor import local_part
+from trainfold.adapters.sharded.fsdp2_groups import are_held_back, fsdp2_modules, param_groups
 
 _PROBES = 4
 _PROBE_NUMEL = 1 << 16
@@ -31,6 +32,7 @@ class WindowProbe:
         self._probes: list[torch.nn.Parameter] = []
         self._marks: list[tuple[torch.Tensor | None, int]] = []
         self._steps: Counter[str] = Counter()
+        self._modules: list[torch.nn.Module] = []
         self.open_samples = 0
         for name, target in objects.items():
             self.watch(name, target)
@@ -42,6 +44,7 @@ class WindowProbe:
             probes = sorted(small, key=lambda parameter: parameter.numel())[:_PROBES]
             self._probes += probes
             self._marks += _marks(probes)
+            self._modules.append(target)
         if isinstance(target, torch.optim.Optimizer) and hasattr(target, "_optimizer_step_post_hooks"):
             count = weakref.WeakMethod(self._count)  # weak: an optimizer that outlives the run must not keep it alive
 
@@ -73,6 +76,8 @@ class WindowProbe:
             return taken
         if self._gradients_changed():
             return "gradients that changed since the last advance()"
+        if are_held_back(param_groups(fsdp2_modules(self._modules))):
+            return "gradients that FSDP2 holds back: a backward without gradient synchronisation was the last one"
         return None
 
     def uncounted(self) -> str | None:

@@ -9,8 +9,7 @@ import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
 from trainfold.core.rng import Key, fold_in, forked_rng
-from trainfold.core.step.engine.grad_norm import Norm
-from trainfold.core.step.loss import Loss, Totals, check_loss, normaliser, read
+from trainfold.core.step.loss import Loss, Number, Totals, check_loss, normaliser, read
 
 B = TypeVar("B")
 LossFunction: TypeAlias = Callable[[Any, B], Loss]
@@ -38,6 +37,10 @@ class WindowResult:
     metrics: dict[str, float]
     norm: torch.Tensor = attrs.field(eq=False, repr=False)
     grads: list[torch.Tensor] = attrs.field(eq=False, repr=False)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def run_window(  # noqa: PLR0913 (every one is named where it is called)
@@ -81,35 +84,35 @@ def run_window(  # noqa: PLR0913 (every one is named where it is called)
     return totals
 
 
-def judge(
+def judge(  # noqa: PLR0913 (every one is named where it is called)
     totals: Totals,
-    norm_of: Norm,
+    grads: list[torch.Tensor],
+    norm_of: Callable[[list[torch.Tensor]], torch.Tensor],
     *,
-    normalised: bool,
+    divide_by: Number | None,
     where: str,
-    over_ranks: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+    fix: str = "continue from error.skipped, which is past this batch, or lower the learning rate",
+    local: Callable[[torch.Tensor], torch.Tensor] = _itself,
 ) -> WindowResult:
-    """Divide the gradients by the weight and read the results of the window; only gradients change.
+    """Divide the gradients and read the results of the window; only gradients change.
 
     Args:
         totals: the sums over the ranks.
-        norm_of: the targets.
-        normalised: whether the gradients are divided already.
+        grads: the gradients over the ranks.
+        norm_of: their norm.
+        divide_by: what makes the gradients those of the mean; None if they are.
         where: for the error.
-        over_ranks: the norm of gradients over several ranks; None on one rank.
-
-    Returns:
-        The results.
+        fix: what a loop does about a loss that is not finite.
+        local: the part of a gradient in this rank's memory.
 
     Raises:
         InvalidBatch: on every rank, if the weight of the whole window is not positive.
         InvalidArgument: on every rank, if no parameter has a gradient.
         NonFinite: on every rank, if the loss or the gradient norm of any rank is not finite.
     """
-    grads = norm_of.grads()
-    if grads and not normalised:
-        torch._foreach_div_(grads, totals.weight)
-    norm = norm_of.of(grads) if over_ranks is None else over_ranks(grads)
+    if grads and divide_by is not None:
+        torch._foreach_div_([local(each) for each in grads], divide_by)
+    norm = norm_of(grads)
     ratios = [number for pair in totals.metrics.values() for number in pair]
     loss_sum, weight, grad_norm, *numbers = read([totals.loss, totals.weight, norm, *ratios])
     finite = not totals.suspects and all(map(math.isfinite, (loss_sum, weight, grad_norm)))
@@ -132,7 +135,7 @@ def judge(
             where,
             expected="a finite loss and gradient norm on every rank",
             found=f"loss {loss_sum / weight}, gradient norm {grad_norm}{_blame(totals)}",
-            fix="nothing was updated: continue from error.skipped, which is past this batch, or lower the learning rate",
+            fix=f"nothing was updated: {fix}",
         )
     return WindowResult(
         loss=loss_sum / weight,

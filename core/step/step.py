@@ -132,10 +132,10 @@ class Step(Generic[B]):
                 totals = exchange(totals, workspace.targets, ranks)
             return judge(
                 totals,
-                workspace.norm,
-                normalised=alone,
+                workspace.norm.grads(),
+                workspace.norm.of if ranks is None else ranks.norm,
+                divide_by=None if alone else totals.weight,
                 where=f"step {state.trainer.step}",
-                over_ranks=None if ranks is None else ranks.norm,
             )
         except NonFinite as error:
             error.skipped = skipped_state(state, totals.samples or samples)

@@ -3,6 +3,8 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.adapters.parallel.microbatches import CheckedStep
+from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.core.layout.data_parallel import Replicas
@@ -10,6 +12,7 @@ from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.layout.world import Collectives, PendingRows, World, make_world
 
 __all__ = [
+    "CheckedStep",
     "Collectives",
     "Coordinates",
     "Parallelism",
@@ -17,6 +20,7 @@ __all__ = [
     "Replicas",
     "SingleProcess",
     "TorchCollectives",
+    "TorchParallelism",
     "World",
     "make_world",
     "run_threads",

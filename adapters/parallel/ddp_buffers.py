@@ -1,23 +1,28 @@
 """Buffers that DistributedDataParallel broadcasts: after the next forward, every rank has those of rank 0 (ADR-0017)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from trainfold.adapters.live.live import Live
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.fqn import NamedTensors
 
 
-def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collectives) -> dict[str, str]:
+def sent_buffers(
+    attached: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    modules: Mapping[str, NamedTensors],
+    world: Collectives,
+) -> dict[str, str]:
     """Return the buffers that the next forward overwrites with those of rank 0, so that rank 0 has the exact values to save.
 
     That is certain only if an attached optimizer steps parameters of the wrapper, ``broadcast_buffers`` is on, gradients were summed for
     the last forward, no hook and no ``join`` changes the broadcast, and the ranks of the wrapper are those of the save.
 
     Args:
-        run: the live run, with the wrapper attached and not the module inside it.
+        attached: the modules of the run: the wrapper and not the module inside it.
+        optimizers: those of the run.
         modules: component -> the tensors of its module.
         world: the ranks of the save.
 
@@ -26,10 +31,10 @@ def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collecti
     """
     sent: dict[int, str] = {}
     trained: set[int] | None = None
-    for module in run.modules:
+    for module in attached:
         for each in module.modules():
             if isinstance(each, DistributedDataParallel):
-                trained = _trained(run) if trained is None else trained
+                trained = _trained(optimizers) if trained is None else trained
                 if any(id(parameter) in trained for parameter in each.parameters()):
                     sent |= _sent_by(each, world)
     return {
@@ -40,13 +45,10 @@ def sent_buffers(run: Live, modules: Mapping[str, NamedTensors], world: Collecti
     }
 
 
-def _trained(run: Live) -> set[int]:
+def _trained(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     """Return the ids of the parameters that attached optimizers step; a copy of a wrapper, as in averaged weights, has others and no forward."""
     return {
-        id(parameter)
-        for optimizer in run.optimizers.values()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
     }
 
 

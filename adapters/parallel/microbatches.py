@@ -1,0 +1,272 @@
+"""`GradientWindows`: what a live run does with gradients: which microbatch synchronises them, and the check before the optimizer steps."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, final
+
+import attrs
+import torch
+
+from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
+from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
+from trainfold.core.checks import count, real_given
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, NonFinite, place
+from trainfold.core.json_values import shown
+from trainfold.core.layout.parallelism import Parallelism
+from trainfold.core.step.gradients import judge
+from trainfold.core.step.loss import Number, Totals, wide
+from trainfold.core.step.reduce import exchange
+
+_EPSILON = 1e-6  # torch adds it to the norm before it divides
+_FIX = "live.drop_window() skips this batch on every rank; or lower the learning rate"
+
+
+@final
+@attrs.frozen
+class CheckedStep:
+    """What `Live.check` found, as Python numbers; the same on every rank.
+
+    Attributes:
+        loss: over all ranks: their mean, or the sum over the sum of the weights.
+        grad_norm: the norm of all gradients, before they were clipped.
+        weight: the sum of the weights; the number of shares of the data without weights.
+    """
+
+    loss: float
+    grad_norm: float
+    weight: float
+
+
+class HasObjects(Protocol):
+    """The objects of a run."""
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Every module, the model first."""
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Every optimizer by its component."""
+
+
+class HasSteps(Protocol):
+    """The counters of a run."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps."""
+
+
+@final
+class Microbatches:
+    """Counts the microbatches of a window, and checks its gradients at the boundary.
+
+    Args:
+        parallelism: how the ranks train; None for what torch has set up.
+        objects: of the run.
+        counters: of the run; not the run itself, which would then wait for a collection.
+
+    Attributes:
+        done: microbatches done in a window that is open; 0 at a boundary.
+    """
+
+    def __init__(self, parallelism: Parallelism | None, objects: HasObjects, counters: HasSteps) -> None:
+        self._given = parallelism
+        self._found: Parallelism | None = None
+        self.objects = objects
+        self._counters = counters
+        self.done = 0
+        self._of = 1
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the ranks train; found at the first use, because a run may register modules.
+
+        Raises:
+            InvalidArgument: if there are several ranks, and nothing says how they train.
+        """
+        if self._given is not None:
+            return self._given
+        if self._found is None:
+            self._found = found = TorchParallelism(*self.objects.modules)
+            if not found.is_known:
+                self._found = None
+                raise InvalidArgument(
+                    "attach.parallelism",
+                    expected="the ranks that train the model, where torch.distributed has several",
+                    found="no attached module that DistributedDataParallel wraps or that fully_shard has sharded",
+                    fix="attach the wrapper itself; pass parallelism=trainfold.ranks.Replicas(trainfold.TorchCollectives()) to let live.check sum the "
+                    "gradients, or Replicas(trainfold.SingleProcess()) if each rank trains a model of its own",
+                )
+        return self._found
+
+    @contextmanager
+    def one(self, of: int) -> Iterator[bool]:
+        """Run a forward and a backward; gradients are synchronised only in the last microbatch of a window.
+
+        Args:
+            of: microbatches in the window.
+
+        Yields:
+            Whether this is the last one.
+        """
+        is_boundary = self.done + 1 >= count("of", of, fix="1 means no accumulation")
+        with self.parallelism.gradient_sync(enabled=is_boundary):
+            yield is_boundary
+        self.done, self._of = (0 if is_boundary else self.done + 1), of
+
+    def check_closed(self, where: str) -> None:
+        """Raise inside a window, whose gradients are not synchronised yet.
+
+        Raises:
+            IncompleteWindow: with the numbers.
+        """
+        if self.done:
+            raise IncompleteWindow(
+                where,
+                expected="the last microbatch of a window, in which the ranks sum their gradients",
+                found=f"{self.done} of {self._of} microbatches",
+                fix="pass of= the number of microbatches that the window really has, or call live.drop_window()",
+            )
+
+    def drop(self) -> None:
+        """Forget the window, and gradients that only FSDP2 holds."""
+        self.done = 0
+        drop_held_back(param_groups(fsdp2_modules(self.objects.modules)))
+
+    def check(
+        self,
+        loss: Number | None,
+        *,
+        weight: Number | None,
+        clip_norm: float | None,
+        parameters: Iterable[torch.nn.Parameter] | None,
+    ) -> CheckedStep:
+        """Reduce the loss and its weight over the ranks, divide the gradients, clip them; see `Live.check`."""
+        self.check_closed("live.check")
+        limit = real_given(clip_norm)
+        if clip_norm is not None and not (limit is not None and limit > 0):
+            raise InvalidArgument(
+                "clip_norm", expected="> 0, or None", found=shown(clip_norm), fix="None does not clip"
+            )
+        ranks, step = self.parallelism, self._counters.step
+        trained = self._trained() if parameters is None else list(parameters)
+        mine = Totals(
+            loss=0.0 if loss is None else wide(loss),
+            weight=(0 if loss is None else 1) if weight is None else wide(weight),
+        )
+        divisor = ranks.gradient_divisor
+        totals = exchange(mine, trained if divisor is None else [], ranks)
+        divide_by: Number | None = None
+        if weight is not None:
+            divide_by = totals.weight if divisor is None else totals.weight / divisor
+        elif divisor is None:
+            divide_by = ranks.coordinates.data.size
+        try:
+            result = judge(
+                totals,
+                [each.grad for each in trained if each.grad is not None],
+                ranks.norm,
+                divide_by=divide_by,
+                where=f"step {step}",
+                fix=_FIX,
+                local=ranks.local,
+            )
+        except NonFinite as error:
+            here = ranks.coordinates.world
+            place(error, step=step, rank=here.rank if here.size > 1 else None)
+            raise
+        if limit is not None:
+            scale = torch.clamp(limit / (result.norm + _EPSILON), max=1.0)
+            torch._foreach_mul_([ranks.local(each) for each in result.grads], scale)
+        return CheckedStep(loss=result.loss, grad_norm=result.grad_norm, weight=float(result.weight))
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that attached optimizers step, in the order of the modules."""
+        stepped = {
+            id(each): each
+            for optimizer in self.objects.optimizers.values()
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        named = [each for module in self.objects.modules for each in module.parameters() if id(each) in stepped]
+        return list({id(each): each for each in (*named, *stepped.values())}.values())
+
+
+class GradientWindows:
+    """What `Live` does with gradients, on one rank or several."""
+
+    _microbatches: Microbatches
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Every attached optimizer by its component, including those under ``extra``."""
+        return self._microbatches.objects.optimizers
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Every attached module, the model first."""
+        return self._microbatches.objects.modules
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the ranks train: as torch has set up the modules, or what was passed to `attach`."""
+        return self._microbatches.parallelism
+
+    def microbatch(self, of: int = 1) -> AbstractContextManager[bool]:
+        """Run one forward and backward of a window; only its last microbatch synchronises gradients between the ranks.
+
+        Whether it is the last one is decided before the forward, because ``DistributedDataParallel`` prepares its all-reduce there. Under
+        FSDP2 the window has one reduce-scatter a group. The setting before comes back, also after an error.
+
+        Args:
+            of: microbatches in the window; at the end of the data, as many as are left. The same on every rank.
+
+        Returns:
+            A context manager for ``with``, which gives whether this is the boundary: where the optimizer steps.
+
+        Raises:
+            InvalidArgument: unless ``of`` is an int >= 1.
+
+        Examples:
+            >>> from trainfold import attach
+            >>> model = torch.nn.Linear(2, 1)
+            >>> live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> for _ in range(2):
+            ...     with live.microbatch(of=2) as is_boundary:
+            ...         (model(torch.ones(4, 2)).mean() / 2).backward()
+            ...     progress = live.advance(samples=4)
+            >>> is_boundary, progress.step, progress.samples
+            (True, 1, 8)
+        """
+        return self._microbatches.one(of)
+
+    def check(
+        self,
+        loss: Number | None = None,
+        *,
+        weight: Number | None = None,
+        clip_norm: float | None = None,
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+    ) -> CheckedStep:
+        """Stop on every rank if the loss or a gradient of any rank is not finite; call it at the boundary, before the optimizer steps.
+
+        The ranks exchange one small tensor, and the norm. With ``weight`` the gradients are those of sums: they are divided here by the
+        weight of the whole window over all ranks, once, so that a rank with more tokens counts for more.
+
+        Args:
+            loss: of this rank's window: its mean, as it was passed to ``backward``; with ``weight``, its sum. None on a rank without one.
+            weight: how many terms the sum has, such as valid tokens.
+            clip_norm: the largest norm of all gradients together, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
+            parameters: whose gradients are meant; None for those that attached optimizers step.
+
+        Returns:
+            The loss, the norm and the weight over all ranks.
+
+        Raises:
+            NonFinite: on every rank, with the step and the ranks whose loss is not finite. Nothing was updated.
+            InvalidBatch: on every rank, if the sum of the weights is not positive.
+            InvalidArgument: if no parameter has a gradient.
+            IncompleteWindow: inside a window of `microbatch`, whose gradients are not synchronised yet.
+        """
+        return self._microbatches.check(loss, weight=weight, clip_norm=clip_norm, parameters=parameters)

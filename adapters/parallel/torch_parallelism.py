@@ -1,0 +1,148 @@
+"""`TorchParallelism`: how modules train under DistributedDataParallel, FSDP2 or on one process, as torch has set them up."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trainfold.adapters.sharded.dtensor import device_of_mesh, is_dtensor, local_part
+from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factor, fsdp2_modules, param_groups, synchronised
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.parallelism import Coordinates
+from trainfold.core.layout.world import World
+
+
+@final
+class TorchParallelism:
+    """The `Parallelism` of modules that ``DistributedDataParallel`` wraps or ``fully_shard`` (FSDP2) has sharded; of any other modules, one process.
+
+    It communicates over the process groups of the modules, in the thread that trains. `attach` makes it from its model.
+
+    Args:
+        modules: all modules that are trained together, wrapped and sharded. The same ranks must read different data for each of them.
+
+    Raises:
+        InvalidArgument: if the modules have other ranks.
+
+    Examples:
+        >>> alone = TorchParallelism(torch.nn.Linear(1, 1))
+        >>> alone, alone.gradient_divisor
+        (TorchParallelism(rank 0 of 1, share 0 of 1), 1.0)
+    """
+
+    def __init__(self, *modules: torch.nn.Module) -> None:
+        self._wrappers = [
+            each for module in modules for each in module.modules() if isinstance(each, DistributedDataParallel)
+        ]
+        self._sharded = fsdp2_modules(modules)
+        self._groups = _data_groups(self._wrappers, param_groups(self._sharded))
+        self._device = _device(modules)
+        self._is_cut = any(is_dtensor(each) for module in modules for each in module.parameters())
+
+    def __repr__(self) -> str:
+        here = self.coordinates
+        return (
+            f"TorchParallelism(rank {here.world.rank} of {here.world.size}, share {here.data.rank} of {here.data.size})"
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the modules say how they are trained, or there is one rank."""
+        if self._groups or self._is_cut or not torch.distributed.is_available():
+            return True
+        return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Each rank of the process groups has a share of the data."""
+        rank, size = 0, 1
+        for group in self._groups:
+            rank = rank * torch.distributed.get_world_size(group) + torch.distributed.get_rank(group)
+            size *= torch.distributed.get_world_size(group)
+        if not self._groups:
+            return Coordinates(World(), World())
+        world = World(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        return Coordinates(world, World(rank, size))
+
+    @property
+    def gradient_divisor(self) -> float:
+        """The number of shares, or what ``set_gradient_divide_factor`` has set."""
+        factor = divide_factor(param_groups(self._sharded))
+        return float(self.coordinates.data.size if factor is None else factor)
+
+    @contextmanager
+    def gradient_sync(self, *, enabled: bool) -> Iterator[None]:
+        """As ``no_sync`` of DDP around the forward too, and ``set_requires_gradient_sync`` of FSDP2."""
+        before = [(each, each.require_backward_grad_sync) for each in self._wrappers]
+        with ExitStack() as stack:
+            stack.enter_context(synchronised(param_groups(self._sharded), enabled=enabled))
+            try:
+                for wrapper, _ in before:
+                    wrapper.require_backward_grad_sync = enabled
+                yield
+            finally:
+                for wrapper, was_on in before:
+                    wrapper.require_backward_grad_sync = was_on
+
+    def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums, by one all-reduce for each dtype and process group."""
+        sums = [each.detach().clone() for each in tensors]
+        for dtype in dict.fromkeys(each.dtype for each in sums) if self._groups else ():
+            mine = [index for index, each in enumerate(sums) if each.dtype == dtype]
+            flat = torch.cat([sums[index].reshape(-1).to(self._device) for index in mine])
+            for group in self._groups:
+                torch.distributed.all_reduce(flat, group=group)
+            pieces = torch.split(flat, [sums[index].numel() for index in mine])
+            for index, piece in zip(mine, pieces, strict=True):
+                sums[index] = piece.reshape(sums[index].shape).to(sums[index].device)
+        return sums
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """With the bits of ``torch.nn.utils.clip_grad_norm_``; gradients that are cut over other meshes are added to them."""
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for each in gradients:
+            kinds.setdefault(each.device_mesh if is_dtensor(each) else None, []).append(each)  # type: ignore[attr-defined]
+        norms = [_whole(torch.nn.utils.get_total_norm(each)) for each in kinds.values()]
+        if len(norms) > 1:
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+            return total
+        return norms[0] if norms else torch.zeros(())
+
+    def local(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The local part of a DTensor; any other tensor itself."""
+        return local_part(leaf)
+
+    def fail(self, error: BaseException) -> None:
+        """Do nothing: process groups have no way to report an error, and the other ranks wait until their timeout."""
+
+
+def _data_groups(wrappers: list[DistributedDataParallel], groups: list[Any]) -> list[Any]:
+    """The process groups over which sums go one after the other; none on one process."""
+    found = {str(_ranks(each.process_group)): [each.process_group] for each in wrappers}
+    for group in groups:
+        mesh = data_mesh([group])
+        found[str(mesh.mesh.flatten().tolist())] = [mesh.get_group(index) for index in range(mesh.ndim)]
+    if len(found) > 1:
+        raise InvalidArgument(
+            "parallelism",
+            expected="modules that train on the same ranks",
+            found=f"modules on the ranks {' and '.join(found)}",
+            fix="attach them in runs of their own, or pass a parallelism of your own",
+        )
+    return next(iter(found.values()), [])
+
+
+def _ranks(group: Any) -> list[int]:
+    return list(torch.distributed.get_process_group_ranks(group))
+
+
+def _device(modules: Iterable[torch.nn.Module]) -> torch.device:
+    parameters = [each for module in modules for each in module.parameters()]
+    found = device_of_mesh(parameters)
+    return found or (parameters[0].device if parameters else torch.device("cpu"))
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    return norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]

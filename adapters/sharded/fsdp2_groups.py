@@ -1,0 +1,75 @@
+"""The parameter groups of FSDP2, whose state torch keeps private: whether they synchronise, what they divide by, and the gradients that they hold back.
+
+``set_requires_gradient_sync`` is public, and there is no way to ask for its last value, nor for gradients that are not reduced yet: ``.grad`` stays None.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def fsdp2_modules(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """Return every module that ``fully_shard`` was called on, each once."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found = {id(each): each for module in modules for each in module.modules() if isinstance(each, FSDPModule)}
+    return list(found.values())
+
+
+def param_groups(sharded: Iterable[Any]) -> list[Any]:
+    """Return the groups of parameters that communicate together, of modules as `fsdp2_modules` returns them."""
+    found: list[Any] = []
+    for module in sharded:
+        state = module._get_fsdp_state()  # noqa: SLF001
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.13 there was at most one
+            groups = [group] if (group := state._fsdp_param_group) is not None else []  # noqa: SLF001
+        found += groups
+    return found
+
+
+@contextmanager
+def synchronised(groups: Iterable[Any], *, enabled: bool) -> Iterator[None]:
+    """Set whether a backward inside reduces gradients; each group gets back what it had, also after an error."""
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    try:
+        for group, _, _ in before:
+            group.reduce_grads = group.all_reduce_grads = enabled
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+def data_mesh(groups: Iterable[Any]) -> Any:
+    """Return the mesh of the ranks that read different data; None without groups."""
+    return next((group.mesh_info.mesh for group in groups), None)
+
+
+def divide_factor(groups: Iterable[Any]) -> float | None:
+    """Return what ``set_gradient_divide_factor`` has set; None for the default, the number of ranks."""
+    return next((group.gradient_divide_factor for group in groups), None)
+
+
+def are_held_back(groups: Iterable[Any]) -> bool:
+    """Whether a backward has left gradients that are not reduced yet."""
+    return any(
+        getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
+        or each.unsharded_accumulated_grad is not None
+        for group in groups
+        for each in group.fsdp_params
+    )
+
+
+def drop_held_back(groups: Iterable[Any]) -> None:
+    """Forget gradients that are not reduced yet; ``zero_grad`` does not see them."""
+    for group in groups:
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if getattr(each, "_unsharded_param", None) is not None:
+                each._unsharded_param.grad = None  # noqa: SLF001

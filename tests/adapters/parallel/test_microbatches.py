@@ -1,0 +1,435 @@
+"""Windows of attached loops under DDP and FSDP2: real collectives are counted, and the bits are those of loops written by hand."""
+
+import contextlib
+
+import pytest
+import torch
+from kit.adapters.collectives_cases import collectives_of
+from kit.adapters.fsdp2_cases import bits, sharded
+from kit.system.rank_refusals_cases import PATIENT, refusal
+from torch import nn
+
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, NonFinite
+from trainfold.core.step.init_state import init_state
+from trainfold.core.step.loss import Loss
+from trainfold.core.step.optimizer import optimizer as pure
+from trainfold.core.step.step import make_step
+from trainfold.properties.contracts import check_parallelism
+from trainfold.properties.parallelism_contract import play_by_the_rules
+from trainfold.ranks import Replicas, run_threads
+
+OF = 4
+
+
+def plain(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def wrapped(kind, world_size):
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(plain())
+    if kind == "fsdp2":
+        return sharded(world_size)
+    return plain()
+
+
+def batch_of(step, index, rank, rows=4):
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * step + 10 * index + rank))
+
+
+def backward(model, x, of=OF):
+    loss = model(x).square().mean() / of
+    loss.backward()
+    return loss.detach()
+
+
+# --- the contract -----------------------------------------------------------------------------------------------------
+
+
+def wrap_ddp(model):
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return wrapped, TorchParallelism(wrapped)
+
+
+def wrap_fsdp2(model, shape=None):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape = shape or (torch.distributed.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    fully_shard(model, mesh=mesh)
+    return model, TorchParallelism(model)
+
+
+def wrap_hsdp(model):
+    return wrap_fsdp2(model, (2, torch.distributed.get_world_size() // 2))
+
+
+WRAPS = {"ddp": wrap_ddp, "fsdp2": wrap_fsdp2, "hsdp": wrap_hsdp}
+
+
+def evidence_of(collectives, kinds):
+    return {kind: play_by_the_rules(WRAPS[kind]) for kind in kinds}
+
+
+def test_torch_parallelism_keeps_its_promises_under_ddp_and_fsdp2(processes):
+    """A03: the setting comes back also after an error. Four ranks are two replicas of two parts; of three, one has no row of the weight."""
+    for size, kinds in ((3, ["ddp", "fsdp2"]), (4, ["hsdp"])):
+        ran = processes.run(size, evidence_of, kinds, collectives=PATIENT)
+        for kind in kinds:
+            check_parallelism(lambda *_, kind=kind: [each[kind] for each in ran], world_sizes=(size,))  # noqa: B023
+
+
+def test_torch_parallelism_keeps_its_promises_on_one_process():
+    check_parallelism(
+        lambda _, play: [play(lambda model: (model, TorchParallelism(model)))],
+        world_sizes=(1,),
+    )
+
+
+# --- what runs on two ranks, in one world for each kind ----------------------------------------------------------------
+
+
+def everything(collectives, kind):
+    found = {"counts": count_windows(collectives, kind), "bits": both_ways(collectives, kind)}
+    found |= {"stopped": stop_on_all(collectives, kind), "open": leave_open(collectives, kind)}
+    if kind == "ddp":
+        found |= {"sums": live_and_pure(collectives), "inner": of_the_inner(collectives)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(processes):
+    """What each rank found, by kind; a world is started once."""
+    return {kind: processes.run(2, everything, kind, collectives=PATIENT) for kind in ("ddp", "fsdp2")}
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def count_windows(collectives, kind):
+    model = wrapped(kind, collectives.world_size)
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = collectives.rank
+
+    def window(of):
+        for index in range(of):
+            with live.microbatch(of=of):
+                backward(model, batch_of(0, index, rank), of)
+        live.drop_window()
+
+    def by_hand(of):
+        for index in range(of):
+            backward(model, batch_of(0, index, rank), of)
+        model.zero_grad()
+
+    def backward_inside_only():
+        """The trap: DDP decides in the forward."""
+        for index in range(OF):
+            loss = model(batch_of(0, index, rank)).square().mean() / OF
+            with live.parallelism.gradient_sync(enabled=index == OF - 1):
+                loss.backward()
+        model.zero_grad()
+
+    window(1)
+    inside = collectives_of(backward_inside_only)
+    return [collectives_of(lambda: window(OF)), collectives_of(lambda: by_hand(1)), collectives_of(lambda: by_hand(OF)), inside]  # fmt: skip
+
+
+def test_only_the_boundary_communicates_gradients(two_ranks):
+    """A03, A04: with DDP 1 all-reduce for 4 microbatches, as many as for one; 4 by hand without no_sync, or if only the backward is inside."""
+    for window, alone, by_hand, inside in (each["counts"] for each in two_ranks["ddp"]):
+        assert window["all_reduce"] == alone["all_reduce"] == 1
+        assert by_hand["all_reduce"] == OF
+        assert inside["all_reduce"] == OF
+
+
+def test_fsdp2_reduces_each_group_once_a_window(two_ranks):
+    """A03, A04: three groups make 3 reduce-scatters for 4 microbatches, and not 12."""
+    for window, alone, by_hand, _ in (each["counts"] for each in two_ranks["fsdp2"]):
+        assert window["reduce_scatter"] == alone["reduce_scatter"] == 3
+        assert by_hand["reduce_scatter"] == 3 * OF
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def train_with_live(model, optimizer, rank, *, steps=3):
+    live = attach(model, optimizer)
+    checked = None
+    for step in range(steps):
+        total = torch.zeros(())
+        for index in range(OF):
+            with live.microbatch(of=OF) as is_boundary:
+                total += backward(model, batch_of(step, index, rank))
+            if is_boundary:
+                checked = live.check(total, clip_norm=0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+            live.advance(samples=4)
+    assert live.progress.step == steps
+    return checked.grad_norm
+
+
+def train_by_hand(model, optimizer, rank, *, steps=3):
+    norm = None
+    for step in range(steps):
+        for index in range(OF):
+            last = index == OF - 1
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                around = contextlib.nullcontext() if last else model.no_sync()
+            else:
+                around = contextlib.nullcontext()
+                if hasattr(model, "set_requires_gradient_sync"):
+                    model.set_requires_gradient_sync(last)
+            with around:
+                backward(model, batch_of(step, index, rank))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def both_ways(collectives, kind):
+    found = []
+    for train in (train_with_live, train_by_hand):
+        model = wrapped(kind, collectives.world_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        torch.manual_seed(collectives.rank)
+        norm = train(model, optimizer, collectives.rank)
+        found.append((bits(model, optimizer), norm))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_window_has_the_bits_of_a_loop_written_by_hand(two_ranks, kind):
+    """A04: three steps of four microbatches with clipping, and the norm of all ranks."""
+    for mine, by_hand in (each["bits"] for each in two_ranks[kind]):
+        assert mine == by_hand
+
+
+def test_a_window_on_one_process_has_the_bits_of_a_loop_written_by_hand():
+    found = []
+    for train in (train_with_live, train_by_hand):
+        model = plain()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        found.append((train(model, optimizer, 0), bits(model, optimizer)))
+    assert found[0] == found[1]
+
+
+# --- sums and their weights ---------------------------------------------------------------------------------------------
+
+
+ROWS = ((1, 3, 2, 4), (5, 1, 1, 2))  # of each microbatch, by rank: every share has another weight
+
+
+def train_sums(model, optimizer, rank, *, of=OF, parallelism=None):
+    live = attach(model, optimizer, parallelism=parallelism)
+    for step in range(3):
+        total, weight = 0.0, 0
+        for index in range(of):
+            with live.microbatch(of=of):
+                x = batch_of(step, index, rank, rows=ROWS[rank][index])
+                loss = model(x).square().sum()
+                loss.backward()
+            total, weight = total + float(loss.detach()), weight + 3 * len(x)
+            if index < of - 1:
+                live.advance(samples=len(x))
+        checked = live.check(total, weight=weight, clip_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        live.advance(samples=len(x))
+    return checked.loss, checked.grad_norm, checked.weight
+
+
+def pure_steps(rank, **how):
+    def loss_fn(model, batch):
+        return Loss(sum=model(batch).square().sum(), weight=3 * len(batch))
+
+    model, adamw = plain(), pure(torch.optim.AdamW, lr=0.1)
+    state, step = init_state(model, adamw), make_step(model, loss_fn, adamw, accumulate=OF, clip_norm=0.5, **how)
+    for number in range(3):
+        window = [batch_of(number, index, rank, rows=ROWS[rank][index]) for index in range(OF)]
+        state, metrics = step(state, window)
+    return [each.tolist() for each in state.model.params.values()], metrics
+
+
+def as_lists(model):
+    return [each.tolist() for each in model.state_dict().values()]
+
+
+def test_sums_on_one_process_have_the_bits_of_the_pure_step():
+    """A01, A02: one denominator for the window."""
+    model = plain()
+    loss, norm, weight = train_sums(model, torch.optim.AdamW(model.parameters(), lr=0.1), 0)
+    wanted, metrics = pure_steps(0)
+    assert as_lists(model) == wanted
+    assert (loss, norm, weight) == (metrics["loss"], metrics["grad_norm"], metrics["weight"])
+
+
+def live_and_pure(collectives):
+    model = nn.parallel.DistributedDataParallel(plain())
+    found = train_sums(model, torch.optim.AdamW(model.parameters(), lr=0.1), collectives.rank)
+    wanted, metrics = pure_steps(collectives.rank, collectives=collectives)
+    return as_lists(model.module), found, wanted, [metrics[name] for name in ("loss", "grad_norm", "weight")]
+
+
+def test_sums_under_ddp_have_the_bits_of_the_pure_step_on_two_ranks(two_ranks):
+    """A02: shares and microbatches of other sizes; halving and doubling are exact, so the order of division makes no difference."""
+    for mine, found, wanted, metrics in (each["sums"] for each in two_ranks["ddp"]):
+        assert mine == wanted
+        assert list(found) == metrics
+
+
+def test_sums_of_silent_replicas_have_the_bits_of_the_pure_step():
+    """A parallelism whose backward does not communicate: `check` sums the gradients."""
+
+    def play(ranks):
+        model = plain_for_threads()
+        found = train_sums(
+            model, torch.optim.AdamW(model.parameters(), lr=0.1), ranks.rank, parallelism=Replicas(ranks)
+        )
+        return as_lists(model), found
+
+    def steps(ranks):
+        wanted, metrics = pure_steps(ranks.rank, collectives=ranks)
+        return wanted, tuple(metrics[name] for name in ("loss", "grad_norm", "weight"))
+
+    torch.manual_seed(0)
+    state = plain().state_dict()
+
+    def plain_for_threads():
+        model = plain()
+        model.load_state_dict(state)
+        return model
+
+    assert run_threads(2, play) == run_threads(2, steps)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def stop_on_all(collectives, kind):
+    """Rank 1 has a loss that is not finite, and later a gradient."""
+    model = wrapped(kind, collectives.world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    before, texts = bits(model, optimizer), []
+    for poison in ("loss", "gradient"):
+        x = batch_of(0, 0, collectives.rank)
+        with live.microbatch():
+            loss = model(x).square().mean()
+            (loss * (torch.inf if poison == "gradient" and collectives.rank == 1 else 1.0)).backward()
+        reported = loss.detach() * (torch.nan if poison == "loss" and collectives.rank == 1 else 1.0)
+        try:
+            live.check(reported)
+        except NonFinite as error:
+            texts.append((str(error), error.step, error.rank))
+        live.drop_window()
+    after = bits(model, optimizer)
+    grads = [each.grad is None for each in model.parameters()]
+    return before == after, all(grads), texts, live.progress.step
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_number_that_is_not_finite_stops_every_rank_before_anything_changes(two_ranks, kind):
+    """A09, R09: the same error on every rank names the step and the rank whose loss it is."""
+    for rank, (is_same, is_clear, texts, step) in enumerate(each["stopped"] for each in two_ranks[kind]):
+        assert is_same
+        assert is_clear
+        assert step == 0
+        (of_loss, at, where), (of_gradient, _, _) = texts
+        assert "not finite on ranks [1]" in of_loss
+        assert (at, where) == (0, rank)
+        assert "gradient norm" in of_gradient
+
+
+def leave_open(collectives, kind):
+    model = wrapped(kind, collectives.world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    found = {}
+    with live.microbatch(of=2):
+        backward(model, batch_of(0, 0, collectives.rank))
+    found["check"] = refusal(lambda: live.check(1.0))
+    found["step"] = refusal(lambda: live.advance(samples=4, steps=1))
+    found["save"] = refusal(live.capture)
+    with contextlib.suppress(ZeroDivisionError), live.microbatch(of=2):
+        _ = 1 / 0
+    found["shown"] = repr(live)
+    live.drop_window()
+    found["dropped"] = refusal(live.capture)
+    # the same window, with torch's own means
+    if kind == "fsdp2":
+        model.set_requires_gradient_sync(False)
+    with model.no_sync() if kind == "ddp" else contextlib.nullcontext():
+        backward(model, batch_of(0, 0, collectives.rank))
+    found["by hand"] = refusal(live.capture)
+    live.drop_window()
+    found["by hand, dropped"] = refusal(live.capture)
+    with live.microbatch():
+        pass
+    found["put back"] = kind != "fsdp2" or not model._get_fsdp_state()._fsdp_param_groups[0].reduce_grads
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_nothing_is_saved_inside_a_window(two_ranks, kind):
+    """A06, F52: also where FSDP2 holds the gradients of a window and ``.grad`` stays None; dropping it leaves nothing behind."""
+    for found in (each["open"] for each in two_ranks[kind]):
+        for name in ("check", "step", "save"):
+            assert found[name].startswith("IncompleteWindow"), found
+            assert "1 of 2 microbatches" in found[name]
+        assert "inside an accumulation window" in found["shown"]
+        assert found["by hand"].startswith("IncompleteWindow"), found
+        assert found["dropped"] == found["by hand, dropped"] == "nothing"
+        assert found["put back"]
+
+
+def of_the_inner(collectives):
+    """The wrapper is not attached, so nothing says that gradients are summed."""
+    model = nn.parallel.DistributedDataParallel(plain()).module
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return refusal(lambda: live.check(1.0))
+
+
+def test_ranks_that_nothing_tells_of_are_refused(two_ranks):
+    for each in two_ranks["ddp"]:
+        assert "attach the wrapper itself" in each["inner"]
+
+
+def test_a_window_may_end_early_and_counts_itself():
+    """A07: at the end of the data `of` is what is left, and the boundary is there."""
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    boundaries = []
+    for left in range(6, 0, -1):
+        with live.microbatch(of=min(OF, left) if left < 3 else OF) as is_boundary:
+            backward(model, batch_of(0, left, 0))
+        boundaries.append(is_boundary)
+        live.advance(samples=4)
+    assert boundaries == [False, False, False, True, False, True]
+    assert (live.progress.step, live.progress.samples) == (2, 24)
+    live.capture()
+    with pytest.raises(InvalidArgument, match="of"), live.microbatch(of=0):
+        pass
+
+
+def test_check_finds_what_cannot_be_right():
+    model = plain()
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InvalidArgument, match="does not depend on any parameter"):
+        live.check(1.0)
+    backward(model, batch_of(0, 0, 0))
+    with pytest.raises(InvalidArgument, match="clip_norm"):
+        live.check(1.0, clip_norm=0)
+    with pytest.raises(NonFinite, match="drop_window"):
+        live.check(float("nan"))
+    with live.microbatch(of=2):
+        backward(model, batch_of(0, 0, 0))
+    with pytest.raises(IncompleteWindow, match="1 of 2"):
+        live.check(1.0)
