@@ -182,7 +182,7 @@ def inspect(
 def diff(a: CheckpointPath, b: CheckpointPath, *, json: Json = False) -> int:
     """Compare two checkpoints: components, then each leaf that differs, then the contracts of their runs.
 
-    Reads only the manifests, which have a digest of every leaf.
+    Reads only the manifests, which have a digest of every leaf; and, of tensors that another number of ranks has cut otherwise, the bytes.
     """
     from trainfold.adapters.cli.diff import diff_checkpoints
 
@@ -190,11 +190,18 @@ def diff(a: CheckpointPath, b: CheckpointPath, *, json: Json = False) -> int:
 
 
 @app.command(group=_TRUST)
-def verify(checkpoint: CheckpointPath, *, json: Json = False) -> int:
+def verify(
+    checkpoint: CheckpointPath,
+    *,
+    contents: Annotated[
+        bool, Parameter(negative=(), help="Show fingerprints that do not depend on the number of ranks too.")
+    ] = False,
+    json: Json = False,
+) -> int:
     """Read every byte of a checkpoint and compare all digests; every damaged file is named."""
     from trainfold.adapters.cli.verify import verify_checkpoint
 
-    return deliver(lambda: verify_checkpoint(checkpoint), as_json=json)
+    return deliver(lambda: verify_checkpoint(checkpoint, contents=contents), as_json=json)
 
 
 @app.command(group=_TRUST)

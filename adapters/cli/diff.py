@@ -1,4 +1,4 @@
-"""`trainfold diff A B`: the differences between two checkpoints, from their manifests alone."""
+"""`trainfold diff A B`: the differences between two checkpoints, from their manifests; tensors that are cut otherwise are read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.cli.locate import open_checkpoint
+from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.format.leaf_texts import fingerprints, leaf_texts
+from trainfold.core.format.leaf_texts import cut_otherwise, fingerprints_with, leaf_texts
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.drift import ENVIRONMENT
 
@@ -39,7 +39,7 @@ class Line:
 
 
 def diff_checkpoints(a: Path, b: Path) -> Answer:
-    """Compare two checkpoints.
+    """Compare two checkpoints. Where one of them stores the same kind of tensor in other slices, both are read, and their contents compared.
 
     Args:
         a: one checkpoint, or a run.
@@ -52,8 +52,11 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
         CheckpointError: the matching subclass, if one of them cannot be used.
     """
     one, other = open_checkpoint(a), open_checkpoint(b)
-    components = _lines(fingerprints(one.manifest), fingerprints(other.manifest))
-    leaves = [line for line in _lines(leaf_texts(one.manifest), leaf_texts(other.manifest)) if not line.same]
+    resliced = cut_otherwise(one.manifest, other.manifest)
+    a_sums, b_sums = (_contents(each, resliced) for each in (one, other))
+    components = _lines(fingerprints_with(one.manifest, a_sums), fingerprints_with(other.manifest, b_sums))
+    texts = leaf_texts(one.manifest, a_sums), leaf_texts(other.manifest, b_sums)
+    leaves = [line for line in _lines(*texts) if not line.same]
     contract = [line for line in _lines(_promises(one.manifest), _promises(other.manifest)) if not line.same]
     made = [line for line in _lines(_circumstances(one.manifest), _circumstances(other.manifest)) if not line.same]
     changed = [line.name for line in components if not line.same]
@@ -93,6 +96,15 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
 def _count(found: Sequence[object], one: str, several: str = "") -> str:
     """A number of things, in words."""
     return f"{len(found)} {one if len(found) == 1 else several or one + 's'}"
+
+
+def _contents(checkpoint: Checkpoint, leaves: tuple[str, ...]) -> dict[str, str]:
+    """The content sums of some tensors, which are read."""
+    if not leaves:
+        return {}
+    from trainfold.backends.formats.native.contents import content_sums
+
+    return content_sums(checkpoint.store, checkpoint.name, checkpoint.manifest, leaves)
 
 
 def _lines(a: Mapping[str, str], b: Mapping[str, str]) -> list[Line]:

@@ -31,13 +31,14 @@ class Advance(Protocol):
         """Add to the count."""
 
 
-def verify_checkpoint(path: Path) -> Answer:
+def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
     """Read all files of a checkpoint, compare them with the digests in its manifest, and compute its fingerprints from these.
 
     It finds what a load would refuse: also a header of a file that does not fit the manifest, although the file has its digest.
 
     Args:
         path: of the checkpoint, or of a run.
+        contents: whether to show fingerprints that do not depend on how ranks cut the tensors, too. Undamaged tensors are read once more.
 
     Returns:
         The result for each file and component, with the first problem as the error.
@@ -62,12 +63,20 @@ def verify_checkpoint(path: Path) -> Answer:
         problems += wrong
         status = "wrong" if wrong else "damaged" if component.name in damaged else "verified"
         components.append((component.name, component.fingerprint, status))
+    sums: dict[str, str] = {}
+    if contents and not problems:
+        from trainfold.backends.formats.native.contents import content_fingerprints
+
+        sums = content_fingerprints(checkpoint.store, checkpoint.name, checkpoint.manifest)
     data = {
         "checkpoint": checkpoint.url,
         "verified": not problems,
         "size_bytes": checkpoint.manifest.size_bytes,
         "files": [{"name": name, "digest": digest, "status": status} for name, _, digest, status in rows],
-        "components": [{"name": name, "fingerprint": text, "status": status} for name, text, status in components],
+        "components": [
+            {"name": name, "fingerprint": text, "status": status, **({"contents": sums[name]} if sums else {})}
+            for name, text, status in components
+        ],
         "problems": [attrs.asdict(problem) for problem in problems],
     }
     rows.insert(0, ("manifest.json", "", "of itself", "verified"))
@@ -75,6 +84,8 @@ def verify_checkpoint(path: Path) -> Answer:
         Table(checkpoint.url, ("file", "size", "digest", "status"), tuple(rows)),
         Table("Components", ("component", "fingerprint", "status"), tuple(components)),
     ]
+    if sums:
+        tables.append(Table("Contents, however they are cut", ("component", "fingerprint"), tuple(sums.items())))
     if problems:
         tables.append(Table("Damaged", ("where", "expected", "found"), tuple(map(_row, problems))))
     return Answer(data, tuple(tables), error_from(problems[0]) if problems else None)

@@ -6,14 +6,17 @@ fingerprints cost no reading. The order of a dict, the device, strides and ties 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainfold.core.digest import digest_of
+from trainfold.core.digest import DIGEST_PREFIX, digest_of
 from trainfold.core.format.manifest import TensorRecord
 from trainfold.core.format.structure.places import places
 from trainfold.core.json_values import Json, canonical_json, encode_scalar, scalar_kind
+from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 
 if TYPE_CHECKING:
+    from trainfold.core.format.content_sum import ContentSum
+    from trainfold.core.layout.world import Collectives
     from trainfold.core.state.state import TrainState
 
 
@@ -43,6 +46,93 @@ def fingerprint(state: "TrainState") -> dict[str, str]:
         lines = [(str(described.tensors[path]), leaf_digest(leaf, path)) for path, leaf in tensors.items()]
         found[name] = component_fingerprint(name, [(described.node, lines)])
     return found
+
+
+def content_fingerprint(state: "TrainState", *, collectives: "Collectives | None" = None) -> dict[str, str]:
+    """One digest for each component of a state, which does not depend on how its tensors are cut.
+
+    It reads about 2 GB/s, a fifth of the speed of `fingerprint`, so no save computes it.
+
+    Law: a state that ranks hold in parts has the digests of the same state on one rank, and of its checkpoints as ``trainfold verify --contents``
+    shows them. What each rank has of its own, such as random streams, counts for each rank.
+
+    Args:
+        state: this rank's.
+        collectives: the ranks that hold parts of the state; all of them call. None for one process.
+
+    Returns:
+        Component name -> ``"sum:<32 hex digits>"``, in the state's order.
+
+    Raises:
+        InvalidState: if the parts that the ranks hold do not tile a tensor.
+        StateDonated: if a donating step has consumed the state.
+        UnsupportedLeaf: for a leaf that the format cannot hold.
+
+    Examples:
+        >>> from trainfold import Progress, TrainState
+        >>> content_fingerprint(TrainState(trainer=Progress(step=1)))
+        {'trainer': 'sum:3dfe584bb33e9196cd08ddc0af54c6f1'}
+    """
+    from trainfold.core.format.codec import as_tensor
+    from trainfold.core.format.content_sum import add, box_sum, sum_text
+    from trainfold.core.format.structure.describe import describe
+    from trainfold.core.format.structure.ownership import belongs_to_rank
+    from trainfold.core.state.components import components_of
+    from trainfold.core.tensor_memory import tensor_bytes
+
+    described = {name: describe(component, name) for name, component in components_of(state).items()}
+    nodes = {name: each.node for name, (each, _) in described.items()}
+    kinds = {name: {path: str(spec) for path, spec in each.tensors.items()} for name, (each, _) in described.items()}
+    sums: dict[str, dict[str, tuple[Box, ContentSum]]] = {}
+    for name, (each, tensors) in described.items():
+        sums[name] = {}
+        for path, spec in each.tensors.items():
+            box = spec.slices[0] if spec.slices else whole_box(spec.shape)
+            sums[name][path] = box, box_sum(tensor_bytes(as_tensor(tensors[path], path)), spec.dtype, box)
+    own = [name for name, node in nodes.items() if belongs_to_rank(name, node)]
+    cut = {
+        name: {p: sums[name][p] for p, spec in each.tensors.items() if spec.slices}
+        for name, (each, _) in described.items()
+    }
+    given: dict[str, Any] = {
+        name: (nodes[name], kinds[name], sums[name]) if name in own else cut[name] for name in nodes
+    }
+    every = [given] if collectives is None else collectives.gather(given)
+    found = {}
+    for name, (each, _) in described.items():
+        if name in own:
+            parts = [rank[name] for rank in every]
+            if not each.tensors and all(part == parts[0] for part in parts):
+                parts = parts[:1]
+            lines = [
+                (node, [(kind[p], sum_text(total)) for p, (_, total) in totals.items()]) for node, kind, totals in parts
+            ]
+        else:
+            whole = {path: total for path, (_, total) in sums[name].items()}
+            whole |= {
+                path: add(_held_once(path, [rank[name][path] for rank in every], each.tensors[path].shape))
+                for path in cut[name]
+            }
+            lines = [(nodes[name], [(kinds[name][path], sum_text(total)) for path, total in whole.items()])]
+        found[name] = contents_text(component_fingerprint(name, lines))
+    return found
+
+
+def contents_text(text: str) -> str:
+    """A fingerprint whose lines have content sums, marked as such.
+
+    Examples:
+        >>> contents_text("xxh3:0123")
+        'sum:0123'
+    """
+    return "sum:" + text.removeprefix(DIGEST_PREFIX)
+
+
+def _held_once(path: str, parts: "list[tuple[Box, ContentSum]]", shape: tuple[int, ...]) -> "list[ContentSum]":
+    """The content sums of the parts of a tensor that ranks hold, each part once: replicas hold the same one."""
+    once = dict(parts)
+    check_cover(path, [box for box in once if volume(box) or not volume(whole_box(shape))], shape)
+    return list(once.values())
 
 
 def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[str, str]]]]) -> str:

@@ -1,9 +1,10 @@
 """The leaves of a checkpoint as texts that can be compared, from its manifest alone. This module imports no torch."""
 
+from collections.abc import Mapping
 from typing import Final
 
-from trainfold.core.format.fingerprint import tensor_digest
-from trainfold.core.format.manifest import ComponentRecord, Manifest
+from trainfold.core.format.fingerprint import component_fingerprint, tensor_digest
+from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.structure.places import places
 
 _WRITTEN_BITS: Final = 4096
@@ -19,12 +20,17 @@ def fingerprints(manifest: Manifest) -> dict[str, str]:
     return {component.name: component.fingerprint for component in manifest.components}
 
 
-def leaf_texts(manifest: Manifest) -> dict[str, str]:
+def leaf_texts(manifest: Manifest, sums: Mapping[str, str] | None = None) -> dict[str, str]:
     """Each leaf with its kind and contents: a digest for a tensor, the value for anything else.
 
     A tensor that is stored in several slices has a digest of the slices' digests, so it equals only a tensor in the
-    same slices.
+    same slices, unless it has a sum.
+
+    Args:
+        manifest: of the checkpoint.
+        sums: leaf -> content sum, of tensors for which that counts.
     """
+    known = sums or {}
     found: dict[str, str] = {}
     for component in manifest.components:
         for part, node in enumerate(component.nodes):
@@ -34,7 +40,59 @@ def leaf_texts(manifest: Manifest) -> dict[str, str]:
                     found[leaf.path] = _exact(leaf.value)
                 else:
                     record = records[leaf.tensor]
-                    found[leaf.path] = f"{record.spec} {tensor_digest(record)}"
+                    found[leaf.path] = f"{record.spec} {known.get(leaf.path) or tensor_digest(record)}"
+    return found
+
+
+def stored_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
+    """Each leaf that is a tensor, and its record."""
+    return {
+        leaf.path: component.tensors[part][leaf.tensor]
+        for component in manifest.components
+        for part, node in enumerate(component.nodes)
+        for leaf in places(node, labelled(component, part))
+        if leaf.tensor is not None
+    }
+
+
+def cut_otherwise(one: Manifest, other: Manifest) -> tuple[str, ...]:
+    """The leaves whose digests say nothing, because two checkpoints store the same kind of tensor in other slices."""
+    theirs = stored_tensors(other)
+    return tuple(
+        path
+        for path, mine in stored_tensors(one).items()
+        if (found := theirs.get(path)) is not None
+        and found.spec == mine.spec
+        and [shard.box for shard in found.shards] != [shard.box for shard in mine.shards]
+    )
+
+
+def fingerprints_with(manifest: Manifest, sums: Mapping[str, str]) -> dict[str, str]:
+    """The fingerprint of each component, with content sums for the digests of some leaves.
+
+    Args:
+        manifest: of the checkpoint.
+        sums: leaf -> content sum; a component without any has the fingerprint that was recorded.
+    """
+    found = {}
+    for component in manifest.components:
+        texts = [
+            [
+                (str(record.spec), sums.get(labelled(component, part) + record.path.removeprefix(component.name)))
+                for record in table
+            ]
+            for part, table in enumerate(component.tensors)
+        ]
+        if any(each for table in texts for _, each in table):
+            lines = [
+                [(kind, each or tensor_digest(record)) for (kind, each), record in zip(table, records, strict=True)]
+                for table, records in zip(texts, component.tensors, strict=True)
+            ]
+            found[component.name] = component_fingerprint(
+                component.name, list(zip(component.nodes, lines, strict=True))
+            )
+        else:
+            found[component.name] = component.fingerprint
     return found
 
 

@@ -1,12 +1,14 @@
 """Leaf specs: dtypes and shapes without the values, and all differences between two sets of specs. Imports no torch."""
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 import attrs
 
-from trainfold.core.layout.placement import Placement
 from trainfold.core.layout.slices import Box
+
+if TYPE_CHECKING:
+    from trainfold.core.layout.placement import Placement
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
@@ -27,7 +29,7 @@ class LeafSpec:
     dtype: str
     shape: tuple[int, ...]
     slices: tuple[Box, ...] = ()
-    placement: Placement | None = None
+    placement: "Placement | None" = None
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

@@ -1,6 +1,6 @@
 """Boxes: rectangular slices of a tensor, one (start, stop) pair per dimension, and whether boxes tile a shape."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -31,6 +31,29 @@ def volume(box: Box) -> int:
     for start, stop in box:
         total *= stop - start
     return total
+
+
+def row_blocks(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most so many bytes, in the order of its bytes; an element is never cut.
+
+    Examples:
+        >>> list(row_blocks(((0, 3), (4, 6)), 1, 4))
+        [((0, 2), (4, 6)), ((2, 3), (4, 6))]
+        >>> list(row_blocks(((0, 2), (0, 3)), 8, 16))
+        [((0, 1), (0, 2)), ((0, 1), (2, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3))]
+    """
+    if not box or volume(box) * item_bytes <= limit_bytes:
+        yield box
+        return
+    (start, stop), inner = box[0], box[1:]
+    row_bytes = volume(inner) * item_bytes
+    step = max(1, limit_bytes // row_bytes)
+    for low in range(start, stop, step):
+        side = (low, min(low + step, stop))
+        if row_bytes <= limit_bytes or not inner:
+            yield (side, *inner)
+        else:
+            yield from ((side, *rest) for rest in row_blocks(inner, item_bytes, limit_bytes))
 
 
 def intersect(one: Box, other: Box) -> Box | None:

@@ -3,6 +3,7 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.masters import refresh_masters
@@ -27,6 +28,7 @@ __all__ = [
     "ParamGroup",
     "ScalarSpec",
     "TrainableState",
+    "content_fingerprint",
     "make_progress",
     "refresh_masters",
     "spec_of",
