@@ -130,7 +130,10 @@ def _gathered(collectives: Collectives) -> object:
         "parts": (1, "é", None, True, 0.1),
         "long": "x" * (700 * collectives.rank),
     }
-    return [(each["rank"], each["parts"], len(each["long"])) for each in collectives.gather(value)]
+    return [
+        (each["rank"], each["parts"], len(each["long"]))
+        for each in collectives.gather(value, doing="gather", is_vote=True)
+    ]
 
 
 def _started(collectives: Collectives) -> object:
@@ -139,7 +142,7 @@ def _started(collectives: Collectives) -> object:
     if collectives.rank:
         other.barrier(timeout_secs=_WAIT_SECS)
     mine = [collectives.rank, -(2**62), 2**62 + collectives.rank]
-    first, second = collectives.start_gather(mine), collectives.start_gather(mine[:1])
+    first, second = collectives.start_gather(mine, doing="start"), collectives.start_gather(mine[:1])
     if not collectives.rank:
         other.barrier(timeout_secs=_WAIT_SECS)
     return collectives.gather("meanwhile"), second.wait(), first.wait()
@@ -148,7 +151,7 @@ def _started(collectives: Collectives) -> object:
 def _copied(collectives: Collectives) -> object:
     last = collectives.world_size - 1
     mine: list[int] = []
-    shared = collectives.broadcast(mine, source=last)
+    shared = collectives.broadcast(mine, source=last, doing="copy", is_vote=True)
     shared.append(collectives.rank)
     collectives.barrier(timeout_secs=_WAIT_SECS)
     return collectives.gather(shared)

@@ -93,7 +93,7 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
             mine = work()
         except Exception as error:  # noqa: BLE001 raised below, after the other ranks know
             failure = error
-        sent = ranks.gather((mine and mine[1], failure and error_text(failure)))
+        sent = ranks.gather((mine and mine[1], failure and error_text(failure)), doing="evaluate its batches")
         if failure is not None:
             raise Agreed(failure)
     finally:
@@ -150,7 +150,7 @@ def see_in_step(share: Share, ranks: Collectives, *, steps: int | None, having: 
             if index == steps or not any(having):
                 break
             has_batch = ahead.batch is not NOTHING and failure is None
-            if steps is None and not any(ranks.gather(has_batch)):
+            if steps is None and not any(ranks.gather(has_batch, doing="evaluate a batch")):
                 break
             dummy = ahead.batch if has_batch else dummy
             outputs = share.forward(_shallow_copy(dummy))  # a forward may remove items from a batch: `batch.pop("y")`
@@ -191,7 +191,7 @@ def _dummy(first: Any, having: list[bool], ranks: Collectives) -> Any:
         devices = [leaf.device.type if isinstance(leaf, torch.Tensor) else None for leaf in tree.leaves(first)]
         sent = (tree.map_tensors(torch.Tensor.cpu, first), devices)
     try:
-        given = ranks.broadcast(sent, source=source)
+        given = ranks.broadcast(sent, source=source, doing="draw its first batch")
     except InvalidArgument as error:
         raise InvalidArgument(
             "batches",

@@ -107,7 +107,7 @@ class FirstSave:
                 )
             return runs[run_id]
 
-        found = on_all_ranks(self._world, descent)[self._world.rank]
+        found = on_all_ranks(self._world, descent, doing="check what its state comes from")[self._world.rank]
         self.is_cleared = True
         return found
 

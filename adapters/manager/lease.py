@@ -73,7 +73,7 @@ class RunLease:
                 self._held.enter_context(store.lock())
                 return look(store)
 
-        return on_rank_zero(world, take)
+        return on_rank_zero(world, take, doing="take the lock of the run")
 
     def before_release(self, action: Callable[[], None]) -> None:
         """Call this before the lock is released."""

@@ -68,7 +68,7 @@ class RunLoader:
             self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
         )
         mine = load_decision(outcome, step=step)
-        return next((each for each in self.collectives.gather(mine) if not each), mine)
+        return next((each for each in self.collectives.gather(mine, doing="decide what to load") if not each), mine)
 
     def load(self, run: Live | TrainState, *, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
         """Load a state, and write a live run in place.
@@ -91,7 +91,11 @@ class RunLoader:
         if isinstance(run, Live):
             if loaded.seed is not None:
                 loaded = attrs.evolve(loaded, state=self._with_new_streams(run, loaded, loaded.seed))
-            on_all_ranks(self.collectives, lambda: run.restore(loaded.state, components=names, policy=self.policy))
+            on_all_ranks(
+                self.collectives,
+                lambda: run.restore(loaded.state, components=names, policy=self.policy),
+                doing="restore the run",
+            )
             if self.proves and self.collectives.world_size > 1:
                 prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
@@ -124,7 +128,7 @@ class RunLoader:
         Raises:
             InvalidState: if the run has no best, or a rewind has left it behind, or replaced it.
         """
-        name = on_rank_zero(self.collectives, lambda: measured_best(self.store))
+        name = on_rank_zero(self.collectives, lambda: measured_best(self.store), doing="look for the best")
         if name is None:
             raise InvalidState(
                 f"{self.store.url}/best.json", expected="a best", found="none", fix="call save_best first"
@@ -137,7 +141,7 @@ class RunLoader:
             self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
         ).state
         if isinstance(run, Live):
-            on_all_ranks(self.collectives, lambda: run.restore(state, components=["model"]))
+            on_all_ranks(self.collectives, lambda: run.restore(state, components=["model"]), doing="restore the model")
         return state, step
 
     def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState]:

@@ -169,7 +169,7 @@ class SaveRunner:
         Raises:
             SaveFailed: if it failed; raised once.
         """
-        return self._end() if all(self._world.gather(self._has_ended)) else None
+        return self._end() if all(self._world.gather(self._has_ended, doing="ask whether the save has ended")) else None
 
     def wait(self) -> SaveResult | None:
         """Wait for the save under way and collect it; then report what was deleted.
@@ -287,7 +287,7 @@ class SaveRunner:
         self.check_first(run)
         self._due.see(step)
         if self._under_way is not None:
-            if may_skip and not all(self._world.gather(self._has_ended)):
+            if may_skip and not all(self._world.gather(self._has_ended, doing="ask whether the save has ended")):
                 self._events.report("skipped", step=step, detail="another save is under way")
                 return SaveOutcome("skipped", step)
             self._collect_into(failures)

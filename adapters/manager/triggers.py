@@ -151,7 +151,9 @@ class SaveTriggers:
         self._is_outdated = False  # a save or a load came after the row that is on its way
         self._failure: Exception | None = None  # of the source of requests, for the next boundary
         by_clock = auto is not None or triggers.every_secs is not None
-        self._always_sends = world.world_size > 1 and (any(world.gather(requests is not None)) or by_clock)
+        self._always_sends = world.world_size > 1 and (
+            any(world.gather(requests is not None, doing="make its manager")) or by_clock
+        )
 
     def arrive(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         """What all ranks agree on at a boundary; every rank calls, and calls `leave` when it has acted on it.
@@ -205,7 +207,10 @@ class SaveTriggers:
         return Boundary(step, is_last, is_best, has_ended, secs, every, asked, self._failure is not None)
 
     def _send(self, mine: Boundary) -> None:
-        self._pending, self._is_outdated = self._world.start_gather(mine.numbers()), False
+        self._pending, self._is_outdated = (
+            self._world.start_gather(mine.numbers(), doing="come to the next boundary"),
+            False,
+        )
 
     def _agreed(self) -> Boundary | None:
         """What all ranks knew when they sent it; None if nothing was sent."""
@@ -216,7 +221,7 @@ class SaveTriggers:
         self._asked = merge_requests([self._asked, found.asked])
         self._every = found.every
         if found.has_failed:
-            on_all_ranks(self._world, self._raise_failure)
+            on_all_ranks(self._world, self._raise_failure, doing="ask for requests", is_vote=True)
         return attrs.evolve(found, secs_since_save=0.0, has_ended=False) if self._is_outdated else found
 
     def _raise_failure(self) -> None:

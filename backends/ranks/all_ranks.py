@@ -10,12 +10,14 @@ from trainfold.core.problem import Problem, problem_of
 T = TypeVar("T")
 
 
-def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
+def on_all_ranks(world: Collectives, action: Callable[[], T], *, doing: str = "", is_vote: bool = False) -> list[T]:
     """Run an action on every rank, and return the results of all ranks, in rank order, on every rank.
 
     Args:
         world: the ranks; all of them call.
         action: what this rank does.
+        doing: the same in words, such as ``"write its files"``, for the error if a rank does not come.
+        is_vote: whether the action reads and writes so little that the others wait for it only as long as for a vote.
 
     Raises:
         Exception: on a rank whose action failed, the error of that action.
@@ -32,7 +34,9 @@ def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
         value = action()
     except Exception as error:  # noqa: BLE001 - it is raised below, and reported to the other ranks
         failure = error
-    found: list[tuple[T | None, Problem | None]] = world.gather((value, None if failure is None else _problem(failure)))
+    found: list[tuple[T | None, Problem | None]] = world.gather(
+        (value, None if failure is None else _problem(failure)), doing=doing, is_vote=is_vote
+    )
     if failure is not None:
         if world.world_size > 1:
             place(failure, rank=world.rank)
@@ -47,7 +51,7 @@ def on_all_ranks(world: Collectives, action: Callable[[], T]) -> list[T]:
     return [value for value, _ in found]  # type: ignore[misc] # no rank failed, so each has its T
 
 
-def on_rank_zero(world: Collectives, action: Callable[[], T]) -> T:
+def on_rank_zero(world: Collectives, action: Callable[[], T], *, doing: str = "", is_vote: bool = False) -> T:
     """Run an action on rank 0 only, and return its result on every rank.
 
     Raises:
@@ -59,7 +63,8 @@ def on_rank_zero(world: Collectives, action: Callable[[], T]) -> T:
         >>> run_threads(2, lambda world: on_rank_zero(world, lambda: world.rank))
         [0, 0]
     """
-    return on_all_ranks(world, lambda: action() if world.rank == 0 else None)[0]  # type: ignore[return-value]
+    mine = action if world.rank == 0 else lambda: None
+    return on_all_ranks(world, mine, doing=doing, is_vote=is_vote)[0]  # type: ignore[return-value]
 
 
 def _problem(error: Exception) -> Problem:

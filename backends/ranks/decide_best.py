@@ -39,7 +39,7 @@ def decide_best(
         new = updated(record, result, step=step)
         return new, new is not record
 
-    return on_rank_zero(SingleProcess() if collectives is None else collectives, decide)
+    return on_rank_zero(SingleProcess() if collectives is None else collectives, decide, doing="decide on the best")
 
 
 def decide_best_n(  # noqa: PLR0913 - keywords
@@ -80,5 +80,7 @@ def decide_best_n(  # noqa: PLR0913 - keywords
         (20, [20, 30])
     """
     return on_rank_zero(
-        SingleProcess() if collectives is None else collectives, lambda: updated_n(record, kept, result, step=step, n=n)
+        SingleProcess() if collectives is None else collectives,
+        lambda: updated_n(record, kept, result, step=step, n=n),
+        doing="decide on the best",
     )

@@ -62,7 +62,7 @@ class Fault:
         if not self.ranks:
             return "look at the network between them, and raise timeout_secs if one was only slow"
         return "fix that rank" + (
-            ", or raise timeout_secs if it was only slow" if self.found.startswith(_NO_SIGN) else ""
+            ", or raise timeout_secs or vote_secs if it was only slow" if self.found.startswith(_NO_SIGN) else ""
         )
 
 

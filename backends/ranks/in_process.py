@@ -2,15 +2,16 @@
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, final
 
 import attrs
 import torch
 
+from trainfold.backends.ranks.call import Call, check_broadcast
 from trainfold.backends.ranks.ordered_sum import added
-from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError, error_text
+from trainfold.backends.ranks.thread_room import Room, rank_failed
+from trainfold.core.errors import InvalidArgument, RankFailed, TrainfoldError
 from trainfold.core.state.spec import dtype_name
 
 T = TypeVar("T")
@@ -34,17 +35,20 @@ class SingleProcess:
         """Copies of the tensors."""
         return [tensor.clone() for tensor in tensors]
 
-    def broadcast(self, value: T, *, source: int = 0) -> T:
+    def broadcast(self, value: T, *, source: int = 0, doing: str = "", is_vote: bool = False) -> T:
         """The value itself."""
+        del doing, is_vote
         check_broadcast(source, self.world_size)
         return value
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, doing: str = "", is_vote: bool = False) -> list[T]:
         """The value itself, in a list."""
+        del doing, is_vote
         return [value]
 
-    def start_gather(self, numbers: Sequence[int]) -> "_Row":
+    def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_Row":
         """The numbers, in a list."""
+        del doing
         return _Row(tuple(numbers))
 
     def barrier(self, *, timeout_secs: float) -> None:
@@ -65,23 +69,6 @@ class _Row:
 
     def wait(self) -> list[tuple[int, ...]]:
         return [self.numbers]
-
-
-@final
-@attrs.frozen
-class Call:
-    """One collective call of a rank. All ranks must make equal calls in the same order.
-
-    Attributes:
-        kind: the method.
-        detail: what must be equal on all ranks: the source, or the dtypes and shapes.
-    """
-
-    kind: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind}({self.detail})"
 
 
 @final
@@ -126,7 +113,7 @@ class RankOutcome(Generic[T]):
 class ThreadCollectives:
     """The collectives of a rank that is a thread. `run_threads` makes them."""
 
-    def __init__(self, rank: int, room: "_Room", fault: RankFault | None) -> None:
+    def __init__(self, rank: int, room: Room, fault: RankFault | None) -> None:
         self.rank = rank
         self.world_size = room.world_size
         self.schedule: list[Call] = []
@@ -143,20 +130,22 @@ class ThreadCollectives:
         given: list[list[torch.Tensor]] = self._meet(Call("all_sum", detail), [tensor.clone() for tensor in tensors])
         return [added(list(same)) for same in zip(*given, strict=True)]
 
-    def broadcast(self, value: T, *, source: int = 0) -> T:
+    def broadcast(self, value: T, *, source: int = 0, doing: str = "", is_vote: bool = False) -> T:
         """A copy of the value that rank ``source`` has."""
         check_broadcast(source, self.world_size)
         mine = copy.deepcopy(value) if self.rank == source else None
-        found: T = copy.deepcopy(self._meet(Call("broadcast", f"source={source}"), mine)[source])
+        found: T = copy.deepcopy(
+            self._meet(Call("broadcast", f"source={source}", doing), mine, is_vote=is_vote)[source]
+        )
         return found
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, doing: str = "", is_vote: bool = False) -> list[T]:
         """Copies of the values of all ranks, in rank order."""
-        return copy.deepcopy(self._meet(Call("gather"), copy.deepcopy(value)))
+        return copy.deepcopy(self._meet(Call("gather", "", doing), copy.deepcopy(value), is_vote=is_vote))
 
-    def start_gather(self, numbers: Sequence[int]) -> "_PendingInRoom":
+    def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_PendingInRoom":
         """Start to gather the numbers of all ranks."""
-        index = self._arrive(Call("start_gather", f"{len(numbers)} numbers"), tuple(numbers))
+        index = self._arrive(Call("start_gather", f"{len(numbers)} numbers", doing), tuple(numbers))
         return _PendingInRoom(self._room, self.rank, index)
 
     def barrier(self, *, timeout_secs: float) -> None:
@@ -177,8 +166,9 @@ class ThreadCollectives:
         self._copies += 1
         return ThreadCollectives(self.rank, self._room.copy(numbers[0]), None)
 
-    def _meet(self, call: Call, payload: Any, *, timeout_secs: float | None = None) -> list[Any]:
-        return self._room.wait(self.rank, self._arrive(call, payload), timeout_secs)
+    def _meet(self, call: Call, payload: Any, *, timeout_secs: float | None = None, is_vote: bool = False) -> list[Any]:
+        secs = self._room.vote_secs if is_vote else timeout_secs
+        return self._room.wait(self.rank, self._arrive(call, payload), secs)
 
     def _arrive(self, call: Call, payload: Any) -> int:
         index = len(self.schedule)
@@ -194,7 +184,7 @@ class ThreadCollectives:
 @final
 @attrs.frozen
 class _PendingInRoom:
-    room: "_Room"
+    room: Room
     rank: int
     index: int
 
@@ -251,7 +241,7 @@ def thread_outcomes(
     """
     if world_size < 1:
         raise InvalidArgument("world_size", expected=">= 1", found=world_size, fix="a world has at least one rank")
-    room = _Room(world_size, timeout_secs)
+    room = Room(world_size, timeout_secs)
     ranks = [ThreadCollectives(rank, room, fail_at) for rank in range(world_size)]
     values: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
@@ -273,143 +263,9 @@ def thread_outcomes(
         while thread.is_alive():
             thread.join(timeout_secs)
             if thread.is_alive() and room.failure is not None and not room.is_waiting(rank):
-                errors[rank] = _rank_failed(rank, "to end after another rank failed", f"it still runs: {room.failure}")
+                errors[rank] = rank_failed(rank, "to end after another rank failed", f"it still runs: {room.failure}")
                 break
     return [
         RankOutcome(rank, values.get(rank), errors.get(rank), tuple(collectives.schedule))
         for rank, collectives in enumerate(ranks)
     ]
-
-
-@final
-@attrs.define
-class _Round:
-    """One call of every rank: what each has called, what it gave, and how many have taken what all gave."""
-
-    calls: dict[int, Call] = attrs.field(factory=dict)
-    payloads: dict[int, Any] = attrs.field(factory=dict)
-    is_over: bool = False
-    takers: int = 0
-
-
-@final
-class _Room:
-    """Where the threads meet, under one condition variable. A rank may be at a later round than another."""
-
-    def __init__(self, world_size: int, timeout_secs: float) -> None:
-        self.world_size = world_size
-        self.failure: TrainfoldError | None = None
-        self._cause: tuple[int, BaseException] | None = None
-        self._timeout_secs = timeout_secs
-        self._changed = threading.Condition()
-        self._rounds: dict[int, _Round] = {}
-        self._waiting: set[int] = set()
-        self._left: set[int] = set()
-        self._copies: dict[int, _Room] = {}
-
-    def copy(self, number: int) -> "_Room":
-        """The copy with a number, which is the same for all ranks."""
-        with self._changed:
-            room = self._copies.setdefault(number, _Room(self.world_size, self._timeout_secs))
-            room.failure = room.failure or self.failure
-            return room
-
-    def arrive(self, rank: int, index: int, call: Call, payload: Any) -> None:
-        """Give what a rank has for its call number ``index``."""
-        with self._changed:
-            here = self._rounds.setdefault(index, _Round())
-            if self.failure is not None:
-                return  # `wait` raises it
-            here.calls[rank], here.payloads[rank] = call, payload
-            self._check(here)
-            here.is_over = self.failure is None and len(here.calls) == self.world_size
-            self._changed.notify_all()
-
-    def wait(self, rank: int, index: int, timeout_secs: float | None) -> list[Any]:
-        """What all ranks gave in a round, in rank order, when all of them have arrived."""
-        deadline = time.monotonic() + (self._timeout_secs if timeout_secs is None else timeout_secs)
-        with self._changed:
-            here = self._rounds[index]
-            self._waiting.add(rank)
-            while not here.is_over and self.failure is None:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    missing = sorted(set(range(self.world_size)) - set(here.calls))
-                    call = here.calls[rank]
-                    self._fail(_rank_failed(missing[0], f"all ranks in {call}", f"ranks {missing} missing in time"))
-                    break
-                self._changed.wait(remaining)
-            self._waiting.discard(rank)
-            if not here.is_over:
-                self._raise_failure()
-            here.takers += 1
-            if here.takers == self.world_size:
-                del self._rounds[index]
-            return [here.payloads[each] for each in range(self.world_size)]
-
-    def leave(self, rank: int) -> None:
-        with self._changed:
-            self._left.add(rank)
-            for here in self._rounds.values():
-                self._check(here)
-            copies = list(self._copies.values())
-        for room in copies:
-            room.leave(rank)
-
-    def fail(self, rank: int, error: BaseException) -> None:
-        with self._changed:
-            self._left.add(rank)
-            if self.failure is None:
-                self._cause = (rank, error)
-                self._fail(_rank_failed(rank, "every rank to take part", error_text(error)))
-            copies = list(self._copies.values())
-        for room in copies:
-            room.fail(rank, error)
-
-    def is_waiting(self, rank: int) -> bool:
-        with self._changed:
-            return rank in self._waiting
-
-    def _check(self, here: _Round) -> None:
-        """Fail the world if the ranks have called different things, or one has left before a call of others."""
-        absent = sorted(self._left - set(here.calls))
-        if len(set(here.calls.values())) > 1 or absent:
-            shown = [f"rank {rank} calls {call}" for rank, call in sorted(here.calls.items())]
-            shown += [f"rank {rank} has returned" for rank in absent]
-            self._fail(
-                RanksDisagree(
-                    "the schedule of collectives",
-                    expected="the same calls in the same order on every rank",
-                    found="; ".join(shown),
-                    fix="make no collective call depend on what only one rank knows",
-                )
-            )
-
-    def _fail(self, failure: TrainfoldError) -> None:
-        with self._changed:
-            if self.failure is None:
-                self.failure = failure
-            self._changed.notify_all()
-
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise copy.copy(self.failure) from (self._cause[1] if self._cause else None)
-
-
-def _rank_failed(rank: int, expected: str, found: str) -> RankFailed:
-    return RankFailed(
-        f"rank {rank}", expected=expected, found=found, fix="fix that rank; no rank has gone on without it"
-    )
-
-
-def check_broadcast(source: int, world_size: int) -> None:
-    """Check the source of a broadcast.
-
-    Raises:
-        InvalidArgument: unless it is a rank of the world.
-
-    Examples:
-        >>> check_broadcast(1, world_size=2)
-    """
-    if not 0 <= source < world_size:
-        raise InvalidArgument("source", expected=f"a rank below {world_size}", found=source, fix="count ranks from 0")

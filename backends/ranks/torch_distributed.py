@@ -14,8 +14,8 @@ from typing import Any, Final, NoReturn, TypeVar, final
 import attrs
 import torch
 
+from trainfold.backends.ranks.call import Call, Deadline, check_broadcast
 from trainfold.backends.ranks.failure_board import Fault, NoticeBoard
-from trainfold.backends.ranks.in_process import Call, check_broadcast
 from trainfold.backends.ranks.ordered_sum import sum_plan
 from trainfold.backends.ranks.process_group import (
     checked_group,
@@ -39,7 +39,6 @@ _HEAD_FIELDS: Final = 3
 _NUMBER_BYTES: Final = 8
 _TOKEN_BYTES: Final = 8
 _PAUSE_SECS: Final = 5e-5
-_LEAST_SECS: Final = 1e-3
 _LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
 
 
@@ -62,7 +61,8 @@ class TorchCollectives:
     Args:
         group: a process group with a CPU backend, which also gives the ranks; by default a gloo group of all ranks, which no training uses and
             which ends with these collectives.
-        timeout_secs: how long a rank waits for the others in one call.
+        timeout_secs: how long a rank waits for the others in a call before which they may read, write or train.
+        vote_secs: how long it waits in a vote, before which they have little to do, such as that on the result of a commit.
         grace_secs: how long a roll call takes at most.
 
     Raises:
@@ -70,16 +70,19 @@ class TorchCollectives:
         RankFailed: if not all ranks call it.
     """
 
-    def __init__(self, group: Any = None, *, timeout_secs: float = 600.0, grace_secs: float = 3.0) -> None:
-        if not (timeout_secs > 0 and grace_secs > 0):
+    def __init__(
+        self, group: Any = None, *, timeout_secs: float = 600.0, vote_secs: float = 60.0, grace_secs: float = 3.0
+    ) -> None:
+        if not (timeout_secs > 0 and vote_secs > 0 and grace_secs > 0):
             raise InvalidArgument(
                 "TorchCollectives",
-                expected="timeout_secs > 0 and grace_secs > 0",
-                found=f"{timeout_secs} and {grace_secs}",
+                expected="timeout_secs > 0, vote_secs > 0 and grace_secs > 0",
+                found=f"{timeout_secs}, {vote_secs} and {grace_secs}",
                 fix="a rank has to wait for the others for some time",
             )
         dist = self._dist = initialised()
         self._timeout_secs = timeout_secs
+        self._vote_secs = vote_secs
         self._grace_secs = grace_secs
         self._calls = 0
         self._faults: list[Fault] = []  # at most one
@@ -125,7 +128,7 @@ class TorchCollectives:
             RanksDisagree: if a rank calls something else, or has other shapes or dtypes.
         """
         detail = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
-        call, until = Call("all_sum", detail), self._deadline(None)
+        call, until = Call("all_sum", detail), Deadline(self._timeout_secs)
         self._meet(call, b"", until)
         if tensors and all(tensor.dtype == torch.int64 for tensor in tensors):
             return self._all_reduce(tensors, call, until)
@@ -135,12 +138,12 @@ class TorchCollectives:
         mine = plan.cut(tensors)
         parts = torch.empty_like(mine)
         options = self._dist.distributed_c10d.AllToAllOptions()
-        options.timeout = timedelta(seconds=max(until - time.monotonic(), _LEAST_SECS))
+        options.timeout = timedelta(seconds=until.left())
         self._wait(self._group.alltoall_base(parts, mine, [], [], options), call, until)
         sums = plan.join(self._all_gather(plan.add(parts), call, until))
         return [total.to(tensor.device) for total, tensor in zip(sums, tensors, strict=True)]
 
-    def broadcast(self, value: T, *, source: int = 0) -> T:
+    def broadcast(self, value: T, *, source: int = 0, doing: str = "", is_vote: bool = False) -> T:
         """A copy of the value that rank ``source`` has.
 
         Raises:
@@ -149,12 +152,12 @@ class TorchCollectives:
             InvalidArgument: if there is no such rank, or the value cannot be encoded.
         """
         check_broadcast(source, self.world_size)
-        call = Call("broadcast", f"source={source}")
-        given = self._meet(call, self._bytes_of(value) if self.rank == source else b"", self._deadline(None))
+        call = Call("broadcast", f"source={source}", doing)
+        given = self._meet(call, self._bytes_of(value) if self.rank == source else b"", self._deadline(is_vote))
         found: T = from_wire(given[source])
         return found
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, doing: str = "", is_vote: bool = False) -> list[T]:
         """Copies of the values of all ranks, in rank order.
 
         Raises:
@@ -162,11 +165,14 @@ class TorchCollectives:
             RanksDisagree: if a rank calls something else.
             InvalidArgument: if the value cannot be encoded.
         """
-        return [from_wire(each) for each in self._meet(Call("gather"), self._bytes_of(value), self._deadline(None))]
+        return [
+            from_wire(each)
+            for each in self._meet(Call("gather", "", doing), self._bytes_of(value), self._deadline(is_vote))
+        ]
 
-    def start_gather(self, numbers: Sequence[int]) -> "_PendingGather":
+    def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_PendingGather":
         """Start to gather whole numbers below 2**63 of all ranks, at most 60. What goes wrong is raised when they are waited for."""
-        call = Call("start_gather", f"{len(numbers)} numbers")
+        call = Call("start_gather", f"{len(numbers)} numbers", doing)
         if self._faults:
             return _PendingGather(self, call, None, torch.empty(0))
         payload = struct.pack(f"<{len(numbers)}q", *numbers)
@@ -182,7 +188,7 @@ class TorchCollectives:
         Raises:
             RankFailed: naming the rank that is missing after ``timeout_secs``, or that failed.
         """
-        self._meet(Call("barrier"), b"", self._deadline(timeout_secs))
+        self._meet(Call("barrier"), b"", Deadline(timeout_secs))
 
     def fail(self, error: BaseException) -> None:
         """Report an error, so that every other rank raises `RankFailed` from its current or next call.
@@ -205,9 +211,10 @@ class TorchCollectives:
         """
         # Not `new_group`: torch names a group made by its own ranks after the number of groups in this process. The number differs between
         # ranks after one of them has released a group, and it repeats.
-        name = self.broadcast(secrets.token_hex(_TOKEN_BYTES))
+        name = self.broadcast(secrets.token_hex(_TOKEN_BYTES), doing="make a group for saves")
         copy = object.__new__(TorchCollectives)
-        copy._dist, copy._timeout_secs, copy._grace_secs = self._dist, self._timeout_secs, self._grace_secs
+        copy._dist, copy._grace_secs = self._dist, self._grace_secs
+        copy._timeout_secs, copy._vote_secs = self._timeout_secs, self._vote_secs
         copy._calls, copy._faults, copy._own, copy._latest = 0, [], None, None
         copy.rank, copy.world_size = self.rank, self.world_size
         store = self._dist.PrefixStore(f"trainfold/{name}", default_store(self._dist))
@@ -217,15 +224,15 @@ class TorchCollectives:
                 self._dist.PrefixStore("group", store), self.rank, self.world_size, timeout
             )
         except RuntimeError as error:
-            raise not_made(error) from error
+            self._call_roll(f"it did not connect a group for saves: {first_sentence(error)}", error)
         copy._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=self._grace_secs)
         return copy
 
-    def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: float) -> list[torch.Tensor]:
+    def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: Deadline) -> list[torch.Tensor]:
         """The sums of integers, which do not depend on the order."""
         total = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
         options = self._dist.distributed_c10d.AllreduceOptions()
-        options.timeout = timedelta(seconds=max(until - time.monotonic(), _LEAST_SECS))
+        options.timeout = timedelta(seconds=until.left())
         if total.numel():
             self._wait(self._group.allreduce([total], options), call, until)
         parts = torch.split(total, [tensor.numel() for tensor in tensors])
@@ -234,7 +241,7 @@ class TorchCollectives:
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, call: Call, payload: bytes, until: float) -> list[bytes]:
+    def _meet(self, call: Call, payload: bytes, until: Deadline) -> list[bytes]:
         """Check that all ranks make this call, and exchange their payloads."""
         if self._faults:
             raise self._faults[0].error()
@@ -254,7 +261,7 @@ class TorchCollectives:
         """The numbers of all ranks, of a gather that was started."""
         if self._faults or pending.work is None:
             raise self._faults[0].error()
-        until = self._deadline(None)
+        until = Deadline(self._timeout_secs)
         self._wait(pending.work, pending.call, until)
         _release(pending.work)
         fields = pending.rows.view(torch.int64)
@@ -263,13 +270,15 @@ class TorchCollectives:
         count = int(fields[0, _HEAD_FIELDS - 1]) // _NUMBER_BYTES
         return [tuple(row) for row in fields[:, _HEAD_FIELDS : _HEAD_FIELDS + count].tolist()]
 
-    def _all_gather(self, tensor: torch.Tensor, call: Call | None = None, until: float | None = None) -> torch.Tensor:
+    def _all_gather(
+        self, tensor: torch.Tensor, call: Call | None = None, until: Deadline | None = None
+    ) -> torch.Tensor:
         """The bytes of all ranks, one row each."""
         if call is None or until is None:
             work, rows = self._begin_all_gather(tensor, self._timeout_secs)
             work.wait()
         else:  # with a deadline, or it would outlive this call
-            work, rows = self._begin_all_gather(tensor, max(until - time.monotonic(), _LEAST_SECS))
+            work, rows = self._begin_all_gather(tensor, until.left())
             self._wait(work, call, until)
         return rows
 
@@ -279,7 +288,7 @@ class TorchCollectives:
         options.timeout = timedelta(seconds=timeout_secs)
         return self._group.allgather([list(rows)], [tensor], options), rows
 
-    def _wait(self, work: Any, call: Call, until: float) -> None:
+    def _wait(self, work: Any, call: Call, until: Deadline) -> None:
         """Wait for an exchange.
 
         A thread of gloo must not free the tensors of an exchange: it would need Python for that, and abort the process while Python shuts down.
@@ -296,22 +305,22 @@ class TorchCollectives:
         except RuntimeError as error:
             self._call_roll(f"{call} failed: {first_sentence(error)}", error)
 
-    def _look_until_done(self, work: Any, call: Call, until: float) -> None:
+    def _look_until_done(self, work: Any, call: Call, until: Deadline) -> None:
         """Poll the exchange, and check the notice board from time to time."""
         pause_secs, look_at = 0.0, time.monotonic() + _LOOK_SECS
         while not work.is_completed():  # no callback: it would abort the process if it came while Python shuts down
             time.sleep(pause_secs)
             pause_secs = min(pause_secs * 2 or _PAUSE_SECS, _PAUSE_SECS * 100)
             now = time.monotonic()
-            if now >= until:
-                self._call_roll(f"not all ranks came to {call} in time", None)
+            if now >= until.at:
+                self._call_roll(call.late(until.secs), None)
             if now >= look_at:
                 look_at = now + _LOOK_SECS
                 if self._board_says_trouble():
                     self._call_roll(f"another rank had trouble while this one waited in {call}", None)
 
-    def _deadline(self, timeout_secs: float | None) -> float:
-        return time.monotonic() + (self._timeout_secs if timeout_secs is None else timeout_secs)
+    def _deadline(self, is_vote: bool) -> Deadline:  # noqa: FBT001 - of the calls
+        return Deadline(self._vote_secs if is_vote else self._timeout_secs)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -334,7 +343,7 @@ class TorchCollectives:
             self._faults[:] = self._faults or [Fault((), f"the store of the process group cannot be asked: {text}")]
         return self._faults[0]
 
-    def _disagree(self, call: Call, until: float) -> NoReturn:
+    def _disagree(self, call: Call, until: Deadline) -> NoReturn:
         """Raise with the calls of all ranks. Every rank has seen that they differ, so every rank gets here."""
         rows = self._all_gather(padded_bytes(str(call).encode()[:_HEAD_BYTES], _HEAD_BYTES), call, until)
         calls = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]

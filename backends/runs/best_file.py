@@ -89,7 +89,7 @@ def save_best(
     store = open_store(run)
     is_path = isinstance(run, str | Path)
     world = world_given(collectives, os.environ, where="save_best.collectives")
-    return on_rank_zero(world, lambda: _save(store, record, places, takes_lock=is_path))
+    return on_rank_zero(world, lambda: _save(store, record, places, takes_lock=is_path), doing="write best.json")
 
 
 def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> BestRecord:
@@ -169,7 +169,7 @@ def _loaded(
         there, reasons = ((), ()) if file is None else carried_entries(store, file, entries(file), meant)
         return meant, tuple(entry for entry, _ in there), reasons
 
-    meant, there, reasons = on_rank_zero(world, load)
+    meant, there, reasons = on_rank_zero(world, load, doing="read best.json")
     if reasons:
         warn_user(f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}", BestIgnored)
     return meant, there

@@ -78,11 +78,11 @@ class Quarantine:
 
     def begin(self, store: Store, world: Collectives, name: str) -> None:
         """Record an attempt before it starts."""
-        on_rank_zero(world, lambda: begin_attempt(store, name))
+        on_rank_zero(world, lambda: begin_attempt(store, name), doing="note the attempt to load", is_vote=True)
 
     def end(self, store: Store, world: Collectives, name: str, outcome: LoadOutcome) -> None:
         """Remove the record of an attempt, or record what failed."""
-        on_rank_zero(world, lambda: end_attempt(store, name, outcome))
+        on_rank_zero(world, lambda: end_attempt(store, name, outcome), doing="note how the load ended", is_vote=True)
 
     def leave(self, store: Store, world: Collectives, name: str, error: BaseException) -> None:
         """Record an attempt that ended with an error for which no rank waits, such as Ctrl-C."""
@@ -133,7 +133,7 @@ def load_run(  # noqa: PLR0913 - keywords
         _agree(outcome, store, world)
         if isinstance(outcome, Refusal):
             relisted = read_inventory(store)
-            if not lists_again(relistings, world.gather(relisted != listed)):
+            if not lists_again(relistings, world.gather(relisted != listed, doing="list the run again")):
                 raise ResumeRefused(store.url, outcome)
             inventory, listed, relistings = relisted, relisted, relistings + 1
             continue
@@ -141,9 +141,10 @@ def load_run(  # noqa: PLR0913 - keywords
             quarantine.begin(store, world, outcome.checkpoint)
         try:
             state, failure = _attempt(outcome, like, store)
-            failures = [
-                each for each in world.gather(None if failure is None else failure_of(failure)) if each is not None
-            ]
+            told = world.gather(
+                None if failure is None else failure_of(failure), doing="read its part of the checkpoint"
+            )
+            failures = [each for each in told if each is not None]
         except BaseException as error:
             if quarantine is not None:
                 quarantine.leave(store, world, outcome.checkpoint, error)
@@ -164,7 +165,11 @@ def load_run(  # noqa: PLR0913 - keywords
 
 def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Mapping[str, Problem]:
     """The checkpoints in quarantine, for `with_quarantined`; empty if a step is requested, because the request overrides the quarantine."""
-    return {} if request.step is not None else on_rank_zero(world, lambda: quarantined(store))
+    return (
+        {}
+        if request.step is not None
+        else on_rank_zero(world, lambda: quarantined(store), doing="look for checkpoints in quarantine")
+    )
 
 
 @without_collecting
@@ -214,7 +219,7 @@ def examined(run: Run, inventory: Inventory, request: ResumeRequest, wanted: Col
 
 def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:
     """Raise unless all ranks made the same decision."""
-    error = disagreement(store.url, world.gather(decided(outcome)), outcome)
+    error = disagreement(store.url, world.gather(decided(outcome), doing="plan the resume"), outcome)
     if error is not None:
         raise error
 

@@ -53,7 +53,7 @@ def descriptions(
     told = {name: outline_of(mine[name]).decode() for name in told_by(announced, world.rank)}
     texts = {
         (name, announced[rank].digests[name]): text
-        for rank, each in enumerate(world.gather(told))
+        for rank, each in enumerate(world.gather(told, doing="describe what differs", is_vote=True))
         for name, text in each.items()
     }
     # What each rank has of its own concerns rank 0 alone, which commits.
@@ -131,11 +131,13 @@ def check_copies(
     if name is None:
         return
     if is_of_parts(name):
-        raise parts_differ(world.gather(leaves.get(name)))
+        raise parts_differ(world.gather(leaves.get(name), doing="compare its parts", is_vote=True))
     mine: Mapping[str, Any] = contract if name == "contract" else leaves.get(name, {})
-    first = world.broadcast(dict(mine) if world.rank == 0 else {})
+    first = world.broadcast(dict(mine) if world.rank == 0 else {}, doing="compare its copies", is_vote=True)
     names = differing(mine, first)
     path = names[0] if names else ""
-    found = world.gather((len(names), path, repr(mine.get(path, "nothing"))[:80]))
+    found = world.gather(
+        (len(names), path, repr(mine.get(path, "nothing"))[:80]), doing="compare its copies", is_vote=True
+    )
     odd = next(each[1] for each in found if each[0])
     raise replicas_differ(name, found, repr(first.get(odd, "nothing"))[:80])

@@ -160,7 +160,7 @@ def _saved(  # noqa: PLR0913 - keywords
         copies = {} if mine.copies is None else summary(mine.copies, mine.contract)
         return announcement_of(mine.described), copies, mine.optional
 
-    gathered = on_all_ranks(collectives, announced)
+    gathered = on_all_ranks(collectives, announced, doing="describe its state")
     absent = absent_optional([each.digests for each, _, _ in gathered], [names for _, _, names in gathered])
     if absent:
         _LOG.warning("%s: optional components that not all ranks have are left out: %s", store.url, sorted(absent))
@@ -175,7 +175,7 @@ def _saved(  # noqa: PLR0913 - keywords
                     locked.enter_context(store.lock())
                 return begin_checkpoint(store, snapshot.step, descends_from=descends_from)
 
-        head, old = on_rank_zero(collectives, begin)
+        head, old = on_rank_zero(collectives, begin, doing="begin a checkpoint")
         plan = without_collecting(plan_save)(
             ranks,
             step=snapshot.step,
@@ -186,7 +186,11 @@ def _saved(  # noqa: PLR0913 - keywords
         if snapshot.copies is not None:
             summaries = [_without(each, absent) for _, each, _ in gathered]
             check_copies(snapshot.copies, snapshot.contract, summaries, collectives)
-        on_rank_zero(collectives, lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES))
+        on_rank_zero(
+            collectives,
+            lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES),
+            doing="reserve room for the files",
+        )
         tensors = snapshot.tensors
         if hold is not None:
             mine = [file for file in plan.files_of(collectives.rank) if file.component not in snapshot.own]
@@ -323,8 +327,8 @@ def run_save(  # noqa: PLR0913 - keywords
         return manifest.size_bytes, {component.name: component.fingerprint for component in manifest.components}
 
     try:
-        written = on_all_ranks(collectives, write)
-        size_bytes, fingerprints = on_rank_zero(collectives, commit)
+        written = on_all_ranks(collectives, write, doing="write its files")
+        size_bytes, fingerprints = on_rank_zero(collectives, commit, doing="commit the checkpoint", is_vote=True)
     except BaseException:
         if collectives.rank == 0:
             _clean_up(plan, data, store)

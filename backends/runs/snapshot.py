@@ -176,7 +176,7 @@ def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:
         mine.append(take().with_copies(Proof()))
         return summary(mine[0].copies or {}, mine[0].contract)
 
-    summaries = on_all_ranks(collectives, digested)
+    summaries = on_all_ranks(collectives, digested, doing="compare what it has restored")
     check_copies(mine[0].copies or {}, mine[0].contract, summaries, collectives)
 
 

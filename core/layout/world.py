@@ -52,7 +52,12 @@ class PendingRows(Protocol):
 
 @runtime_checkable
 class Collectives(Protocol):
-    """Communication between ranks. Every rank must make the same calls in the same order."""
+    """Communication between ranks. Every rank must make the same calls in the same order.
+
+    ``doing`` is what each rank does before it comes to a call, such as ``"write its files"``: the same on every rank, for the error that says
+    which rank did not come. No rank waits for ever for another. A call for which no rank has to read or write much is a vote
+    (``is_vote``), which has a shorter deadline.
+    """
 
     @property
     def rank(self) -> int:
@@ -65,13 +70,13 @@ class Collectives(Protocol):
     def all_sum(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
         """Return the sums over the ranks of tensors of equal shapes, added in rank order; every rank gets the same bits."""
 
-    def broadcast(self, value: T, *, source: int = 0) -> T:
+    def broadcast(self, value: T, *, source: int = 0, doing: str = "", is_vote: bool = False) -> T:
         """Return the value of rank ``source``: a small object, such as a JSON value or a class of attrs."""
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, doing: str = "", is_vote: bool = False) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank; small objects."""
 
-    def start_gather(self, numbers: Sequence[int]) -> PendingRows:
+    def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> PendingRows:
         """Start to gather a few whole numbers below 2**63, as many on every rank; return at once, also if a rank has failed.
 
         It counts as a call where it is started. Other calls may be made before the numbers are waited for.

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainfold.backends.ranks.call import Call
 from trainfold.backends.ranks.in_process import (
-    Call,
     InjectedFailure,
     RankFault,
     SingleProcess,

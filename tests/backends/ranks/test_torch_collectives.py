@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
+from trainfold.backends.ranks.process_group import checked_group
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.local import LocalStore
@@ -26,6 +27,12 @@ from trainfold.properties.contracts import ContractBroken, check_collectives
 
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
 HASTY = {"timeout_secs": 30.0, "grace_secs": 2.0}
+SOURCES = Path(__file__).resolve().parents[3]
+ALLOWED = {
+    "backends/ranks/torch_distributed.py",
+    "core/save/replicas.py",  # the call stands in a text
+    "adapters/parallel/torch_parallelism.py",  # of the training, in its group and thread
+}
 GONE = "ended, hung, or busy elsewhere"
 
 
@@ -87,11 +94,13 @@ def in_place(inner):
 
 
 def out_of_order(inner):
-    return Wrapped(inner, gather=lambda value: inner.gather(value)[::-1])
+    return Wrapped(inner, gather=lambda value, **how: inner.gather(value, **how)[::-1])
 
 
 def any_source(inner):
-    return Wrapped(inner, broadcast=lambda value, source=0: inner.broadcast(value, source=source % inner.world_size))
+    return Wrapped(
+        inner, broadcast=lambda value, source=0, **how: inner.broadcast(value, source=source % inner.world_size, **how)
+    )
 
 
 def silent(inner):
@@ -222,6 +231,12 @@ def hang(collectives, call, secs):
     try:
         if call == "all_sum":
             collectives.all_sum([torch.ones(3)])
+        elif call == "vote":
+            collectives.gather(True, doing="commit the checkpoint", is_vote=True)
+        elif call == "row":
+            collectives.start_gather([1, 2], doing="come to the next boundary").wait()
+        elif call == "duplicate":
+            collectives.duplicate()
         else:
             collectives.barrier(timeout_secs=0.3)
     except RankFailed as error:
@@ -230,11 +245,25 @@ def hang(collectives, call, secs):
 
 
 @pytest.mark.slow(3)
-@pytest.mark.parametrize(("call", "timeout_secs"), [("all_sum", 0.5), ("barrier", 60.0)])
-def test_a_rank_that_hangs_is_named_after_the_deadline_and_hears_of_it_when_it_comes(processes, call, timeout_secs):
-    told = processes.run(3, hang, call, 3.0, collectives={"timeout_secs": timeout_secs, "grace_secs": 0.5})
+@pytest.mark.parametrize(
+    ("call", "timeout_secs", "said"),
+    [
+        ("all_sum", 0.5, "not all ranks came to all_sum(float32[3]) in time"),
+        ("barrier", 60.0, "not all ranks came to barrier() in time, which is 0.3 s"),
+        ("vote", 60.0, "it did not commit the checkpoint within 0.4 s"),
+        ("row", 0.5, "it did not come to the next boundary within 0.5 s"),
+        ("duplicate", 0.5, "it did not make a group for saves within 0.5 s"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_after_the_deadline_and_hears_of_it_when_it_comes(
+    processes, call, timeout_secs, said
+):
+    """C07, X10: the error names the rank and what it was doing; a vote has a shorter deadline than what moves bytes."""
+    deadlines = {"timeout_secs": timeout_secs, "vote_secs": 0.4, "grace_secs": 0.5}
+    told = processes.run(3, hang, call, 3.0, collectives=deadlines)
     assert len(set(told)) == 1
     assert told[0].startswith("rank 1: expected every rank to take part, found no sign of it within 0.5 s")
+    assert said in told[0]
 
 
 @pytest.mark.slow(6)
@@ -324,6 +353,88 @@ def test_without_torch_distributed_the_error_says_how_to_start_it():
         TorchCollectives()
     with pytest.raises(InvalidArgument, match="timeout_secs > 0"):
         TorchCollectives(timeout_secs=0)
+
+
+class CpuOnly:
+    """A group that refuses every tensor that is not in CPU memory, and counts those that it takes."""
+
+    def __init__(self, group):
+        self.group, self.taken = group, 0
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def look(self, value):
+        if isinstance(value, torch.Tensor):
+            assert value.device.type == "cpu", value.device
+            self.taken += 1
+        for each in value if isinstance(value, list | tuple) else ():
+            self.look(each)
+
+    def allgather(self, *arguments):
+        self.look(arguments)
+        return self.group.allgather(*arguments)
+
+    def allreduce(self, *arguments):
+        self.look(arguments)
+        return self.group.allreduce(*arguments)
+
+    def alltoall_base(self, *arguments):
+        self.look(arguments)
+        return self.group.alltoall_base(*arguments)
+
+
+def call_everything(collectives):
+    groups = []
+    for each in (collectives, collectives.duplicate()):
+        assert "gloo" in type(each._group).__name__.lower() or "gloo" in dist.get_backend_config(each._group)
+        each._group = CpuOnly(each._group)
+        groups.append(each._group)
+        pending = each.start_gather([1])
+        each.all_sum([torch.ones(3), torch.ones(2, dtype=torch.int64)])
+        each.all_sum([torch.ones(2, dtype=torch.int64)])
+        each.broadcast("x" * 2000)
+        each.gather([1])
+        each.barrier(timeout_secs=30)
+        pending.wait()
+    return [group.taken for group in groups]
+
+
+def test_no_call_gives_torch_a_tensor_of_a_device_or_a_group_of_another_backend(processes):
+    """P26: NCCL's watchdog ends a job whose save is slow; so nothing of a save goes through it."""
+    first, second = processes.run(2, call_everything, collectives=PATIENT)
+    assert first == second
+    assert first[0] == first[1] > 0
+
+
+def test_a_group_without_a_backend_for_the_cpu_is_refused():
+    class Nccl:
+        """What torch.distributed says of a group made for NCCL alone."""
+
+        @staticmethod
+        def get_rank(group):
+            return 0
+
+        @staticmethod
+        def get_backend_config(group):
+            return "cuda:nccl"
+
+    with pytest.raises(InvalidArgument, match=r"a group with a CPU backend, found cuda:nccl"):
+        checked_group(Nccl, "group")
+
+
+def test_only_one_room_calls_torch_distributed():
+    """P26: a collective call elsewhere would be in the group of the training, and without a deadline."""
+    found = {
+        str(path.relative_to(SOURCES))
+        for room in ("adapters", "backends", "core", "properties")
+        for path in (SOURCES / room).rglob("*.py")
+        if re.search(
+            r"dist(ributed)?\.(all_|reduce|broadcast|gather|barrier|scatter|send|recv|new_group|monitored)",
+            path.read_text(),
+        )
+    }
+    assert found <= ALLOWED
 
 
 # --- what they are for -----------------------------------------------------------------------------------------------

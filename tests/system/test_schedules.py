@@ -1,0 +1,132 @@
+"""What the ranks call: the same on each of them, with words for what they do, and no rank waits for one that fails anywhere in it."""
+
+import logging
+
+import pytest
+import torch
+
+import trainfold
+from trainfold import metrics as M
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.requests.sources import Asked
+from trainfold.backends.ranks.in_process import InjectedFailure, RankFault, run_threads, thread_outcomes
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import RankFailed, SaveFailedElsewhere, TrainfoldError
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Progress, TrainState
+from trainfold.retention import decide_best, load_best, make_best_record, save_best
+
+
+def state_at(step):
+    return TrainState(trainer=Progress(step=step), extra={"w": Leaves({str(i): torch.full((9,), i) for i in range(3)})})
+
+
+def saves(world, store):
+    return save(state_at(2), store, collectives=world).step
+
+
+def loads(world, store):
+    return load(store, like=state_at(0), collectives=world).trainer.step
+
+
+def evaluates(world, store):
+    batches = [torch.ones(2)] * world.rank  # rank 0 has none
+    return trainfold.evaluate(
+        lambda x: {"loss": (x.sum(), len(x))}, batches, {"loss": M.Ratio()}, collectives=world, steps=2
+    )
+
+
+def keeps_the_best(world, store):
+    record = make_best_record(metric="loss", direction="min")
+    record, won = decide_best(record, {"loss": 0.5}, step=1, collectives=world)
+    save_best(store, record, collectives=world)
+    return won, load_best(store, record, collectives=world).step
+
+
+def manages(world, store, mode):
+    asked = Asked()
+    with CheckpointManager(store, every=4, mode=mode, requests=asked, collectives=world) as manager:
+        manager.load(state_at(0))
+        for step in range(2, 9):
+            if step == 6 and world.rank == 1:
+                asked.ask("save_and_stop")
+            manager.step(state_at(step))
+            if manager.should_stop:
+                break
+        manager.finish(state_at(step))
+        manager.load_best(state_at(0))
+    return step
+
+
+def manages_in_the_background(world, store):
+    return manages(world, store, "async")
+
+
+def manages_in_the_call(world, store):
+    return manages(world, store, "sync")
+
+
+WORK = [saves, loads, evaluates, keeps_the_best, manages_in_the_call, manages_in_the_background]
+
+
+def run_with(first):
+    """A store with a checkpoint of step 1 that is the best."""
+    store = MemoryStore()
+    save(first, store)
+    record, _ = decide_best(make_best_record(metric="loss", direction="min"), {"loss": 0.1}, step=1)
+    save_best(store, record)
+    return store
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_every_rank_makes_the_same_calls_and_each_call_says_what_comes_before_it(work):
+    """C07, Q03, X10: so that the error of a rank that does not come can say what it did not do."""
+    store = run_with(state_at(1))
+    outcomes = thread_outcomes(3, lambda world: work(world, store))
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert outcomes[0].value == outcomes[1].value == outcomes[2].value
+    assert outcomes[0].schedule == outcomes[1].schedule == outcomes[2].schedule
+    assert outcomes[0].schedule, "there is something to compare"
+    silent = [call for call in outcomes[0].schedule if not call.doing and call.kind not in ("all_sum", "duplicate")]
+    assert silent == []
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_at_any_call_leaves_no_rank_waiting_and_no_rank_with_a_result(work, victim, caplog):
+    """C07, R09: at each call in turn, for saves, loads, evaluations and managers."""
+    caplog.set_level(logging.CRITICAL)
+    whole = run_with(state_at(1))
+    for index in range(len(thread_outcomes(2, lambda world: work(world, whole))[0].schedule)):
+        store = run_with(state_at(1))
+        outcomes = thread_outcomes(2, lambda world, store=store: work(world, store), fail_at=RankFault(victim, index))
+        failed, survivor = outcomes[victim], outcomes[1 - victim]
+        assert isinstance(failed.error, InjectedFailure | TrainfoldError), (index, failed.error)
+        assert isinstance(survivor.error, RankFailed | SaveFailedElsewhere), (index, survivor.error)
+        assert f"rank {victim}" in str(survivor.error), (index, survivor.error)
+        assert failed.schedule[: index + 1] == survivor.schedule[: index + 1] or len(survivor.schedule) <= index
+        assert load(store, like=state_at(0)).trainer.step in range(1, 9)
+
+
+@pytest.mark.parametrize("work", [saves, loads])
+def test_the_error_of_a_rank_that_vanishes_says_what_it_did_not_do(work, caplog):
+    """X10: a machine that has lost its power reports nothing."""
+    caplog.set_level(logging.CRITICAL)
+    store = run_with(state_at(1))
+    schedule = thread_outcomes(2, lambda world: work(world, store))[0].schedule
+    for index, call in enumerate(schedule):
+        fault = RankFault(1, index, silent=True)
+        outcomes = thread_outcomes(2, lambda world: work(world, store), timeout_secs=0.05, fail_at=fault)
+        assert call.late(0.05) in str(outcomes[0].error)
+        assert "rank 1" in str(outcomes[0].error)
+
+
+def test_ranks_that_do_different_things_are_told_what_each_does():
+    """C07: the words are part of the call."""
+
+    def work(world):
+        return world.gather(1, doing="save" if world.rank else "load")
+
+    with pytest.raises(TrainfoldError, match=r"rank 0 calls gather\(load\); rank 1 calls gather\(save\)"):
+        run_threads(2, work)
