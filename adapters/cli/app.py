@@ -90,15 +90,16 @@ def demo(
     Takes about a minute on two cores. The text is the help of Python itself, so nothing is downloaded. Exit code 40 means
     that the runs differ, 41 that the kills missed, 42 that a run failed by itself, 43 that an evaluation depended on its batch size.
     """
-    import torch  # noqa: F401 - the processes of the demo need it, and would fail one by one
-
     from trainfold.adapters.cli.demo.command import run_demo
     from trainfold.adapters.cli.demo.settings import make_settings
 
-    return deliver(
-        lambda: run_demo(run, make_settings(steps=steps, seed=seed, donate=donate)),
-        as_json=json,
-    )
+    def answer() -> Answer:
+        settings = make_settings(steps=steps, seed=seed, donate=donate)
+        import torch  # noqa: F401 - the processes of the demo need it, and would fail one by one
+
+        return run_demo(run, settings)
+
+    return deliver(answer, as_json=json)
 
 
 @app.command(group=_START)

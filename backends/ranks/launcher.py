@@ -24,6 +24,26 @@ def ranks_around(environment: Mapping[str, str]) -> str | None:
     return f"WORLD_SIZE={size} in the environment" if is_one_of_several else None
 
 
+def restart_trap(environment: Mapping[str, str]) -> str | None:
+    """What to change if torchrun may restart the workers and the restarted ones would not find each other; None if all is well.
+
+    torchrun keeps one store for all restarts, in which gloo finds the addresses of processes that are gone: seen with torch 2.13. The agent
+    reads the setting that helps, before it starts a worker, so no worker can set it.
+
+    Examples:
+        >>> restart_trap({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"})[:43]
+        'torchrun may restart the workers 3 times, b'
+        >>> restart_trap({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_MAX_RESTARTS": "3"})
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not restarts.isdecimal() or int(restarts) == 0:
+        return None
+    return (
+        f"torchrun may restart the workers {restarts} times, but restarted workers would fail to connect: they find the addresses of the processes "
+        "before them. Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+    )
+
+
 def world_given(collectives: Collectives | None, environment: Mapping[str, str], *, where: str) -> Collectives:
     """The ranks that the caller passed; one process without evidence of others.
 

@@ -1,9 +1,11 @@
 """What `TorchCollectives` asks of torch.distributed: the group and the store to use, and what an error of the transport says."""
 
+import os
 from typing import Any, Final
 
 import torch
 
+from trainfold.backends.ranks.launcher import restart_trap
 from trainfold.core.errors import InvalidArgument, RankFailed
 
 _ADVICE: Final = ". This is typically"  # what gloo adds
@@ -25,11 +27,13 @@ def initialised() -> Any:
 
 def not_made(error: RuntimeError) -> RankFailed:
     """The error of a rank whose group cannot be made."""
+    trap = restart_trap(os.environ)
     return RankFailed(
         "the ranks",
         expected="every rank to make its TorchCollectives",
         found=first_sentence(error).splitlines()[0],
-        fix="make them at the same point on every rank; look at the ranks that did not come",
+        fix="make them at the same point on every rank; look at the ranks that did not come"
+        + (f"; {trap}" if trap else ""),
     )
 
 

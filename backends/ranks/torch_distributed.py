@@ -2,6 +2,8 @@
 
 import ctypes
 import hashlib
+import logging
+import os
 import secrets
 import struct
 import sys
@@ -16,6 +18,7 @@ import torch
 
 from trainfold.backends.ranks.call import Call, Deadline, check_broadcast
 from trainfold.backends.ranks.failure_board import Fault, NoticeBoard
+from trainfold.backends.ranks.launcher import restart_trap
 from trainfold.backends.ranks.ordered_sum import sum_plan
 from trainfold.backends.ranks.process_group import (
     checked_group,
@@ -31,6 +34,7 @@ from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, er
 from trainfold.core.state.spec import dtype_name
 
 T = TypeVar("T")
+_LOG: Final = logging.getLogger("trainfold")
 
 _HEAD: Final = struct.Struct("<qqq")  # number of the call, digest of the call, bytes of the value
 _HEAD_BYTES: Final = 512
@@ -98,6 +102,8 @@ class TorchCollectives:
             token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
         except RuntimeError as error:
             raise not_made(error) from error
+        if self.rank == 0 and (trap := restart_trap(os.environ)):
+            _LOG.warning(trap)
         store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", default_store(dist))
         self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
 

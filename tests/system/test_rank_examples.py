@@ -5,6 +5,8 @@ import re
 import signal
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -95,3 +97,31 @@ def test_other_numbers_of_ranks_continue_the_same_run(whole, train, tmp_path):
     expected = weights(folder)
     for name, value in weights(tmp_path / "killed").items():
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_torchrun_restarts_the_example_after_one_process_is_killed(pytestconfig, tmp_path):
+    """N03: the others are stopped by torchrun, nothing is lost, and the new processes resume from the newest checkpoint."""
+    script, run = pytestconfig.rootpath / "examples" / "ddp.py", tmp_path / "run"
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+        "--nproc-per-node=2", "--max-restarts=1", str(script), str(run),
+    ]  # fmt: skip
+    environment = {**os.environ, **BUFFERED, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    lines, killed = [], False
+    with subprocess.Popen(torchrun, stdout=subprocess.PIPE, text=True, env=environment) as agent:
+        for line in agent.stdout:
+            lines.append(line.rstrip())
+            if not killed and re.search("^step 12:", line):
+                killed = True
+                (_, second) = children(agent.pid)
+                os.kill(second, signal.SIGKILL)
+    assert agent.returncode == 0, lines
+    starts = [int(found[1]) for line in lines if (found := re.search(r"of 2 starts after step (\d+)", line))]
+    assert starts[:2] == [0, 0]
+    assert len(starts) == 4
+    assert starts[2] == starts[3] >= 5
+    assert (run / f"step-{LAST:08}" / "manifest.json").exists()
+
+
+def children(pid):
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
