@@ -1,6 +1,7 @@
 """What the ranks call: the same on each of them, with words for what they do, and no rank waits for one that fails anywhere in it."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
 from trainfold.backends.ranks.in_process import InjectedFailure, RankFault, run_threads, thread_outcomes
 from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RankFailed, SaveFailedElsewhere, TrainfoldError
 from trainfold.core.state.leaves import Leaves
@@ -106,7 +108,9 @@ def test_a_rank_that_fails_at_any_call_leaves_no_rank_waiting_and_no_rank_with_a
         assert isinstance(survivor.error, RankFailed | SaveFailedElsewhere), (index, survivor.error)
         assert f"rank {victim}" in str(survivor.error), (index, survivor.error)
         assert failed.schedule[: index + 1] == survivor.schedule[: index + 1] or len(survivor.schedule) <= index
-        assert load(store, like=state_at(0)).trainer.step in range(1, 9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointPassedOver)  # what a save has written before a rank failed
+            assert load(store, like=state_at(0)).trainer.step in range(1, 9)
 
 
 @pytest.mark.parametrize("work", [saves, loads])

@@ -21,9 +21,9 @@ class Counted:
     def __init__(self, world):
         self._world, self.rank, self.world_size, self.sent_bytes = world, world.rank, world.world_size, 0
 
-    def gather(self, value):
+    def gather(self, value, **options):
         self.sent_bytes += len(to_wire(value))
-        return self._world.gather(value)
+        return self._world.gather(value, **options)
 
 
 def exchanged(world, components):
