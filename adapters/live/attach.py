@@ -11,6 +11,7 @@ from trainfold.adapters.live.module_parts import as_module
 from trainfold.adapters.live.optional import optional_given
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.loaders.choose import feeds_of
+from trainfold.adapters.parallel.sharing import Shared
 from trainfold.core.layout.parallelism import Parallelism
 
 
@@ -24,6 +25,7 @@ def attach(  # noqa: PLR0913 - keywords
     strict: bool = False,
     unsaved: Collection[str] = (),
     optional: Collection[str] = (),
+    sharing: Mapping[str, Shared] | None = None,
     parallelism: Parallelism | None = None,
 ) -> Live:
     """Make the mutable objects of a loop a run that can be saved and resumed.
@@ -42,6 +44,9 @@ def attach(  # noqa: PLR0913 - keywords
         unsaved: such state that need not be saved, by the names that the warning lists, such as ``"model.history"``.
         optional: names under ``extra`` that the run can do without. If one cannot be saved or restored, a warning
             (`OptionalLeftOut`) names it, and it is left out. Any other failure fails the save or the load, on every rank.
+        sharing: what ranks do not have alike: a component under ``extra``, or ``"model.buffers"``, or one buffer by its leaf path ->
+            ``"rank_0"``: its value on rank 0 counts; ``"each_rank"``: every rank has its own; ``"each_share"``: so has every share of
+            the data (components only); ``"replicated"``, as without a declaration.
         parallelism: how the ranks train this model, for `Live.microbatch` and `Live.check`; None for what ``DistributedDataParallel`` or
             ``fully_shard`` has set up, and one process without them.
 
@@ -62,7 +67,9 @@ def attach(  # noqa: PLR0913 - keywords
         >>> list(live.capture().model.params)
         ['weight', 'bias']
     """
-    objects = AttachedObjects(as_module(model), optimizer, scheduler, extra or {})
+    objects = AttachedObjects(
+        as_module(model), optimizer, scheduler, extra or {}, sharing=sharing, parallelism=parallelism
+    )
     feed = None if loader is None else feeds_of(loader)
     watch = RunWatch(objects, loader, unsaved=unsaved, is_strict=strict)
-    return Live(objects, feed, watch, optional_given(optional, objects.extra), parallelism)
+    return Live(objects, feed, watch, optional_given(optional, objects.extra))

@@ -12,12 +12,15 @@ from trainfold.adapters.components.module import ModulePart
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_problems, own_module_parts
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
+from trainfold.adapters.parallel.sharing import Shared, Sharing
+from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.sharded.dtensor import named_shards, reshard
 from trainfold.adapters.sharded.whole import check_whole, wheres
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
 from trainfold.adapters.streams.rng_streams import RngPart, bound_device
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.state.components import components_of
 from trainfold.core.state.fqn import NamedTensors, check_real
 from trainfold.core.state.state import TrainState
@@ -32,13 +35,22 @@ class AttachedObjects:
         optimizer: made from its parameters, or None.
         scheduler: one, or a tree of them, or None.
         extra: the other components, by name.
+        sharing: what the ranks have in common, as it was declared.
+        parallelism: how the ranks train; None for what torch has set up.
 
     Raises:
         InvalidArgument: for an object that cannot be attached, or a name that is taken.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: Mapping[str, Any]
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        extra: Mapping[str, Any],
+        *,
+        sharing: Mapping[str, Shared] | None = None,
+        parallelism: Parallelism | None = None,
     ) -> None:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(
@@ -54,6 +66,9 @@ class AttachedObjects:
         self.optimizer = optimizer
         self.scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
         self.extra = dict(extra)
+        self.ranks = ranks = TrainingRanks(parallelism, model, self.extra)
+        modules = {name: each for name, each in self._maybe_modules().items() if isinstance(each, torch.nn.Module)}
+        self.sharing = Sharing(sharing, extra=self.extra, modules=modules, ranks=lambda: ranks.parallelism)
         self._as_attached = Attached()
         self._own_states = {name: own_module_parts(name, each) for name, each in self._maybe_modules().items()}
         components_of(TrainState(extra=self.extra))  # checks the names
@@ -168,7 +183,7 @@ class AttachedObjects:
         parts.update({n: part for n, part in extras.items() if n not in parts})
         parts["trainer"] = trainer
         parts["rng"] = RngPart(bound_device(list(named["model"].params.values())))
-        return parts
+        return self.sharing.parts(parts)
 
     def new_parts(self, name: str, target: Any, named: Mapping[str, NamedTensors]) -> dict[str, ComponentAdapter]:
         """The components that an object not attached yet would add.

@@ -19,7 +19,6 @@ from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
 from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.core.errors import CaptureRefused, InvalidArgument, RestoreRefused
-from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.state.components import components_of, state_of, validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -40,8 +39,8 @@ class Live(GradientWindows):
     """
 
     def __init__(
-        self, objects: AttachedObjects, feed: Feed | FeedGroup | None, watch: RunWatch, optional: Collection[str], ranks: Parallelism | None
-    ) -> None:  # fmt: skip
+        self, objects: AttachedObjects, feed: Feed | FeedGroup | None, watch: RunWatch, optional: Collection[str]
+    ) -> None:
         self._objects = objects
         self._feed, self.share = feed, None if feed is None else feed.share
         self._watch = watch
@@ -50,7 +49,7 @@ class Live(GradientWindows):
         self.recorder: Recorder | None = None
         self.saved_in: dict[str, ParentCheckpoint] = {}
         self._counters = Counters(self._data)
-        self._microbatches = Microbatches(ranks, objects, self._counters)
+        self._microbatches = Microbatches(objects.ranks, objects, self._counters)
         self._pending = PendingComponents()
         self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
@@ -81,7 +80,7 @@ class Live(GradientWindows):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the components beside the built-in ones, registered or pending."""
-        return (*self._objects.extra, *self._objects.own_states, *self._pending.values)
+        return (*self._objects.extra, *self._objects.own_states, *self.sharing.names, *self._pending.values)
 
     @property
     def pending(self) -> tuple[str, ...]:

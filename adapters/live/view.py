@@ -10,6 +10,7 @@ from trainfold.adapters.components.module import module_state
 from trainfold.adapters.components.own_modules import OwnModulePart
 from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.live.optional import captured
+from trainfold.adapters.parallel.sharing import SharedPart
 from trainfold.adapters.streams.rng_streams import RngPart
 from trainfold.core.state.fqn import NamedTensors
 from trainfold.core.state.state import TrainState
@@ -57,7 +58,7 @@ def read_objects(
     late = named.keys() - set(optional)  # read after the user's code
     found = captured({name: part for name, part in parts.items() if name not in late}, optional)
     streams = rng.read()  # last, because the user's objects may draw to return their state
-    if any(isinstance(part, ObjectPart | TreePart | OwnModulePart) for part in parts.values()):
+    if any(isinstance(part, ObjectPart | TreePart | OwnModulePart | SharedPart) for part in parts.values()):
         named = objects.named()  # the user's code has run, and may have put other tensors into the modules
     values = {
         name: module_state(named[name], name, view=view) if name in named else found[name]

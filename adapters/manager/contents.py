@@ -83,7 +83,10 @@ class RunContents:
         sent: Mapping[str, str] = {}
         if isinstance(run, Live):
             found = attrs.evolve(found, optional=run.optional)
-            sent = sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world)
+            sent = {
+                **sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world),
+                **run.sharing.sent(view.modules),
+            }
         return found.with_copies(proof_of(self._replica_check, saves=self._proofs), sent=sent)
 
     def with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:

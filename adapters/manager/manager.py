@@ -190,7 +190,7 @@ class CheckpointManager:
             verdict = self._saves.decide(run, failures, is_last=is_last, is_best=is_best)
             try:
                 if verdict.save:
-                    return self._saves.begin(run, failures, may_skip=not verdict.stop and "best" not in verdict.reasons)
+                    return self._saves.begin(run, failures, may_skip=not verdict.stop and not verdict.must_save)
                 self._saves.pass_by(run)
                 return None
             finally:

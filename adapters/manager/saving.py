@@ -26,9 +26,11 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.triggers import Verdict
+from trainfold.core.state.contract import STEP_PREFIX
 from trainfold.core.state.leaves import leaves_in
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
+from trainfold.core.step.batch_ramp import ramp_of
 
 
 @attrs.define(eq=False)
@@ -119,7 +121,10 @@ class SaveRunner:
         boundary = self._due.arrive(_step_of(run), is_last=is_last, is_best=is_best, has_ended=self._has_ended)
         if boundary.has_ended:
             self.end_previous(failures)
-        return self._due.decide(boundary)
+        ramp = run.batch_ramp if isinstance(run, Live) else ramp_of(run.contract.get(f"{STEP_PREFIX}accumulate"))
+        changes = ramp is not None and ramp.changes_after(boundary.step) and boundary.step != self._due.last_saved
+        verdict = self._due.decide(boundary)
+        return verdict.with_change() if changes else verdict
 
     def leave(self, run: Live | TrainState) -> None:
         """Send the other ranks what this one knows, for the next boundary. Call it when what was decided at this one is done."""

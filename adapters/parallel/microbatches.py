@@ -7,12 +7,14 @@ from typing import Protocol, final
 import attrs
 import torch
 
-from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
+from trainfold.adapters.parallel.sharing import Sharing
+from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, NonFinite, place
 from trainfold.core.json_values import shown
 from trainfold.core.layout.parallelism import Parallelism
+from trainfold.core.step.batch_ramp import BatchRamp
 from trainfold.core.step.gradients import judge
 from trainfold.core.step.loss import Number, Totals, wide
 from trainfold.core.step.reduce import exchange
@@ -48,6 +50,10 @@ class HasObjects(Protocol):
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Every optimizer by its component."""
 
+    @property
+    def sharing(self) -> Sharing:
+        """What the ranks have in common."""
+
 
 class HasSteps(Protocol):
     """The counters of a run."""
@@ -62,54 +68,40 @@ class Microbatches:
     """Counts the microbatches of a window, and checks its gradients at the boundary.
 
     Args:
-        parallelism: how the ranks train; None for what torch has set up.
+        ranks: how the ranks train.
         objects: of the run.
         counters: of the run; not the run itself, which would then wait for a collection.
 
     Attributes:
         done: microbatches done in a window that is open; 0 at a boundary.
+        ramp: the schedule of the last microbatch; None without one.
     """
 
-    def __init__(self, parallelism: Parallelism | None, objects: HasObjects, counters: HasSteps) -> None:
-        self._given = parallelism
-        self._found: Parallelism | None = None
+    def __init__(self, ranks: TrainingRanks, objects: HasObjects, counters: HasSteps) -> None:
+        self._ranks = ranks
         self.objects = objects
         self._counters = counters
         self.done = 0
+        self.ramp: BatchRamp | None = None
         self._of = 1
 
     @property
     def parallelism(self) -> Parallelism:
-        """How the ranks train; found at the first use, because a run may register modules.
-
-        Raises:
-            InvalidArgument: if there are several ranks, and nothing says how they train.
-        """
-        if self._given is not None:
-            return self._given
-        if self._found is None:
-            self._found = found = TorchParallelism(*self.objects.modules)
-            if not found.is_known:
-                self._found = None
-                raise InvalidArgument(
-                    "attach.parallelism",
-                    expected="the ranks that train the model, where torch.distributed has several",
-                    found="no attached module that DistributedDataParallel wraps or that fully_shard has sharded",
-                    fix="attach the wrapper itself; pass parallelism=trainfold.ranks.Replicas(trainfold.TorchCollectives()) to let live.check sum the "
-                    "gradients, or Replicas(trainfold.SingleProcess()) if each rank trains a model of its own",
-                )
-        return self._found
+        """How the ranks train."""
+        return self._ranks.parallelism
 
     @contextmanager
-    def one(self, of: int) -> Iterator[bool]:
+    def one(self, of: int | BatchRamp) -> Iterator[bool]:
         """Run a forward and a backward; gradients are synchronised only in the last microbatch of a window.
 
         Args:
-            of: microbatches in the window.
+            of: microbatches in the window, or a schedule of them.
 
         Yields:
             Whether this is the last one.
         """
+        if isinstance(of, BatchRamp):
+            self.ramp, of = of, of.at(self._counters.step)
         is_boundary = self.done + 1 >= count("of", of, fix="1 means no accumulation")
         with self.parallelism.gradient_sync(enabled=is_boundary):
             yield is_boundary
@@ -213,14 +205,25 @@ class GradientWindows:
         """How the ranks train: as torch has set up the modules, or what was passed to `attach`."""
         return self._microbatches.parallelism
 
-    def microbatch(self, of: int = 1) -> AbstractContextManager[bool]:
+    @property
+    def batch_ramp(self) -> BatchRamp | None:
+        """The schedule of microbatches that the loop follows; None without one."""
+        return self._microbatches.ramp
+
+    @property
+    def sharing(self) -> Sharing:
+        """What the ranks have in common, as it was declared to `attach`."""
+        return self._microbatches.objects.sharing
+
+    def microbatch(self, of: int | BatchRamp = 1) -> AbstractContextManager[bool]:
         """Run one forward and backward of a window; only its last microbatch synchronises gradients between the ranks.
 
         Whether it is the last one is decided before the forward, because ``DistributedDataParallel`` prepares its all-reduce there. Under
         FSDP2 the window has one reduce-scatter a group. The setting before comes back, also after an error.
 
         Args:
-            of: microbatches in the window; at the end of the data, as many as are left. The same on every rank.
+            of: microbatches in the window; at the end of the data, as many as are left. The same on every rank. Or a schedule of them from
+                `trainfold.accumulation.batch_ramp`: a manager saves before the number changes.
 
         Returns:
             A context manager for ``with``, which gives whether this is the boundary: where the optimizer steps.

@@ -1,6 +1,6 @@
 """`TorchParallelism`: how modules train under DistributedDataParallel, FSDP2 or on one process, as torch has set them up."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainfold.adapters.sharded.dtensor import device_of_mesh, is_dtensor, local_part
 from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factor, fsdp2_modules, param_groups, synchronised
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.layout.parallelism import Coordinates
+from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.layout.world import World
 
 
@@ -116,6 +116,46 @@ class TorchParallelism:
 
     def fail(self, error: BaseException) -> None:
         """Do nothing: process groups have no way to report an error, and the other ranks wait until their timeout."""
+
+
+@final
+class TrainingRanks:
+    """How the ranks train the modules of a run: as `attach` was given it, or as torch has set them up.
+
+    Args:
+        parallelism: what `attach` was given; None if nothing.
+        model: of the run.
+        extra: the other components; modules may be registered later.
+    """
+
+    def __init__(self, parallelism: Parallelism | None, model: torch.nn.Module, extra: Mapping[str, Any]) -> None:
+        self._given = parallelism
+        self._found: Parallelism | None = None
+        self._model = model
+        self._extra = extra
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the ranks train; found at the first use, because a run may register modules.
+
+        Raises:
+            InvalidArgument: if there are several ranks, and nothing says how they train.
+        """
+        if self._given is not None:
+            return self._given
+        if self._found is None:
+            modules = [self._model, *(each for each in self._extra.values() if isinstance(each, torch.nn.Module))]
+            found = TorchParallelism(*modules)
+            if not found.is_known:
+                raise InvalidArgument(
+                    "attach.parallelism",
+                    expected="the ranks that train the model, where torch.distributed has several",
+                    found="no attached module that DistributedDataParallel wraps or that fully_shard has sharded",
+                    fix="attach the wrapper itself; pass parallelism=trainfold.ranks.Replicas(trainfold.TorchCollectives()) to let live.check sum the "
+                    "gradients, or Replicas(trainfold.SingleProcess()) if each rank trains a model of its own",
+                )
+            self._found = found
+        return self._found
 
 
 def _data_groups(wrappers: list[DistributedDataParallel], groups: list[Any]) -> list[Any]:

@@ -38,7 +38,7 @@ from trainfold.core.state.audit import (
     listed,
 )
 from trainfold.core.state.components import select
-from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState, TrainState
+from trainfold.core.state.state import OfRankZero, Opaque, OptimizerState, OwnOptimizerState, PerRank, TrainState
 
 _LOG = logging.getLogger("trainfold")
 
@@ -263,7 +263,7 @@ def _names_given(accepted: object) -> tuple[str, ...]:
 
 def _bare(part: Any) -> Any:
     """A captured component as plain containers, without trainfold's own nodes."""
-    if isinstance(part, Opaque):
+    if isinstance(part, Opaque | PerRank | OfRankZero):
         return _bare(part.value)
     if isinstance(part, Shard):
         return part.tensor

@@ -9,8 +9,8 @@ from trainfold.core.digest import digest_of
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.outline import Announcement, described_by, outline_of, told_by, unequal
-from trainfold.core.format.structure.ownership import belongs_to_rank
-from trainfold.core.json_values import Json
+from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero, share_of
+from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import (
@@ -87,7 +87,12 @@ def copies_of(
     known = sent or {}
     found: dict[str, dict[str, str]] = {}
     for name, each in described.items() if proof.level != "none" else ():
-        if belongs_to_rank(name, each.node):
+        if belongs_to_rank(name, each.node) or counts_on_rank_zero(each.node):
+            if (share := share_of(each.node)) is not None:  # it is compared between the ranks of the share
+                path = f"{name}.value"
+                digests = {leaf: _digest(tensors[name][leaf], leaf, proof) for leaf in each.tensors}
+                structure = digest_of(canonical_json(each.node))
+                found[parts_name(name, {path: share})] = {path: structure, **digests}
             continue
         leaves, parts = tensors[name], {path: spec.slices for path, spec in each.tensors.items() if spec.slices}
         found[name] = {

@@ -13,7 +13,9 @@ from trainfold.core.problem import Problem
 from trainfold.core.resume.findings import Findings
 
 OPTIMIZER: Final = "trainfold.OptimizerState"
-_OWNERS: Final = frozenset({"trainfold.Opaque", "trainfold.OwnOptimizerState"})  # their owners compare what is in them
+_OWNERS: Final = frozenset(  # their owners compare what is in them
+    {"trainfold.Opaque", "trainfold.OwnOptimizerState", "trainfold.PerRank", "trainfold.OfRankZero"}
+)
 _SCALAR: Final = ScalarSpec("scalar")
 
 

@@ -12,7 +12,14 @@ from trainfold.core.checks import nearest
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
-from trainfold.core.format.structure.ownership import is_between_epochs, is_opaque, is_over_all_ranks
+from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.ownership import (
+    is_between_epochs,
+    is_opaque,
+    is_over_all_ranks,
+    is_per_rank,
+    share_of,
+)
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
@@ -147,19 +154,30 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     if saved is None:
         findings.drift(kind_of_absence(name, manifest), name, saved="nothing", wanted="the component")
         return ComponentAction(name, "keep", note="not saved")
-    if _is_of_other_ranks(name, saved, manifest, target):
+    own = _part_of_share(saved, wanted)
+    if own is None and _is_of_other_ranks(name, saved, manifest, target):
         kind, what = _OF_RANKS.get(name, ("per_rank", ""))
         sampler = "; trainfold.data.GlobalBatchSampler continues on any number of ranks" if name == "dataset" else ""
         wanted_ranks = f'{target.world_size} ranks{sampler}; to start it from scratch, reset={{"{name}": "why"}}'
         findings.drift(kind, name, saved=f"{what}{manifest.world_size} ranks", wanted=wanted_ranks)
         return ComponentAction(name, "keep", note="saved for another number of ranks")
-    part = target.rank if len(saved.nodes) > 1 and manifest.world_size == target.world_size else 0
+    part = (
+        own
+        if own is not None
+        else (target.rank if len(saved.nodes) > 1 and manifest.world_size == target.world_size else 0)
+    )
     records = saved.tensors[part]
     verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=dims)
     used = [record for record in records if record.path not in findings.ignored]
     size = sum(shard.stop - shard.start for record in used for shard in record.shards)
     note = "the target has none" if wanted is None else ""
     return ComponentAction(name, verb, part, len(used), size, cast, kept, note)
+
+
+def _part_of_share(saved: ComponentRecord, wanted: Described | None) -> int | None:
+    """The first saved rank with the share of the data that the target reads, of as many shares; None if there is none."""
+    mine = None if wanted is None else share_of(wanted.node)
+    return None if mine is None else next((i for i, node in enumerate(saved.nodes) if share_of(node) == mine), None)
 
 
 def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, target: Target) -> bool:
@@ -171,7 +189,7 @@ def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, ta
     is_shared = len(saved.nodes) == 1
     if is_shared and name == "dataset" and is_between_epochs(saved.nodes[0]):
         return False  # every share of the epoch was read, and the next epoch is shared among the ranks of this world
-    return not is_shared or (name in _OF_RANKS and is_opaque(saved.nodes[0]))
+    return not is_shared or (name in _OF_RANKS and is_opaque(saved.nodes[0])) or is_per_rank(saved.nodes[0])
 
 
 def _dims(manifest: Manifest) -> dict[str, int]:

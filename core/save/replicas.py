@@ -19,11 +19,11 @@ _TRAINED: Final = (".params['", ".slots['", ".masters['")
 _STATISTICS: Final = (
     "batch statistics, such as BatchNorm's, differ under DistributedDataParallel: attach the wrapper itself, with broadcast_buffers on, and save with "
     "a CheckpointManager; or convert the model with torch.nn.SyncBatchNorm.convert_sync_batchnorm; or send those of rank 0 before each save: "
-    "for buffer in {}.buffers(): torch.distributed.broadcast(buffer, 0)"
+    "for buffer in {}.buffers(): torch.distributed.broadcast(buffer, 0); or declare whose they are: attach(..., sharing={{'{}.buffers': 'each_rank'}}) or 'rank_0'"
 )
 _VALUES: Final = (
-    "keep replicas equal: wrap the model in DistributedDataParallel, and start all ranks with the same values. Save state that differs between ranks on "
-    "purpose, such as a stage of a pipeline, in one run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
+    "keep replicas equal: wrap the model in DistributedDataParallel, and start all ranks with the same values. Declare what differs on purpose: "
+    "attach(..., sharing={'name': 'each_rank'}), or PerRank in a state. Save parameters that differ, such as a stage of a pipeline, in one run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
 )
 _SETTINGS: Final = "start the same script with the same settings on all ranks"
 
@@ -209,7 +209,7 @@ def replicas_differ(name: str, found: Sequence[tuple[int, str, str]], first: str
         path,
         expected="the bits of rank 0, because one rank writes what all have",
         found=f"others on rank {rank}{more}",
-        fix=_STATISTICS.format(name) if is_buffer(path) else _VALUES,
+        fix=_STATISTICS.format(name, name) if is_buffer(path) else _VALUES,
     )
 
 
@@ -263,5 +263,5 @@ def structures_differ(where: str, mine: object, theirs: object, rank: int) -> Ra
         where,
         expected=f"what rank 0 has: {mine}",
         found=f"on rank {rank}: {theirs}",
-        fix="make it equal on all ranks, a count by summing it over them; only random streams and loaders are saved for each rank",
+        fix="make it equal on all ranks, a count by summing it over them; or declare a component under extra= with attach(..., sharing={'name': 'each_rank'})",
     )

@@ -13,7 +13,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.structure.describe import Described
-from trainfold.core.format.structure.ownership import belongs_to_rank
+from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
 from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
 from trainfold.core.layout.leaf_spec import LeafSpec
@@ -143,6 +143,8 @@ def plan_save(
 
 def _component(name: str, ranks: list[Described]) -> ComponentPlan:
     first = ranks[0]
+    if counts_on_rank_zero(first.node):
+        return ComponentPlan(name, (first.node,), (first.tensors,))
     different = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # each with its first rank
     is_own = all(belongs_to_rank(name, each.node) for _, each in different.values())
     shapes = {path: (spec.dtype, spec.shape) for path, spec in first.tensors.items()} if len(different) > 1 else {}
@@ -172,6 +174,10 @@ def _written(
             yield from _some(
                 rank, [(path, spec, whole_box(spec.shape)) for path, spec in component.tensors[rank].items()]
             )
+        return
+    if counts_on_rank_zero(component.nodes[0]):
+        whole = [(path, spec, whole_box(spec.shape)) for path, spec in component.tensors[0].items()]
+        yield from _some(0, whole) if 0 in chosen else ()
         return
     different = list({id(each): each for each in ranks}.values())
     specs = component.tensors[0]

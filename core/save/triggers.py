@@ -19,6 +19,7 @@ _MEANING: Final = {
     "every_secs": "the cadence in seconds",
     "best": "the best result so far",
     "last": "the last step",
+    "batch": "the next step has another batch",
     "save": "asked to save",
     "stop": "asked to stop",
     "save_and_stop": "asked to save and stop",
@@ -54,12 +55,26 @@ class Verdict:
         save: whether to save.
         stop: whether the loop ends here.
         reasons: why, in a fixed order: ``every``, ``every_secs``, ``best``, ``last``, and the requests. ``saved`` comes last if only an
-            earlier save of this step prevents the save.
+            earlier save of this step prevents the save, and ``batch`` if the next step has another batch.
     """
 
     save: bool
     stop: bool
     reasons: tuple[str, ...] = ()
+
+    @property
+    def must_save(self) -> bool:
+        """Whether the save waits for the one before, and is not left out, because a later state cannot take its place."""
+        return not {"best", "batch"}.isdisjoint(self.reasons)
+
+    def with_change(self) -> "Verdict":
+        """The verdict at a boundary that is not saved yet, if the next step has another batch; a run that ends has no next step.
+
+        Examples:
+            >>> print(Verdict(save=False, stop=False).with_change())
+            save and go on: the next step has another batch
+        """
+        return self if self.stop else attrs.evolve(self, save=True, reasons=(*self.reasons, "batch"))
 
     def __str__(self) -> str:
         what = f"{'save' if self.save else 'do not save'} and {'stop' if self.stop else 'go on'}"

@@ -124,6 +124,39 @@ class Opaque:
 
 
 @final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class PerRank:
+    """A component under ``extra`` of which each rank has its own value, such as a meter or a generator.
+
+    A save stores the value of each rank, and a load gives each rank its own again. Another number of ranks is refused (``per_rank``), unless
+    the value belongs to a share of the data and there are as many shares.
+
+    Attributes:
+        value: any tree.
+        share: the share of the data that it belongs to; None if it belongs to the rank. Ranks with the same share must have the same value.
+        shares: the number of shares.
+    """
+
+    value: Any
+    share: int | None = attrs.field(default=None, metadata=_STATIC)
+    shares: int | None = attrs.field(default=None, metadata=_STATIC)
+
+
+@final
+@tree.register_node(namespace=tree.NAMESPACE)
+@attrs.frozen
+class OfRankZero:
+    """A component under ``extra`` whose value on rank 0 counts, such as a log. The other ranks' values are not compared; a load gives them rank 0's.
+
+    Attributes:
+        value: any tree of whole tensors and scalars.
+    """
+
+    value: Any
+
+
+@final
 @attrs.frozen(eq=False)
 class Origin:
     """The origin of a state. It is not part of the state's value: all origins compare equal.

@@ -19,6 +19,7 @@ from trainfold.core.rng import Key, fold_in, forked_rng
 from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, Scalar, TrainableState, TrainState
+from trainfold.core.step.batch_ramp import BatchRamp
 from trainfold.core.step.engine.module_template import ModuleSpec, check_silent
 from trainfold.core.step.engine.param_hooks import check_hooks
 from trainfold.core.step.engine.workspace import StepWorkspace, WorkspacePool
@@ -52,7 +53,7 @@ class Step(Generic[B]):
     _optimizer: Any
     _schedule: ScheduleFunction | None
     _scheduler: Mapping[str, Scalar] | None
-    _accumulate: int
+    _accumulate: int | BatchRamp
     _clip_norm: float | None
     _parallelism: Parallelism | None
     _pool: WorkspacePool
@@ -89,7 +90,7 @@ class Step(Generic[B]):
         with self._reporting():
             ready, key = self._check(state)
             factor = factor_of(self._schedule, ready.trainer.step)
-            micro, samples = split(batch, self._accumulate)
+            micro, samples = split(batch, _microbatches(self._accumulate, ready.trainer.step))
         with self._pool.workspace(ready) as workspace:
             verdict = self._measure(workspace, ready, micro, samples, key)
             with self._reporting(), self._update_rng(ready, key, workspace):
@@ -243,7 +244,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     optimizer: OptimizerLike,
     *,
     schedule: ScheduleFunction | None = None,
-    accumulate: int = 1,
+    accumulate: int | BatchRamp = 1,
     clip_norm: float | None = None,
     donate: bool = False,
     collectives: Collectives | None = None,
@@ -272,7 +273,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
             schedule, ``update(grads, opt_state, params)`` also receives ``lr_factor=``. States of such a pair cannot
             be donated.
         schedule: step -> factor of the learning rates.
-        accumulate: microbatches per step; the window is a batch that is split, or a list of microbatches.
+        accumulate: microbatches per step, or a schedule of them from `trainfold.accumulation.batch_ramp`; the window is a batch that is split,
+            or a list of microbatches.
         clip_norm: the largest norm of the gradient, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
         donate: write the new state into the storage of the old one, which then raises `StateDonated`.
         collectives: the data-parallel ranks. Each rank calls its own step with its share of the batch.
@@ -297,7 +299,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         >>> (after.model.params["weight"] - state.model.params["weight"]).item(), metrics["grad_norm"], after.trainer.step
         (-0.5, 1.0, 1)
     """
-    count("accumulate", accumulate, fix="1 is one batch a step")
+    if not isinstance(accumulate, BatchRamp):
+        count("accumulate", accumulate, fix="1 is one batch a step")
     largest = real_given(clip_norm)
     if clip_norm is not None and not (largest is not None and largest > 0):
         raise InvalidArgument("clip_norm", expected="> 0, or None", found=shown(clip_norm), fix="None does not clip")
@@ -327,7 +330,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
     spec, ranks = ModuleSpec(model), _parallelism_given(collectives, parallelism)
     check_hooks(spec.hooks, alone=accumulate == 1 and ranks is None)
     contract = {
-        f"{STEP_PREFIX}accumulate": accumulate,
+        f"{STEP_PREFIX}accumulate": accumulate.as_json() if isinstance(accumulate, BatchRamp) else accumulate,
         f"{STEP_PREFIX}clip_norm": largest,
     }
     return Step(
@@ -357,6 +360,10 @@ def _parallelism_given(collectives: Collectives | None, parallelism: Parallelism
             fix="pass collectives alone: a step sums the gradients itself",
         )
     return None if ranks is None or ranks.coordinates.data.size == 1 else ranks
+
+
+def _microbatches(accumulate: int | BatchRamp, step: int) -> int:
+    return accumulate.at(step) if isinstance(accumulate, BatchRamp) else accumulate
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,5 +4,6 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.core.step.accumulation import accumulation_steps, check_plan, windows
+from trainfold.core.step.batch_ramp import BatchRamp, batch_ramp
 
-__all__ = ["accumulation_steps", "check_plan", "windows"]
+__all__ = ["BatchRamp", "accumulation_steps", "batch_ramp", "check_plan", "windows"]

@@ -10,9 +10,11 @@ from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.spec import spec_of
 from trainfold.core.state.state import (
     ModelState,
+    OfRankZero,
     Opaque,
     OptimizerState,
     ParamGroup,
+    PerRank,
     TrainableState,
     make_progress,
 )
@@ -22,10 +24,12 @@ __all__ = [
     "Difference",
     "LeafSpec",
     "ModelState",
+    "OfRankZero",
     "Opaque",
     "Optimizer",
     "OptimizerState",
     "ParamGroup",
+    "PerRank",
     "ScalarSpec",
     "TrainableState",
     "content_fingerprint",

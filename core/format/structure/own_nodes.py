@@ -84,6 +84,13 @@ NODES: Final[Nodes] = dict(
             optional=["own", "loose", "attributes", "held"],
         ),
         _node("Opaque", {"value": ANYTHING}),
+        _node(
+            "PerRank",
+            {"value": ANYTHING},
+            static=_each("share shares", either(INT, NONE)),
+            optional=["share", "shares"],
+        ),
+        _node("OfRankZero", {"value": ANYTHING}),
         _node("Key", {"bits": INT}),
         _node("DataCursor", _each("epoch next_index length seed", INT)),
         _node("DistributedEvalCursor", _each("length global_batch_size next_index", INT)),

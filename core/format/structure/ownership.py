@@ -6,10 +6,12 @@ from typing import Final
 from trainfold.core.json_values import Json
 
 _OPAQUE: Final = "trainfold.Opaque"
+_PER_RANK: Final = "trainfold.PerRank"
+_OF_RANK_ZERO: Final = "trainfold.OfRankZero"
 
 
 def belongs_to_rank(name: str, node: Json) -> bool:
-    """Whether each rank has its own: random streams, and the position of a loader, which reads a share of the data.
+    """Whether each rank has its own: random streams, the position of a loader, which reads a share of the data, and what is declared so.
 
     A position in global units, such as a `DataCursor`, is the same on all ranks.
 
@@ -17,7 +19,39 @@ def belongs_to_rank(name: str, node: Json) -> bool:
         >>> belongs_to_rank("rng", {}), belongs_to_rank("dataset", {"node": "trainfold.DataCursor"}), belongs_to_rank("ema", {})
         (True, False, False)
     """
-    return name == "rng" or (name == "dataset" and is_opaque(node))
+    return name == "rng" or (name == "dataset" and is_opaque(node)) or is_per_rank(node)
+
+
+def is_per_rank(node: Json) -> bool:
+    """Whether a component is declared to be each rank's own.
+
+    Examples:
+        >>> is_per_rank({"node": "trainfold.PerRank"}), is_per_rank({"dict": {}})
+        (True, False)
+    """
+    return isinstance(node, dict) and node.get("node") == _PER_RANK
+
+
+def counts_on_rank_zero(node: Json) -> bool:
+    """Whether a component is declared to be rank 0's.
+
+    Examples:
+        >>> counts_on_rank_zero({"node": "trainfold.OfRankZero"})
+        True
+    """
+    return isinstance(node, dict) and node.get("node") == _OF_RANK_ZERO
+
+
+def share_of(node: Json) -> tuple[int, int] | None:
+    """The share of the data that a component belongs to, and the number of shares; None if it belongs to a rank, or to all.
+
+    Examples:
+        >>> share_of({"node": "trainfold.PerRank", "static": {"share": 1, "shares": 2}})
+        (1, 2)
+    """
+    known = node.get("static") if is_per_rank(node) and isinstance(node, dict) else None
+    found = (known.get("share"), known.get("shares")) if isinstance(known, dict) else (None, None)
+    return found if isinstance(found[0], int) and isinstance(found[1], int) else None  # type: ignore[return-value]
 
 
 def is_opaque(node: Json) -> bool:
