@@ -179,6 +179,10 @@ class HiddenStateRefused(InvalidState, has_lines=True):
     """No component saves this state, which changes with training; the run is attached with ``strict=True``."""
 
 
+class HalfRestored(InvalidState):
+    """A restore failed after it had begun to overwrite what cannot be put back: the live objects hold parts of two states. End the process."""
+
+
 class SwappedWeights(InvalidState):
     """The averaged weights of an attached object are in the model, so a save would lose the raw ones."""
 

@@ -80,6 +80,11 @@ class ModulePart:
         differences = diff_specs(spec_of(saved, self.path), spec_of(own, self.path))
         return [SpecMismatch(self.path, differences)] if differences else self._other_cuts(saved, own)
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a write may fail although it has no problems; such parts are written first."""
+        return self.can_undo
+
     def write(self, saved: Any) -> Undo:
         """Copy the values into the live tensors, and clear the gradients, because a checkpoint is at a boundary.
 

@@ -139,6 +139,11 @@ class OptimizerPart:
         )
         return not is_reserved and (name not in known or fits(value, to_plain(known[name], self.names)))
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a write may fail although it has no problems; such parts are written first."""
+        return self.has_own_way
+
     def write(self, saved: Any) -> Undo:
         """Write the slots and hyperparameters straight into the optimizer.
 

@@ -94,6 +94,8 @@ class Counters:
             return [InvalidState("trainer", expected="counters", found=repr(saved)[:80], fix="use another checkpoint")]
         return []
 
+    may_refuse = False
+
     def write(self, saved: Any) -> Undo:
         """Set them."""
         self._counted = saved

@@ -9,16 +9,16 @@ from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.live.counters import Counters, check_increments
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop.loop_data import LoopData
-from trainfold.adapters.live.optional import fitting
 from trainfold.adapters.live.pending import PendingComponents
 from trainfold.adapters.live.recorder import Recorder, check_values
-from trainfold.adapters.live.restore import refusals, write_all
+from trainfold.adapters.live.restore import accepted, on_ranks, write_all
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
 from trainfold.adapters.script.attached_settings import attached_settings
-from trainfold.core.errors import CaptureRefused, InvalidArgument, RestoreRefused
+from trainfold.core.errors import CaptureRefused, InvalidArgument
+from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.state.components import components_of, state_of, validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -91,11 +91,10 @@ class Live(GradientWindows):
         """Count what was trained on; call it after each optimizer step, before anything is saved.
 
         Args:
-            samples: samples trained on since the last call. With a ``DataLoader``, None counts every batch handed
-                out; a number must agree with them; 0 is a step on no data. With several loaders, pass the number of all
-                batches or of one loader's, or a dict of numbers by loader name. On several ranks, pass the number of this
-                rank's batches if all shares have as many, or the sum over all ranks: all ranks save one count, so it
-                must be the same on each.
+            samples: samples trained on since the last call. With a ``DataLoader``, None counts every batch handed out; a number must agree
+                with them; 0 is a step on no data. With several loaders, pass the number of all batches or of one loader's, or a dict of
+                numbers by loader name. On several ranks, pass the number of this rank's batches if all shares have as many, or the sum
+                over all ranks: all ranks save one count, so it must be the same on each.
             tokens: valid tokens among them.
             steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved. None for 0 inside a
                 window of `microbatch`, and else 1.
@@ -107,8 +106,7 @@ class Live(GradientWindows):
             InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is not attached.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of this run.
             CaptureRefused: at the first step, if the run cannot be saved as it is.
-            DataPositionMismatch: if the samples are not those of whole batches from `batches`, or a loader is attached and
-                `batches` has handed out none since the last step.
+            DataPositionMismatch: if the samples are not those of whole batches from `batches`, or a loader has handed out none since then.
 
         Examples:
             >>> import torch
@@ -270,34 +268,29 @@ class Live(GradientWindows):
         *,
         components: Iterable[str] | None = None,
         policy: Mapping[str, DriftAction] | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """Write a state into the live objects: all of it, or nothing if any part does not fit.
 
-        Everything is checked first. Parameters are overwritten in place, so ties and references survive. Gradients are
-        cleared, or set to zeros where an optimizer had one at the capture. ``scheduler.step()`` is not called. Random
-        streams come last. The state is copied from.
+        Everything is checked first. Parameters are overwritten in place, so ties and references survive. Gradients are cleared, or set to
+        zeros where an optimizer had one at the capture. ``scheduler.step()`` is not called. Random streams come last. The state is copied.
 
         Args:
             state: from a checkpoint, or captured.
             components: which of them; None for all that this run has, which must all be there.
             policy: what to do about a difference that only the live loader sees: ``num_workers``, ``data_probe``.
+            collectives: the ranks, all of which call: all are restored or none is. None for this process alone.
 
         Raises:
-            RestoreRefused: with every reason; nothing was changed.
+            RestoreRefused: with every reason; nothing was changed. On the other ranks it is `RankFailed`.
             UnknownComponent: for a name that neither this run nor the state has.
+            HalfRestored: if memory could not be overwritten: end the process.
         """
-        parts, saved = self._parts_now(), components_of(state)
-        chosen = validate_components(components, declared=(*self.names, *state.extra))
-        self._pending.policy = check_policy(policy)
-        if self._feed is not None:
-            self._feed.policy = self._pending.policy
-        saved, unknown = self._watch.adapted(saved, parts, state.origin.adapts, chosen)
-        parts = fitting(parts, saved, [name for name in self.optional if chosen is None or name in chosen])
-        reasons = (*unknown, *refusals(parts, saved, chosen))
-        if reasons:
-            raise RestoreRefused("live", reasons)
+        found: list[Any] = []
+        on_ranks(collectives, lambda: found.append(self._checked(state, components, policy)), doing="check the state")
+        parts, saved, chosen = found[0]
         wanted = {name: part for name, part in parts.items() if chosen is None or name in chosen}
-        write_all(wanted, saved, optional=self.optional)
+        write_all(wanted, saved, optional=self.optional, world=collectives, begins=self._watch.overwrites)
         self._watch.restored(state.contract, chosen, self._counters.step)
         self._counters.restored()
         self._microbatches.drop()
@@ -306,6 +299,15 @@ class Live(GradientWindows):
         if self._data is not None:
             self._data.restored(chosen)
         self._pending.restored(state, saved, parts, chosen)
+
+    def _checked(self, state: TrainState, components: Iterable[str] | None, policy: Any) -> tuple[Any, Any, Any]:
+        parts, saved = self._parts_now(), components_of(state)
+        chosen = validate_components(components, declared=(*self.names, *state.extra))
+        self._pending.policy = check_policy(policy)
+        if self._feed is not None:
+            self._feed.policy = self._pending.policy
+        saved, unknown = self._watch.adapted(saved, parts, state.origin.adapts, chosen)
+        return accepted(parts, saved, chosen, unknown=unknown, optional=self.optional), saved, chosen
 
     def register(self, name: str, target: Any) -> None:
         """Add a component to a run that may have been restored already.
@@ -343,7 +345,7 @@ class Live(GradientWindows):
         """Raise unless the run is between two optimizer steps, as far as that shows.
 
         Raises:
-            IncompleteWindow: naming what is open.
+            IncompleteWindow: naming what is open; `HalfRestored` after a restore that failed halfway.
         """
         self._microbatches.check_closed("live")
         self._watch.check_boundary(lambda: None if self._data is None else self._data.unaccounted())
@@ -365,11 +367,9 @@ class Live(GradientWindows):
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside the state itself.
 
-        Hyperparameters are those that the script gave: as they were when it attached the optimizers. So a changed learning
-        rate is a difference, and a rate that the loop sets as it goes is not. Where an attached scheduler works on a group,
-        its base (``initial_lr``, ``max_lr``) is compared. What the scheduler makes of it is written as ``"live"``, is not
-        compared, and continues with the saved value. The model's frozen parameters are those at the attach, too, so a loop
-        may freeze and unfreeze as it goes.
+        Hyperparameters and frozen parameters are those that the script gave, as they were at the attach: what the loop sets as it goes is not
+        compared. Where an attached scheduler works on a group, its base (``initial_lr``, ``max_lr``) is compared. What the scheduler
+        makes of it is written as ``"live"``, and continues with the saved value.
         """
         found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
         return {**found, **self._watch.contract(), **self._pending.settings, **self._watch.settings()}
@@ -377,7 +377,7 @@ class Live(GradientWindows):
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _try_capture(self) -> None:
-        """Find out at the first step whether every save would fail; put the streams back if the user's code draws."""
+        """Find out at the first step whether every save would fail; put the streams back if user code draws."""
         parts = {name: part for name, part in self._parts_now().items() if name not in self.optional}
         reasons = dry_capture(parts, self._objects.late_problems, self.contract, chosen=self._selection)
         if reasons:

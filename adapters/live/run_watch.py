@@ -16,7 +16,7 @@ from trainfold.adapters.watch.audit import Audit
 from trainfold.adapters.watch.swapped import SwapProbe
 from trainfold.adapters.watch.unattached import StepWatch
 from trainfold.adapters.watch.window_probe import WindowProbe
-from trainfold.core.errors import IncompleteWindow, TrainfoldError
+from trainfold.core.errors import HalfRestored, IncompleteWindow, TrainfoldError
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import TRAINED, put_back_text, trained_of
 from trainfold.core.state.state import TrainState
@@ -47,6 +47,7 @@ class RunWatch:
         is_strict: bool,
     ) -> None:
         self._objects = objects
+        self._is_half_restored = False
         optimizers = objects.optimizer_parts()
         self._schedulers = SchedulerWatch()
         for name, part in optimizers.items():
@@ -101,10 +102,18 @@ class RunWatch:
             unaccounted: returns a text about uncounted batches, or None.
 
         Raises:
+            HalfRestored: if a restore failed halfway.
             IncompleteWindow: naming what is open.
             SwappedWeights: while averaged weights stand in the model.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of the run.
         """
+        if self._is_half_restored:
+            raise HalfRestored(
+                "live",
+                expected="objects that hold one state",
+                found="a restore that failed while it overwrote them",
+                fix="end this process and start again from the checkpoint, or restore a state as a whole",
+            )
         self._steps_of_others.check("live")
         self._averages.check()
         found = self.window.evidence() or unaccounted()
@@ -193,8 +202,13 @@ class RunWatch:
         is_scheduled = chosen is None or not self._schedules.components.isdisjoint(chosen)
         return self._schedules.adapted(saved, adapts if is_scheduled else frozenset(), parts)
 
+    def overwrites(self) -> None:
+        """Note that a restore begins to overwrite what it cannot put back."""
+        self._is_half_restored = True
+
     def restored(self, contract: Mapping[str, Any], chosen: Collection[str] | None, step: int) -> None:
         """Take what the contract of a restored state says, and put back which parameters are trained."""
+        self._is_half_restored = False
         self.window.close()
         self._audit.restored(step, unsaved_of(contract))
         if changed := self._trained.put_back(trained_of(contract, chosen)):

@@ -18,7 +18,7 @@ from trainfold.adapters.manager.saving import SaveRunner
 from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.adapters.streams.rng_streams import derive_streams
 from trainfold.backends.event_log import EventLog
-from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
+from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.runs.best_reader import measured_best
 from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_load
 from trainfold.backends.runs.snapshot import describe_state, prove_alike
@@ -28,6 +28,7 @@ from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
+from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -68,7 +69,11 @@ class RunLoader:
             self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
         )
         mine = load_decision(outcome, step=step)
-        return next((each for each in self.collectives.gather(mine, doing="decide what to load") if not each), mine)
+        told = self.collectives.gather((mine, decided(outcome)), doing="decide what to load")
+        error = disagreement(self.store.url, [each for _, each in told], outcome)
+        if all(each for each, _ in told) and error is not None:
+            raise error
+        return next((each for each, _ in told if not each), mine)
 
     def load(self, run: Live | TrainState, *, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
         """Load a state, and write a live run in place.
@@ -91,11 +96,7 @@ class RunLoader:
         if isinstance(run, Live):
             if loaded.seed is not None:
                 loaded = attrs.evolve(loaded, state=self._with_new_streams(run, loaded, loaded.seed))
-            on_all_ranks(
-                self.collectives,
-                lambda: run.restore(loaded.state, components=names, policy=self.policy),
-                doing="restore the run",
-            )
+            run.restore(loaded.state, components=names, policy=self.policy, collectives=self.collectives)
             if self.proves and self.collectives.world_size > 1:
                 prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
@@ -141,7 +142,7 @@ class RunLoader:
             self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
         ).state
         if isinstance(run, Live):
-            on_all_ranks(self.collectives, lambda: run.restore(state, components=["model"]), doing="restore the model")
+            run.restore(state, components=["model"], collectives=self.collectives)
         return state, step
 
     def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState]:

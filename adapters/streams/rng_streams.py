@@ -240,6 +240,7 @@ class RngPart:
     """
 
     device: torch.device | None = None
+    may_refuse = False
 
     def capture(self) -> Opaque:
         """The streams, as `Opaque`: only a generator knows the form of its state."""

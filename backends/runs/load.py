@@ -1,13 +1,13 @@
 """`load_run`: reads a run, plans the resume and carries out the plan. If a checkpoint proves bad, an older one is loaded instead."""
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Any, Final, final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, TypeVar, final
 
 import attrs
 
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.ranks.all_ranks import on_rank_zero
+from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.save import library_versions
@@ -32,6 +32,7 @@ from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
 from trainfold.core.resume.choose import next_to_examine
 from trainfold.core.resume.fall_back import (
+    Decided,
     after_failure,
     decided,
     disagreement,
@@ -48,6 +49,7 @@ from trainfold.core.state.components import components_of
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
+T = TypeVar("T")
 _LOG: Final = logging.getLogger("trainfold")
 
 
@@ -126,21 +128,20 @@ def load_run(  # noqa: PLR0913 - keywords
     """
     world, target = collectives, resume_target(like, contract, collectives)
     known = passed_over(store, request, world)
-    inventory = listed = read_inventory(store)
-    relistings = 0
+    (listed,) = _everywhere(world, lambda: read_inventory(store), doing="list the run")
+    inventory, relistings = listed, 0
     while True:
-        inventory, outcome = _planned(store, with_quarantined(inventory, known), target, request)
-        _agree(outcome, store, world)
+        inventory, outcome = _planned_alike(store, with_quarantined(inventory, known), target, request, world)
         if isinstance(outcome, Refusal):
-            relisted = read_inventory(store)
-            if not lists_again(relistings, world.gather(relisted != listed, doing="list the run again")):
+            (relisted,) = _everywhere(world, lambda: read_inventory(store), doing="list the run again")
+            if not lists_again(relistings, world.gather(relisted != listed, doing="compare the lists", is_vote=True)):
                 raise ResumeRefused(store.url, outcome)
             inventory, listed, relistings = relisted, relisted, relistings + 1
             continue
         if quarantine is not None:
             quarantine.begin(store, world, outcome.checkpoint)
         try:
-            state, failure = _attempt(outcome, like, store)
+            state, failure = _attempt(outcome, like, store, world)
             told = world.gather(
                 None if failure is None else failure_of(failure), doing="read its part of the checkpoint"
             )
@@ -217,14 +218,32 @@ def examined(run: Run, inventory: Inventory, request: ResumeRequest, wanted: Col
     return inventory
 
 
-def _agree(outcome: ResumePlan | Refusal, store: Store, world: Collectives) -> None:
-    """Raise unless all ranks made the same decision."""
-    error = disagreement(store.url, world.gather(decided(outcome), doing="plan the resume"), outcome)
+def _planned_alike(
+    store: Store, inventory: Inventory, target: Target, request: ResumeRequest, world: Collectives
+) -> tuple[Inventory, ResumePlan | Refusal]:
+    """`_planned`, on every rank; raises on all unless all decide the same, which they compare by digest."""
+    mine: list[tuple[Inventory, ResumePlan | Refusal]] = []
+
+    def plan() -> Decided:
+        mine.append(_planned(store, inventory, target, request))
+        return decided(mine[0][1])
+
+    error = disagreement(store.url, on_all_ranks(world, plan, doing="plan the resume"), mine[0][1])
     if error is not None:
         raise error
+    return mine[0]
 
 
-def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[TrainState | None, TrainfoldError | None]:
+def _everywhere(world: Collectives, read: Callable[[], T], *, doing: str) -> list[T]:
+    """What this rank reads, if all ranks could read."""
+    mine: list[T] = []
+    on_all_ranks(world, lambda: mine.append(read()), doing=doing)
+    return mine
+
+
+def _attempt(
+    outcome: ResumePlan, like: TrainState, store: Store, world: Collectives
+) -> tuple[TrainState | None, TrainfoldError | None]:
     """The state, or the error. The error is not raised here, because the other ranks wait for the result."""
     try:
         return run_resume(outcome, like, store=store), None
@@ -234,6 +253,9 @@ def _attempt(outcome: ResumePlan, like: TrainState, store: Store) -> tuple[Train
         where = f"{store.url}/{outcome.checkpoint}"
         fix = "check the device and its log, or load another checkpoint"
         return None, CheckpointUnreadable(where, expected="files that can be read", found=error, fix=fix)
+    except BaseException as error:
+        world.fail(error)  # or the others would wait for this rank
+        raise
 
 
 def _elsewhere(store: Store, problem: Problem) -> RankFailed:
