@@ -26,6 +26,12 @@ import attrs
 
 TIMEOUT_SECS = 120.0
 
+# What a rank would import for seconds, some of it at the first call of a DTensor.
+WARM = (
+    "hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "trainfold.adapters.live.attach", "trainfold.adapters.manager.manager", "trainfold.backends.ranks.torch_distributed",
+)  # fmt: skip
+
 
 @attrs.frozen
 class Ended:
@@ -147,16 +153,13 @@ def _ended(folder: Path, rank: int, code: int, secs: float) -> Ended:
 
 
 def serve() -> None:
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import torch.distributed  # noqa: F401
-
-    import trainfold.backends.ranks.torch_distributed  # noqa: F401
-
+    for name in WARM:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
+        module_of(request)  # with all that it imports, once for all ranks
         sys.stdout.write(json.dumps(run_world(request)) + "\n")
         sys.stdout.flush()
 
@@ -257,6 +260,8 @@ def module_of(request: dict[str, Any]) -> Any:
     if request["module"]:
         return importlib.import_module(request["module"])
     name = f"of_rank_{Path(request['file']).stem}"
+    if getattr(sys.modules.get(name), "__file__", None) == request["file"]:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, request["file"])
     assert spec
     assert spec.loader
