@@ -10,6 +10,7 @@ from kit.system.rank_refusals_cases import PATIENT, refusal
 from torch import nn
 
 from trainfold.adapters.live.attach import attach
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, NonFinite
 from trainfold.core.step.init_state import init_state
@@ -68,7 +69,20 @@ def wrap_hsdp(model):
     return wrap_fsdp2(model, (2, torch.distributed.get_world_size() // 2))
 
 
-WRAPS = {"ddp": wrap_ddp, "fsdp2": wrap_fsdp2, "hsdp": wrap_hsdp}
+def wrap_tensor_parallel(model):
+    """Two shares of the data, each read by two ranks that have half of the rows; FSDP2 cuts these again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    fully_shard(model, mesh=mesh["dp"])
+    return model, TorchParallelism(model)
+
+
+WRAPS = {"ddp": wrap_ddp, "fsdp2": wrap_fsdp2, "hsdp": wrap_hsdp, "tp": wrap_tensor_parallel}
 
 
 def evidence_of(collectives, kinds):
@@ -77,7 +91,7 @@ def evidence_of(collectives, kinds):
 
 def test_torch_parallelism_keeps_its_promises_under_ddp_and_fsdp2(processes):
     """A03: the setting comes back also after an error. Four ranks are two replicas of two parts; of three, one has no row of the weight."""
-    for size, kinds in ((3, ["ddp", "fsdp2"]), (4, ["hsdp"])):
+    for size, kinds in ((3, ["ddp", "fsdp2"]), (4, ["hsdp", "tp"])):
         ran = processes.run(size, evidence_of, kinds, collectives=PATIENT)
         for kind in kinds:
             check_parallelism(lambda *_, kind=kind: [each[kind] for each in ran], world_sizes=(size,))  # noqa: B023
@@ -93,18 +107,21 @@ def test_torch_parallelism_keeps_its_promises_on_one_process():
 # --- what runs on two ranks, in one world for each kind ----------------------------------------------------------------
 
 
-def everything(collectives, kind):
+def everything(collectives, kind, folder):
     found = {"counts": count_windows(collectives, kind), "bits": both_ways(collectives, kind)}
     found |= {"stopped": stop_on_all(collectives, kind), "open": leave_open(collectives, kind)}
+    if kind == "fsdp2":
+        found |= {"mixed": leave_open(collectives, kind, is_mixed=True), "resumed": resumed(collectives, folder)}
     if kind == "ddp":
         found |= {"sums": live_and_pure(collectives), "inner": of_the_inner(collectives)}
     return found
 
 
 @pytest.fixture(scope="module")
-def two_ranks(processes):
+def two_ranks(processes, tmp_path_factory):
     """What each rank found, by kind; a world is started once."""
-    return {kind: processes.run(2, everything, kind, collectives=PATIENT) for kind in ("ddp", "fsdp2")}
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return {kind: processes.run(2, everything, kind, folder, collectives=PATIENT) for kind in ("ddp", "fsdp2")}
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -218,6 +235,40 @@ def test_a_window_on_one_process_has_the_bits_of_a_loop_written_by_hand():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         found.append((train(model, optimizer, 0), bits(model, optimizer)))
     assert found[0] == found[1]
+
+
+def resumed(collectives, folder):
+    """Six steps of two microbatches under FSDP2, saved in the background; and the last three again, from a checkpoint."""
+
+    def run(name, until, seed):
+        torch.manual_seed(seed)
+        model = sharded(collectives.world_size, seed=seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        live = attach(model, optimizer)
+        with CheckpointManager(
+            f"{folder}/{name}", every=3, mode="async", at_end=False, collectives=collectives
+        ) as manager:
+            manager.restore(live)
+            while live.progress.step < until:
+                with live.microbatch(of=2) as is_boundary:
+                    loss = backward(model, batch_of(live.progress.step, 0, collectives.rank), of=2)
+                if is_boundary:
+                    live.check(loss, clip_norm=0.05)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                live.advance(samples=4)
+                manager.step(live)
+        return bits(model, optimizer)
+
+    whole = run("whole", 6, 0)
+    run("parts", 4, 0)
+    return whole, run("parts", 6, 5)
+
+
+def test_a_run_of_windows_resumes_exactly_under_fsdp2(two_ranks):
+    """V13: with dropout, clipping and saves in the background."""
+    for whole, parts in (each["resumed"] for each in two_ranks["fsdp2"]):
+        assert parts == whole
 
 
 # --- sums and their weights ---------------------------------------------------------------------------------------------
@@ -347,8 +398,13 @@ def test_a_number_that_is_not_finite_stops_every_rank_before_anything_changes(tw
         assert "gradient norm" in of_gradient
 
 
-def leave_open(collectives, kind):
+def leave_open(collectives, kind, *, is_mixed=False):
     model = wrapped(kind, collectives.world_size)
+    if is_mixed:  # then the gradients of a window are sums in another dtype
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = sharded(collectives.world_size, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = attach(model, optimizer)
     found = {}
@@ -379,7 +435,8 @@ def leave_open(collectives, kind):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_nothing_is_saved_inside_a_window(two_ranks, kind):
     """A06, F52: also where FSDP2 holds the gradients of a window and ``.grad`` stays None; dropping it leaves nothing behind."""
-    for found in (each["open"] for each in two_ranks[kind]):
+    mixed = [each["mixed"] for each in two_ranks["fsdp2"]] if kind == "fsdp2" else []
+    for found in [each["open"] for each in two_ranks[kind]] + mixed:
         for name in ("check", "step", "save"):
             assert found[name].startswith("IncompleteWindow"), found
             assert "1 of 2 microbatches" in found[name]
