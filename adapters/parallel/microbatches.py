@@ -11,7 +11,7 @@ from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
 from trainfold.core.checks import count, real_given
-from trainfold.core.errors import IncompleteWindow, InvalidArgument, NonFinite, place
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError, place
 from trainfold.core.json_values import shown
 from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.step.batch_ramp import BatchRamp
@@ -164,9 +164,8 @@ class Microbatches:
                 fix=_FIX,
                 local=ranks.local,
             )
-        except NonFinite as error:
-            here = ranks.coordinates.world
-            place(error, step=step, rank=here.rank if here.size > 1 else None)
+        except TrainfoldError as error:
+            place(error, step=step)
             raise
         if limit is not None:
             scale = torch.clamp(limit / (result.norm + _EPSILON), max=1.0)

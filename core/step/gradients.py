@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar, final
 import attrs
 import torch
 
-from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
+from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite, place
 from trainfold.core.rng import Key, fold_in, forked_rng
 from trainfold.core.step.loss import Loss, Number, Totals, check_loss, normaliser, read
 
@@ -131,12 +131,14 @@ def judge(  # noqa: PLR0913 (every one is named where it is called)
             fix="compute it from the model that loss_fn receives, without detach() or no_grad(), and do not freeze all parameters",
         )
     if not finite:
-        raise NonFinite(
+        error = NonFinite(
             where,
             expected="a finite loss and gradient norm on every rank",
             found=f"loss {loss_sum / weight}, gradient norm {grad_norm}{_blame(totals)}",
             fix=f"nothing was updated: {fix}",
         )
+        place(error, rank=totals.suspects[0] if len(totals.suspects) == 1 else None)
+        raise error
     return WindowResult(
         loss=loss_sum / weight,
         grad_norm=grad_norm,

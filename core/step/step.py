@@ -9,7 +9,7 @@ import torch
 
 from trainfold.core import tree
 from trainfold.core.checks import count, real_given
-from trainfold.core.errors import InvalidArgument, NonFinite
+from trainfold.core.errors import InvalidArgument, NonFinite, place
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.data_parallel import Replicas
 from trainfold.core.layout.parallelism import Parallelism
@@ -138,8 +138,10 @@ class Step(Generic[B]):
                 divide_by=None if alone else totals.weight,
                 where=f"step {state.trainer.step}",
             )
-        except NonFinite as error:
-            error.skipped = skipped_state(state, totals.samples or samples)
+        except Exception as error:
+            place(error, step=state.trainer.step)
+            if isinstance(error, NonFinite):
+                error.skipped = skipped_state(state, totals.samples or samples)
             raise
 
     def _enter(self, workspace: StepWorkspace, state: TrainableState) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, NonFinite
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
 from trainfold.core.step.optimizer import optimizer
@@ -151,8 +151,9 @@ def loss_fn(model, batch):
 
 
 def steps_with(ranks, **how):
-    torch.manual_seed(0)
     model, sgd = torch.nn.Linear(3, 2), optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    torch.nn.init.constant_(model.weight, 0.25)  # not drawn: threads share one global generator
+    torch.nn.init.constant_(model.bias, -0.5)
     state = init_state(model, sgd)
     step = make_step(model, loss_fn, sgd, accumulate=2, clip_norm=0.5, **how)
     for index in range(3):
@@ -179,3 +180,22 @@ def test_a_step_refuses_a_parallelism_whose_backward_communicates():
             make_step(model, loss_fn, sgd, parallelism=Replicas(ranks), collectives=ranks)
 
     run_threads(2, made)
+
+
+def test_an_error_of_a_step_names_the_step_and_the_rank():
+    """R09, A09: a loss that is not finite on one rank; and what the user's own loss raises."""
+
+    def played(ranks):
+        model, sgd = torch.nn.Linear(3, 2), optimizer(torch.optim.SGD, lr=0.1)
+        state = init_state(model, sgd)
+
+        def broken(model, batch):
+            loss = loss_fn(model, batch)
+            return Loss(sum=loss.sum * (torch.nan if ranks.rank == 1 else 1.0), weight=loss.weight)
+
+        state, _ = make_step(model, loss_fn, sgd, collectives=ranks)(state, torch.ones(2, 3))
+        with pytest.raises(NonFinite) as caught:
+            make_step(model, broken, sgd, collectives=ranks)(state, torch.ones(2, 3))
+        return caught.value.step, caught.value.rank, caught.value.__notes__
+
+    assert run_threads(2, played) == [(1, 1, ["on rank 1", "at step 1"])] * 2
