@@ -17,9 +17,12 @@ _LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": log
 class EventLog:
     """Logs events and hands them to a listener. Another thread defers its events until the owner reports them.
 
+    On several ranks each has its listener, and rank 0 alone logs: a run is one run.
+
     Args:
         run: the location of the run.
         listener: gets each event. An exception of it is logged, because it must not fail a save.
+        logs: whether events are logged here.
 
     Examples:
         >>> seen = []
@@ -28,7 +31,8 @@ class EventLog:
         committed runs/a at step 3
     """
 
-    def __init__(self, run: str, listener: Callable[[Event], object] | None) -> None:
+    def __init__(self, run: str, listener: Callable[[Event], object] | None, *, logs: bool = True) -> None:
+        self._logs = logs
         self._run = run
         self._listener = listener
         self._deferred: deque[Event] = deque()
@@ -59,7 +63,8 @@ class EventLog:
             self._deliver(self._deferred.popleft())
 
     def _deliver(self, event: Event) -> None:
-        _LOG.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
+        if self._logs:
+            _LOG.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
         if self._listener is not None:
             self._is_calling = True
             try:

@@ -112,8 +112,9 @@ class RunLoader:
             (name for name in state.rng.value if name not in ("version", "seed", "python", "numpy", "torch")), None
         )
         streams = derive_streams(seed, step=step, rank=share, device=None if device is None else torch.device(device))
-        _LOG.warning("the saved random streams belong to another number of ranks; this rank continues with streams derived from seed %d, step %d "
-                     "and share %d of the data, which are equal for ranks that read the same share", seed, step, share)  # fmt: skip
+        if self.collectives.rank == 0:
+            _LOG.warning("the saved random streams belong to another number of ranks; each continues with streams derived from seed %d, step %d "
+                         "and its share of the data, which are equal for ranks that read the same share", seed, step)  # fmt: skip
         return state.evolve(rng=Opaque(streams))
 
     def _loaded(
@@ -204,7 +205,7 @@ class LoadRunner:
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
-            _LOG.warning("%s holds no checkpoint: the run starts fresh", self.loader.store.url)
+            self._warn("%s holds no checkpoint: the run starts fresh", self.loader.store.url)
             return self._restored(live, is_fresh=True)
         return self._restored(live)
 
@@ -220,7 +221,7 @@ class LoadRunner:
             raise InvalidArgument("start_over", expected="False, to restore a step, or all but a component", found="True",
                                   fix="leave start_over=True out")  # fmt: skip
         left = self.first.left_behind
-        _LOG.warning("%s: starts over on purpose; %d checkpoints are left behind", self.loader.store.url, left)
+        self._warn("%s: starts over on purpose; %d checkpoints are left behind", self.loader.store.url, left)
         return self._restored(live, is_fresh=True)
 
     def _decided_step(self, run: Live | TrainState, decision: LoadDecision) -> int | None:
@@ -251,7 +252,7 @@ class LoadRunner:
         self.events.report("restored", step=step)
         names = self.loader.components
         if names is not None and "trainer" not in names:
-            _LOG.warning(
+            self._warn(
                 "%s: of its checkpoint at step %s only %s is restored, because this manager has components=; the run counts from step %d, "
                 "and everything else is as the script made it",
                 self.loader.store.url,
@@ -260,6 +261,11 @@ class LoadRunner:
                 run.progress.step if isinstance(run, Live) else 0,
             )
         return state
+
+    def _warn(self, text: str, *about: object) -> None:
+        """Log a warning once a run, not once a rank."""
+        if self.loader.collectives.rank == 0:
+            _LOG.warning(text, *about)
 
     def _restored(self, live: Live, *, is_fresh: bool = False) -> Restored:
         self.asked.watch(live)

@@ -134,7 +134,7 @@ class CheckpointManager:
                                    hold_check=hold_check, replica_check=replica_check)  # fmt: skip
             store = open_store(run)
             first = FirstSave(store, world, lease.take(store, world), start_over=start_over, components=names)
-            self._events = events = EventLog(store.url, on_event)
+            self._events = events = EventLog(store.url, on_event, logs=world.rank == 0)
             lease.before_release(events.report_deferred)
             auto = auto_cadence(events, world) if is_auto else None
             self._due = due = SaveTriggers(triggers, requests, world, auto=auto)

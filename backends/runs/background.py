@@ -13,7 +13,7 @@ from trainfold.backends.runs.save import SaveResult, save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import error_text
+from trainfold.core.errors import RankFailed, error_text
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
@@ -86,7 +86,8 @@ def _save(work: BackgroundSave) -> SaveResult:
         )
     except BaseException as error:
         # logged here too: a program that ends without `close` sees it nowhere else
-        _LOG.error("%s: a save in the background failed: %s", work.store.url, error_text(error))
+        if work.collectives.rank == 0 or not isinstance(error, RankFailed):  # once a run, unless this rank alone knows
+            _LOG.error("%s: a save in the background failed: %s", work.store.url, error_text(error))
         raise
     finally:
         hold.release()

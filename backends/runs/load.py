@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar, final
 
 import attrs
@@ -153,7 +154,7 @@ def load_run(  # noqa: PLR0913 - keywords
         if quarantine is not None:
             quarantine.end(store, world, outcome.checkpoint, outcome_of_all(failures))
         if not failures and state is not None:
-            _warn(outcome)
+            on_rank_zero(world, partial(_warn, outcome), doing="warn", is_vote=True)  # once a run; it may raise
             head = outcome.manifest.head
             return Loaded(state, ParentCheckpoint(head.timeline, head.step, head.forks), seed_of_other_ranks(outcome))
         without = after_failure(inventory, request, outcome.checkpoint, failures)

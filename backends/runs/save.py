@@ -26,7 +26,7 @@ from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CommitConflict, InvalidArgument, SaveFailed, TrainfoldError, place
+from trainfold.core.errors import CommitConflict, InvalidArgument, RankFailed, SaveFailed, TrainfoldError, place
 from trainfold.core.format.codec import as_tensor
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import HEAD_LIMIT_BYTES, Head, Manifest, encode_manifest
@@ -162,7 +162,7 @@ def _saved(  # noqa: PLR0913 - keywords
 
     gathered = on_all_ranks(collectives, announced, doing="describe its state")
     absent = absent_optional([each.digests for each, _, _ in gathered], [names for _, _, names in gathered])
-    if absent:
+    if absent and collectives.rank == 0:
         _LOG.warning("%s: optional components that not all ranks have are left out: %s", store.url, sorted(absent))
     snapshot = snapshots[0].without(absent)
     ranks = descriptions(snapshot.described, [each.without(absent) for each, _, _ in gathered], collectives)
@@ -290,7 +290,7 @@ def run_save(  # noqa: PLR0913 - keywords
         What was saved; the same on every rank.
 
     Raises:
-        SaveFailed: or its matching subclass. Rank 0 removes what was written, and a checkpoint that was there before stays whole. If rank 0
+        SaveFailed: or its matching subclass. Rank 0 removes what was written, and a checkpoint that was there before stays whole. If a rank
             has died, the files stay until the step is saved again or retention removes them.
         RankFailed: on the other ranks.
     """
@@ -329,13 +329,21 @@ def run_save(  # noqa: PLR0913 - keywords
     try:
         written = on_all_ranks(collectives, write, doing="write its files")
         size_bytes, fingerprints = on_rank_zero(collectives, commit, doing="commit the checkpoint", is_vote=True)
-    except BaseException:
-        if collectives.rank == 0:
+    except BaseException as error:
+        if collectives.rank == 0 and not _may_still_write(error):
             _clean_up(plan, data, store)
         raise
     return SaveResult(
         store.url, plan.directory, head.step, head.timeline, size_bytes, fingerprints, head.forks, head.run_id, omitted
     )  # fmt: skip
+
+
+def _may_still_write(error: BaseException) -> bool:
+    """Whether another rank may still be writing: it has gone without a report, and a rank that only hangs looks the same.
+
+    Its files are then left to the next save of the step, or to retention.
+    """
+    return isinstance(error, RankFailed) and error.rank is None
 
 
 def _clean_up(plan: SavePlan, data: bytes, store: Store) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -115,15 +116,50 @@ def test_a_rank_that_fails_at_any_call_leaves_no_rank_waiting_and_no_rank_with_a
 
 @pytest.mark.parametrize("work", [saves, loads])
 def test_the_error_of_a_rank_that_vanishes_says_what_it_did_not_do(work, caplog):
-    """X10: a machine that has lost its power reports nothing."""
+    """X10: a machine that has lost its power reports nothing. All calls at once, so that a deadline of seconds costs them once."""
     caplog.set_level(logging.CRITICAL)
-    store = run_with(state_at(1))
-    schedule = thread_outcomes(2, lambda world: work(world, store))[0].schedule
-    for index, call in enumerate(schedule):
+    whole = run_with(state_at(1))
+    schedule = thread_outcomes(2, lambda world: work(world, whole))[0].schedule
+    stores = [run_with(state_at(1)) for _ in schedule]
+
+    def vanish(index):
         fault = RankFault(1, index, silent=True)
-        outcomes = thread_outcomes(2, lambda world: work(world, store), timeout_secs=0.05, fail_at=fault)
-        assert call.late(0.05) in str(outcomes[0].error)
-        assert "rank 1" in str(outcomes[0].error)
+        return thread_outcomes(2, lambda world: work(world, stores[index]), timeout_secs=2.0, fail_at=fault)[0].error
+
+    with ThreadPoolExecutor(len(schedule)) as pool:
+        errors = list(pool.map(vanish, range(len(schedule))))
+    for call, error in zip(schedule, errors, strict=True):
+        assert call.late(2.0) in str(error)
+        assert "rank 1" in str(error)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_says_everything_once_and_each_rank_hears_its_events(mode, caplog):
+    """R01: 64 ranks wrote each line 64 times. A rank's own listener may keep its own record."""
+    caplog.set_level(logging.DEBUG, "trainfold")
+    store, heard = MemoryStore(), {0: [], 1: [], 2: []}
+
+    def main(world):
+        with CheckpointManager(
+            store, every=2, mode=mode, collectives=world, on_event=lambda event: heard[world.rank].append(event.kind)
+        ) as manager:
+            live = trainfold.attach(model := torch.nn.Linear(1, 1, bias=False))
+            torch.nn.init.ones_(model.weight)
+            manager.restore(live)
+            for _ in range(4):
+                live.advance(samples=3)
+                manager.step(live)
+            manager.finish(live)
+
+    run_threads(3, main)
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("starts fresh" in text for text in texts) == 1, texts
+    assert [sum(text.startswith("committed") and f"at step {step}:" in text for text in texts) for step in (2, 4)] == [
+        1,
+        1,
+    ]
+    assert heard[0] == heard[1] == heard[2]
+    assert heard[0].count("committed") == 2
 
 
 def test_ranks_that_do_different_things_are_told_what_each_does():

@@ -178,6 +178,9 @@ def test_ranks_that_outlive_a_killed_one_delete_no_file_of_a_committed_checkpoin
     ended = processes.outcomes(world_size, save_and_die, str(run), victim, point, collectives=HASTY)
     assert [rank.code for rank in ended] == [-signal.SIGKILL if rank.rank == victim else 1 for rank in ended]
     assert {rank.error for rank in ended if rank.rank != victim} == {"SaveFailedElsewhere"}
+    assert list((run / "step-00000002").iterdir()), (
+        "a rank that gives no sign may still write, so its survivors delete nothing"
+    )
     found = look(run, state_at(2) if survives else state_at(1))
     assert found.trainer.step == (2 if survives else 1)
     save(state_at(2), run)
