@@ -20,7 +20,7 @@ from _targets import Target, finish, machine, make_parser
 
 from trainfold import metrics as M
 from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
-from trainfold.adapters.cli.demo.evaluation import SUITE
+from trainfold.adapters.cli.demo.held_out import SUITE
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.evaluation.evaluate import evaluate

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Group, Parameter, Token
-from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
+from cyclopts.exceptions import CycloptsError
 from cyclopts.validators import Number
 
 from trainfold import __version__
 from trainfold.adapters.cli.completion import Shell, script_of
+from trainfold.adapters.cli.misuse import no_command, package_missing, usage_error
 from trainfold.adapters.cli.terminal.duration import seconds_of
 from trainfold.adapters.cli.terminal.output import (
     INTERRUPTED,
@@ -345,16 +346,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Parse and run a command line; see `trainfold.adapters.cli.main`."""
     tokens = sys.argv[1:] if arguments is None else list(arguments)
     if tokens[:1] == ["rehearse"] and not {"--", "--help", "-h"} & set(tokens):
-        answer = Answer({}, error=_no_command())
-        return deliver(lambda: answer, as_json="--json" in tokens)
+        return _refused(no_command(), tokens)
     try:
         code = app(tokens, console=Screen(), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        answer = Answer({}, error=usage_error(error))
-        return deliver(lambda: answer, as_json="--json" in tokens)
+        return _refused(usage_error(error), tokens)
     except ModuleNotFoundError as error:
-        answer = Answer({}, error=_package_missing(error, tokens[0]))
-        return deliver(lambda: answer, as_json="--json" in tokens)
+        return _refused(package_missing(error, tokens[0]), tokens)
     except KeyboardInterrupt:
         return INTERRUPTED
     except OutputFailed as failed:  # from the help and the version, which `deliver` does not print
@@ -362,42 +360,5 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _no_command() -> UsageError:
-    """The error for a rehearsal without ``--``: options of the program would be read as options of the rehearsal."""
-    return UsageError(
-        "trainfold rehearse",
-        expected="your program and its arguments after --",
-        found="no --",
-        fix="put -- before it, as in: trainfold rehearse --steps 40 -- python train.py --out {run}",
-    )
-
-
-def _package_missing(error: ModuleNotFoundError, command: str) -> PackageMissing:
-    """The error for a command that needs a package, such as torch, which is not installed here.
-
-    Raises:
-        ModuleNotFoundError: the given one, if it is a module of trainfold that is missing.
-    """
-    package = (error.name or "").partition(".")[0]
-    if package in ("", "trainfold"):
-        raise error
-    return PackageMissing(
-        f"trainfold {command}",
-        expected=f"the package {package}",
-        found="no such package",
-        fix=f"install it, such as with pip install {package}; ls, inspect, diff, verify and prune need no torch",
-    )
-
-
-def usage_error(error: CycloptsError) -> UsageError:
-    """The error for a command line that cyclopts refused."""
-    command = " ".join(("trainfold", *(error.command_chain or ())))
-    first, _, rest = str(error).strip().partition(". ")
-    if isinstance(error, UnusedCliTokensError):
-        first = f"more than it takes: {' '.join(error.unused_tokens or ())}"
-    return UsageError(
-        command,
-        expected=f"a command line as `{command} --help` shows",
-        found=first.rstrip("."),
-        fix=rest.strip() or f"see `{command} --help`",
-    )
+def _refused(error: UsageError | PackageMissing, tokens: Sequence[str]) -> int:
+    return deliver(lambda: Answer({}, error=error), as_json="--json" in tokens)

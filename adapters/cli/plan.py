@@ -6,7 +6,7 @@ from pathlib import Path
 import attrs
 
 from trainfold.adapters.cli.inspect import NOT_SAVED
-from trainfold.adapters.cli.loaders import loader_places, loaders_table
+from trainfold.adapters.cli.loader_table import loader_places, loaders_table
 from trainfold.adapters.cli.locate import error_from, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text

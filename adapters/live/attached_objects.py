@@ -56,7 +56,7 @@ class AttachedObjects:
             raise InvalidArgument(
                 "attach.optimizer",
                 expected="a torch.optim.Optimizer",
-                found=f"a {type(optimizer).__qualname__}",
+                found=type(optimizer).__qualname__,
                 fix="attach the optimizer itself, and a wrapper's own state under extra=",
             )
         reshard(model, *(each for each in extra.values() if isinstance(each, torch.nn.Module)))

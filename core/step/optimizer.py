@@ -215,7 +215,7 @@ def pair_of(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         raise InvalidArgument(
             "optimizer",
             expected="what trainfold.optimizer returns, or a pair of pure functions (init, update)",
-            found=f"a {type(optimizer).__qualname__}",
+            found=type(optimizer).__qualname__,
             fix="pass trainfold.optimizer(torch.optim.AdamW, lr=...), with the class and not an instance of it",
         )
     return pair[0], pair[1]

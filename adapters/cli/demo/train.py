@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
-from trainfold.adapters.cli.demo.evaluation import held_out_losses
+from trainfold.adapters.cli.demo.held_out import held_out_losses
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import DemoSettings, read_settings
 from trainfold.adapters.manager.manager import CheckpointManager
