@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class Processes:
         collectives: dict[str, float] | None = None,
         store: str = "file",
         is_tidy: bool = False,
+        warm: Sequence[str] = (),
         timeout_secs: float = TIMEOUT_SECS,
     ) -> list[Ended]:
         """Run a function on each rank and return how each rank ends.
@@ -90,6 +91,7 @@ class Processes:
             collectives: arguments of `TorchCollectives`; without them, the function is called without collectives.
             store: how the ranks meet: "file", or "tcp" (rank 0 is the host).
             is_tidy: let Python and torch shut down in order at the end, as in a script.
+            warm: modules that the ranks would import themselves for seconds; they are there once for all of them.
             timeout_secs: after this time all ranks are killed, and the test fails.
         """
         module = inspect.getmodule(function)
@@ -104,6 +106,7 @@ class Processes:
                 "collectives": collectives,
                 "store": store,
                 "is_tidy": is_tidy,
+                "warm": list(warm),
                 "timeout_secs": timeout_secs,
                 "folder": folder,
             }
@@ -159,6 +162,8 @@ def serve() -> None:
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
+        for name in request["warm"]:
+            importlib.import_module(name)
         module_of(request)  # with all that it imports, once for all ranks
         sys.stdout.write(json.dumps(run_world(request)) + "\n")
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 import dis
 import types
+from functools import lru_cache
 from typing import Any, Final, final
 
 import attrs
@@ -88,8 +89,7 @@ class _Walk:
 
     def _walk(self, code: types.CodeType) -> Use:
         self._inside.append(code)
-        lines = list(dis.get_instructions(code))
-        at = {each.offset: place for place, each in enumerate(lines)}
+        lines, jumps = _lines(code)
         reads = writes = leaves = False
         todo, done = [0], set[int]()
         while todo:
@@ -105,8 +105,8 @@ class _Walk:
             if each.opname in _ENDS:
                 leaves = True
                 continue
-            if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
-                todo.append(at[each.argval])
+            if place in jumps:
+                todo.append(jumps[place])
             if each.opname not in _JUMPS:
                 todo.append(place + 1)
         self._inside.pop()
@@ -121,6 +121,15 @@ class _Walk:
             inner = self._walk(line.argval)
             return Use(inner.reads_old, inner.writes)
         return Use()
+
+
+@lru_cache(maxsize=4096)  # the code of samplers and datasets is the same at every look
+def _lines(code: types.CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int, int]]:
+    """The instructions of some code, and where those that jump go: place -> place."""
+    lines = tuple(dis.get_instructions(code))
+    at = {each.offset: place for place, each in enumerate(lines)}
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    return lines, {place: at[each.argval] for place, each in enumerate(lines) if each.opcode in jumps}
 
 
 def _is_own(before: dis.Instruction, code: types.CodeType) -> bool:
