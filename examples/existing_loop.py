@@ -48,8 +48,8 @@ def main() -> None:
         scheduler.step()
         print(f"step {scheduler.last_epoch}: loss {loss.item()}", flush=True)
         live.advance(samples=len(x))  # trainfold
-        manager.step(live)  # trainfold: saves at each multiple of 4, and so the last step, the 76th
-    manager.close()  # trainfold
+        manager.step(live)  # trainfold: saves at each multiple of 4
+    manager.finish(live)  # trainfold: saves the last state, unless it is saved already
 
 
 if __name__ == "__main__":

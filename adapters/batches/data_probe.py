@@ -58,11 +58,16 @@ def compare_batch(
         )
         return None
     now = "nothing" if found is None else found.kind
+    seeded = (
+        "seed before the data are made, such as with torch.manual_seed(0), if they are random; otherwise "
+        if now == last.kind
+        else ""
+    )
     error = mismatch(
         _WHERE,
         f"the last batch of the position, drawn again, to be what was trained on, {shown(last.kind)}",
         "one that looks the same but has other values" if now == last.kind else f"another one, {shown(now)}",
-        "use the dataset, transforms, tokenizer, collate_fn and sampler that the run was started with; put generators and counters that they "
+        f"{seeded}use the dataset, transforms, tokenizer, collate_fn and sampler that the run was started with; put generators and counters that they "
         "use, other than the global streams, under extra= and make them attributes of the dataset or sampler, with num_workers=0; in a "
         "stream with a state_dict, save what it draws when its iteration starts; to change the data on purpose, pass "
         'policy={"data_probe": "warn"}; for data that cannot be read twice, pass policy={"data_probe": "adapt"}, which draws nothing',

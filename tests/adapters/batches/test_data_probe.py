@@ -312,13 +312,15 @@ def test_of_a_large_tensor_blocks_are_compared(kind):
 
 
 def test_the_error_says_what_differs_and_names_the_sampler():
-    """W03: shapes, types and keys of both batches, where they differ."""
+    """W03: shapes, types and keys of both batches, where they differ. Only random data look the same: then the seed comes first."""
     state = stopped(0, 3)
-    for dataset, differs in ((Data(scale=3.0), "looks the same but has other values"), (Whole(), r"int64\[2\]")):
+    other_values = (Data(scale=3.0), "looks the same but has other values", "seed before the data are made")
+    for dataset, differs, first in (other_values, (Whole(), r"int64\[2\]", "use the dataset")):
         live = start(0, dataset)
         live.restore(state)
-        with pytest.raises(DataPositionMismatch, match=rf"float64\[2, 1\].*{differs}.*sampler.*extra="):
+        with pytest.raises(DataPositionMismatch, match=rf"float64\[2, 1\].*{differs}.*sampler.*extra=") as caught:
             next(live.batches())
+        assert caught.value.fix.startswith(first)
 
 
 class Whole(Data):
