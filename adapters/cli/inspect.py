@@ -112,8 +112,13 @@ def _component_json(component: ComponentRecord) -> dict[str, Any]:
         "name": component.name,
         "fingerprint": component.fingerprint,
         "size_bytes": _size(component),
-        "tensors": [[attrs.asdict(record) for record in table] for table in component.tensors],
+        "tensors": [[_record_json(record) for record in table] for table in component.tensors],
     }
+
+
+def _record_json(record: TensorRecord) -> dict[str, Any]:
+    shown = attrs.asdict(record, filter=lambda field, _: field.name not in ("placement", "pieces"))
+    return {**shown, "placement": None if record.placement is None else attrs.asdict(record.placement)}
 
 
 def _size(component: ComponentRecord) -> int:

@@ -17,7 +17,7 @@ from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import recorded_fingerprint
-from trainfold.core.format.manifest import ComponentRecord, FileRecord, ShardRecord
+from trainfold.core.format.manifest import ComponentRecord, FileRecord, Manifest, ShardRecord
 from trainfold.core.problem import Problem, problem_of
 
 _CHUNK_BYTES = 16 << 20
@@ -134,11 +134,20 @@ def _verify_header(headers: HeaderCheck, index: int) -> list[Problem]:
     return []
 
 
+@without_collecting
+def _computed(manifest: Manifest, component: ComponentRecord) -> str:
+    if manifest.head.schema_version == 1:
+        return recorded_fingerprint(component.name, component.nodes, component.tensors)
+    from trainfold.core.format.indexes.contributions import fingerprint_in
+
+    return fingerprint_in(component, manifest)
+
+
 def _verify_fingerprint(checkpoint: Checkpoint, component: ComponentRecord) -> list[Problem]:
     """The problem of a component's fingerprint, if it is not that of its leaves. Their digests are compared with the bytes elsewhere."""
     where = f"{checkpoint.url}/{MANIFEST}: fingerprint of {component.name}"
     try:
-        computed = without_collecting(recorded_fingerprint)(component.name, component.nodes, component.tensors)
+        computed = _computed(checkpoint.manifest, component)
     except TrainfoldError as error:
         return [problem_of(error)]
     if computed == component.fingerprint:

@@ -35,6 +35,8 @@ def descriptions(
 ) -> list[Mapping[str, Described]]:
     """Return for each rank component -> description; ranks with equal descriptions share one object.
 
+    What each rank has of its own is not exchanged: for it the description of this rank stands.
+
     Args:
         mine: the descriptions of this rank, from `by_rule`.
         announced: what each rank announced.
@@ -56,13 +58,8 @@ def descriptions(
         for rank, each in enumerate(world.gather(told, doing="describe what differs", is_vote=True))
         for name, text in each.items()
     }
-    # What each rank has of its own concerns rank 0 alone, which commits.
-    skipped = frozenset.intersection(*(each.own for each in announced)) if world.rank else frozenset()
-    read = {
-        key: described_by(text.encode())
-        for key, text in texts.items()
-        if key[0] not in skipped and key != (key[0], announced[world.rank].digests[key[0]])
-    }
+    known = announced[world.rank].digests
+    read = {key: described_by(text.encode()) for key, text in texts.items() if known[key[0]] != key[1]}
     return [{name: read.get((name, digest), mine[name]) for name, digest in each.digests.items()} for each in announced]
 
 

@@ -28,18 +28,27 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, RankFailed, SaveFailed, TrainfoldError, place
 from trainfold.core.format.codec import as_tensor
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
-from trainfold.core.format.manifest import HEAD_LIMIT_BYTES, Head, Manifest, encode_manifest
-from trainfold.core.format.manifest_reader import decode_head, decode_manifest
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, index_name
+from trainfold.core.format.indexes.contributions import contribution_of
+from trainfold.core.format.manifest import (
+    HEAD_LIMIT_BYTES,
+    FileRecord,
+    Head,
+    IndexRecord,
+    Manifest,
+    encode_index,
+    encode_manifest,
+)
+from trainfold.core.format.manifest_reader import check_root, decode_head
 from trainfold.core.format.run_file import run_document
-from trainfold.core.format.structure.outline import Announcement, announcement_of, by_rule
+from trainfold.core.format.structure.outline import Announcement, announcement_of, by_rule, own_components
 from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.history.next_checkpoint import next_checkpoint
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.world import Collectives, World
 from trainfold.core.save.replicas import Proof, absent_optional, summary
 from trainfold.core.save.save_plan import SavePlan, plan_save
-from trainfold.core.save.written import WrittenFile, incomplete_file, manifest_of, stale_files
+from trainfold.core.save.written import Wrote, incomplete_file, manifest_of, of_this_save, stale_files, whole_manifest
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 T = TypeVar("T")
@@ -181,14 +190,16 @@ def _saved(  # noqa: PLR0913 - keywords
             step=snapshot.step,
             revision=head.revision,
             of_rank_zero=snapshot.sent,
-            only=collectives.rank or None,  # rank 0 commits, so it needs the files of all ranks
+            only=collectives.rank,
+            own=own_components([each for each, _, _ in gathered], snapshot.described),
         )
         if snapshot.copies is not None:
             summaries = [_without(each, absent) for _, each, _ in gathered]
             check_copies(snapshot.copies, snapshot.contract, summaries, collectives)
+        sizes = collectives.gather(plan.size_bytes, doing="plan its files", is_vote=True)
         on_rank_zero(
             collectives,
-            lambda: store.reserve(plan.size_bytes + _MANIFEST_ROOM_BYTES),
+            lambda: store.reserve(sum(sizes) + len(sizes) * _MANIFEST_ROOM_BYTES),
             doing="reserve room for the files",
         )
         tensors = snapshot.tensors
@@ -276,7 +287,7 @@ def run_save(  # noqa: PLR0913 - keywords
     """Write the files of a plan and commit the checkpoint. The caller holds the run's lock on rank 0.
 
     Args:
-        plan: with the files of this rank; on rank 0 with those of all ranks.
+        plan: with the files of this rank.
         tensors: component -> path -> this rank's tensor leaf, or a held leaf.
         head: identity and order of the new checkpoint.
         store: the run.
@@ -295,10 +306,12 @@ def run_save(  # noqa: PLR0913 - keywords
         RankFailed: on the other ranks.
     """
     data = b""
+    url, rank = f"{store.url}/{plan.directory}", collectives.rank
+    mine: list[Manifest] = []
 
-    def write() -> dict[str, WrittenFile]:
+    def write() -> Wrote:
         records = {}
-        for file in plan.files_of(collectives.rank):
+        for file in plan.files_of(rank):
             held = {
                 path: leaf if isinstance(leaf, HeldLeaf) else as_tensor(leaf, path)
                 for path, leaf in tensors[file.component].items()
@@ -308,17 +321,21 @@ def run_save(  # noqa: PLR0913 - keywords
                 hold.check_written(file.component, records[file.name].tensor_digests)
         if hold is not None:
             hold.check_unchanged()
-        return records
+        manifest = without_collecting(manifest_of)(
+            plan, records, rank=rank, head=head, contract=contract, omitted=omitted, versions=library_versions()
+        )
+        mine.append(manifest)
+        contributions = {each.name: contribution_of(each, manifest, rank) for each in manifest.components}
+        return Wrote(manifest.files, _write_index(manifest, plan, store, rank) if rank else None, contributions)
 
     def commit() -> tuple[int, dict[str, str]]:
         nonlocal data
-        everyone = {name: file for rank in written for name, file in rank.items()}
-        manifest = without_collecting(manifest_of)(
-            plan, everyone, head=head, contract=contract, omitted=omitted, versions=library_versions()
-        )
-        with named_failures(f"{store.url}/{plan.directory}"):
-            sizes = {file.name: store.size(f"{plan.directory}/{file.name}") for file in plan.files}
-            error = incomplete_file(plan, f"{store.url}/{plan.directory}", sizes)
+        manifest = without_collecting(whole_manifest)(mine[0], written)
+        records: list[FileRecord | IndexRecord] = [*manifest.files, *manifest.indexes]
+        with named_failures(url):
+            error = incomplete_file(
+                records, url, {each.name: store.size(f"{plan.directory}/{each.name}") for each in records}
+            )
             if error is not None:
                 raise error
         data = _proved_bytes(manifest, plan.directory)
@@ -363,9 +380,10 @@ def _clean_up(plan: SavePlan, data: bytes, store: Store) -> None:
                 return
     except (TrainfoldError, OSError):
         return
-    for file in plan.files:
-        with suppress(TrainfoldError, OSError):
-            store.delete(f"{plan.directory}/{file.name}")
+    with suppress(TrainfoldError, OSError):
+        for name in of_this_save(plan, store.list(plan.directory)):
+            with suppress(TrainfoldError, OSError):
+                store.delete(f"{plan.directory}/{name}")
 
 
 def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
@@ -381,6 +399,16 @@ def _after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
 def _proved_bytes(manifest: Manifest, directory: str) -> bytes:
     """The bytes of a manifest, after both readers have accepted them."""
     data = encode_manifest(manifest)
-    decode_manifest(data, directory)
+    check_root(data, directory)
     decode_head(data[:HEAD_LIMIT_BYTES], directory)
     return data
+
+
+def _write_index(manifest: Manifest, plan: SavePlan, store: Store, rank: int) -> IndexRecord | None:
+    """Write the index of a rank, if it wrote anything or has anything of its own."""
+    if not manifest.files and not any(each.is_own for each in manifest.components):
+        return None
+    data = without_collecting(encode_index)(manifest, rank)
+    name = index_name(rank, plan.world_size, plan.suffix)
+    store.write(f"{plan.directory}/{name}", [data], size_bytes=len(data))
+    return IndexRecord(name, rank, len(data), digest_of(data))

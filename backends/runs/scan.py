@@ -1,5 +1,7 @@
 """`read_inventory` and `examine`: read the contents of a run: names and heads first, a whole manifest only if a plan needs it."""
 
+from functools import partial
+
 import attrs
 
 from trainfold.backends.gc_pause import without_collecting
@@ -144,13 +146,24 @@ def read_manifest(store: Store, name: str) -> Manifest:
     if size > MANIFEST_LIMIT_BYTES:
         raise CheckpointHostile(where, expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=size, fix=_OLDER)
     try:
-        manifest = decode_manifest(store.read(f"{name}/{MANIFEST}", start=0, stop=size), where)
+        data = store.read(f"{name}/{MANIFEST}", start=0, stop=size)
+        manifest = decode_manifest(data, where, read=partial(_read_index, store, name))
         check_structures(manifest, where)
     except MemoryError:
         raise CheckpointHostile(
             where, expected="a manifest that fits into memory", found=f"{size} bytes", fix=_OLDER
         ) from None
     return manifest
+
+
+def _read_index(store: Store, directory: str, name: str, size: int) -> bytes | None:
+    """The bytes of an index, as many as the root says; None if there is no such file."""
+    found = store.size(f"{directory}/{name}")
+    if found is None:
+        return None
+    if max(found, size) > MANIFEST_LIMIT_BYTES:
+        raise CheckpointHostile(f"{store.url}/{directory}/{name}", expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=max(found, size), fix=_OLDER)  # fmt: skip
+    return store.read(f"{directory}/{name}", start=0, stop=found)
 
 
 def _entry(store: Store, name: str, run_id: str | None) -> Entry:

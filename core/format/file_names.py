@@ -6,7 +6,7 @@ RUN_FILE = "run.json"
 
 DIRECTORY = re.compile(r"step-(\d{8,18})")
 MANIFEST = "manifest.json"
-_DATA_FILE = re.compile(r"\w+-\d{5,}-of-\d{5,}(\.r\d+)?\.safetensors")
+_DATA_FILE = re.compile(r"(\w+-\d{5,}-of-\d{5,}(\.r\d+)?\.safetensors|index-\d{5,}-of-\d{5,}(\.r\d+)?\.json)")
 
 
 def directory_of(step: int) -> str:
@@ -38,6 +38,16 @@ def is_data_file(name: str) -> bool:
         (True, False, False)
     """
     return _DATA_FILE.fullmatch(name) is not None
+
+
+def index_name(rank: int, world_size: int, suffix: str = "") -> str:
+    """The name of a rank's index.
+
+    Examples:
+        >>> index_name(1, 4, ".r2"), is_data_file(index_name(1, 4))
+        ('index-00001-of-00004.r2.json', True)
+    """
+    return f"index-{rank:05d}-of-{world_size:05d}{suffix}.json"
 
 
 def storage_key(path: str) -> str:

@@ -76,7 +76,7 @@ def content_fingerprint(state: "TrainState", *, collectives: "Collectives | None
     from trainfold.core.format.codec import as_tensor
     from trainfold.core.format.content_sum import add, box_sum, sum_text
     from trainfold.core.format.structure.describe import describe
-    from trainfold.core.format.structure.ownership import belongs_to_rank
+    from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
     from trainfold.core.state.components import components_of
     from trainfold.core.tensor_memory import tensor_bytes
 
@@ -89,7 +89,8 @@ def content_fingerprint(state: "TrainState", *, collectives: "Collectives | None
         for path, spec in each.tensors.items():
             box = spec.slices[0] if spec.slices else whole_box(spec.shape)
             sums[name][path] = box, box_sum(tensor_bytes(as_tensor(tensors[path], path)), spec.dtype, box)
-    own = [name for name, node in nodes.items() if belongs_to_rank(name, node)]
+    first = [name for name, node in nodes.items() if counts_on_rank_zero(node)]
+    own = [name for name, node in nodes.items() if belongs_to_rank(name, node)] + first
     cut = {
         name: {p: sums[name][p] for p, spec in each.tensors.items() if spec.slices}
         for name, (each, _) in described.items()
@@ -101,7 +102,7 @@ def content_fingerprint(state: "TrainState", *, collectives: "Collectives | None
     found = {}
     for name, (each, _) in described.items():
         if name in own:
-            parts = [rank[name] for rank in every]
+            parts = [rank[name] for rank in every][: 1 if name in first else None]
             if not each.tensors and all(part == parts[0] for part in parts):
                 parts = parts[:1]
             lines = [
@@ -135,13 +136,16 @@ def _held_once(path: str, parts: "list[tuple[Box, ContentSum]]", shape: tuple[in
     return list(once.values())
 
 
-def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[str, str]]]]) -> str:
+def component_fingerprint(
+    name: str, parts: Sequence[tuple[Json, Sequence[tuple[str, str]]]], *, more: Sequence[str] = ()
+) -> str:
     """The fingerprint of a component from its structure and its tensors' digests.
 
     Args:
         name: the component.
         parts: for each structure (one, or one for each rank), its node and, for each tensor index, the tensor's kind
-            (``"float32[2, 3]"``) and digest.
+            (``"float32[2, 3]"``) and digest. A tensor without a digest has no line.
+        more: lines for what has none of its own.
 
     Returns:
         ``"xxh3:<32 hex digits>"``.
@@ -150,7 +154,7 @@ def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[
         >>> component_fingerprint("n", [(5, [])])
         'xxh3:ddc3fc30dac113b1d87acdae45dd7641'
     """
-    lines = []
+    lines = list(more)
     for rank, (node, tensors) in enumerate(parts):
         root = name if len(parts) == 1 else f"{name}@{rank}"
         for leaf in places(node, root):
@@ -159,12 +163,13 @@ def component_fingerprint(name: str, parts: Sequence[tuple[Json, Sequence[tuple[
                 digest = digest_of(canonical_json(encode_scalar(leaf.value, leaf.path)))
             else:
                 kind, digest = tensors[leaf.tensor]
-            lines.append(f"{leaf.path}\t{kind}\t{digest}\n")
+            if digest:
+                lines.append(f"{leaf.path}\t{kind}\t{digest}\n")
     return digest_of("".join(sorted(lines)).encode("utf-8", "surrogatepass"))
 
 
 def recorded_fingerprint(name: str, nodes: Sequence[Json], tables: Sequence[Sequence[TensorRecord]]) -> str:
-    """The fingerprint of a component from the records of its tensors.
+    """The fingerprint of a component from the records of its tensors, as version 1 of the manifest has it.
 
     Args:
         name: the component.

@@ -1,11 +1,12 @@
 """The manifest: the commit record of a checkpoint, as a value and as bytes that carry their own digest.
 
-The file is one JSON object. Its first line holds the head (format, version, run, step, timeline), so that a reader that
+The root is one JSON object with everything that ranks have in common; where the bytes of a rank's tensors are is in that rank's index, whose
+digest is in the root. The root's first line holds the head (format, version, run, step, timeline), so that a reader that
 only orders checkpoints reads a few hundred bytes; its last member is the XXH3-128 digest of all bytes before it.
 """
 
 from collections.abc import Mapping
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import attrs
 
@@ -13,12 +14,18 @@ from trainfold.core.digest import digest_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION
 from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import Box
+from trainfold.core.layout.slices import Box, whole_box
+
+if TYPE_CHECKING:
+    from trainfold.core.layout.placement import Placement
 
 FORMAT = "trainfold"
 HEAD_BYTES = 4096  # what is read of each manifest to order them; longer heads are read on, up to the limit
 HEAD_LIMIT_BYTES = 2**20
 MANIFEST_LIMIT_BYTES = 2**29
+PIECE_BYTES = 2**20  # a digest covers at most so many bytes, so that a part of a shard can be read and verified
+DIGEST_DIGITS = 32  # of a digest without its prefix
+INDEX_FORMAT = "trainfold-index"
 TAIL = b',\n"digest":"'
 END = b'"}\n'
 
@@ -61,6 +68,17 @@ class FileRecord:
 
 @final
 @attrs.frozen
+class IndexRecord:
+    """The index of a rank: a file, its exact size and the digest of its bytes."""
+
+    name: str
+    rank: int
+    size_bytes: int
+    digest: str
+
+
+@final
+@attrs.frozen
 class ShardRecord:
     """Stored bytes of a tensor, or of a box of it.
 
@@ -70,6 +88,8 @@ class ShardRecord:
         stop: one past the last.
         box: the part of the tensor, one (start, stop) pair a dimension.
         digest: of these bytes.
+        pieces: the digests of each `PIECE_BYTES` of them, without their prefix and one after the other; empty if they are one piece, and in
+            version 1, so that they can only be verified whole.
     """
 
     file: int
@@ -77,17 +97,19 @@ class ShardRecord:
     stop: int
     box: Box
     digest: str
+    pieces: str = ""
 
 
 @final
 @attrs.frozen
 class TensorRecord:
-    """A stored tensor: dtype, global shape and where its bytes are."""
+    """A stored tensor: dtype, global shape, where its bytes are, and the rule by which ranks held it, if any."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[ShardRecord, ...]
+    placement: "Placement | None" = None
 
     @property
     def spec(self) -> LeafSpec:
@@ -105,6 +127,11 @@ class ComponentRecord:
     tensors: tuple[tuple[TensorRecord, ...], ...]
     fingerprint: str
 
+    @property
+    def is_own(self) -> bool:
+        """Whether each rank has its own."""
+        return len(self.nodes) > 1
+
 
 @final
 @attrs.frozen
@@ -120,6 +147,7 @@ class Manifest:
         contract: what must be equal for an exact resume.
         versions: library -> version that wrote it.
         files: every data file.
+        indexes: the indexes of the ranks that have a file of their own for it.
     """
 
     head: Head
@@ -129,10 +157,16 @@ class Manifest:
     contract: Mapping[str, Json]
     versions: Mapping[str, str]
     files: tuple[FileRecord, ...]
+    indexes: tuple[IndexRecord, ...] = ()
 
     def component(self, name: str) -> ComponentRecord | None:
         """The component of that name, or None."""
         return next((each for each in self.components if each.name == name), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all its files except the manifest itself."""
+        return (*(file.name for file in self.files), *(index.name for index in self.indexes))
 
     @property
     def size_bytes(self) -> int:
@@ -141,9 +175,13 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The file's bytes: head on the first line, body on the second, digest on the third.
+    """The bytes of the root: head on the first line, body on the second, digest on the third. Rank 0's index is in the body.
 
-    Law: ``decode_manifest(encode_manifest(m), "m") == m``; equal manifests give equal bytes.
+    Law: ``decode_manifest(encode_manifest(m), "m", read=...) == m`` where ``read`` returns what `encode_index` made for the other ranks; equal manifests
+    give equal bytes.
+
+    Args:
+        manifest: what rank 0 knows: its own shards, and the files and indexes of all ranks. More of it makes no difference.
 
     Examples:
         >>> from trainfold.core.format.manifest_reader import decode_manifest
@@ -152,16 +190,57 @@ def encode_manifest(manifest: Manifest) -> bytes:
         True
     """
     head = canonical_json({"format": FORMAT, **_head_json(manifest.head)})[:-1]
+    layouts = layouts_of(manifest)
     body = {
         "world_size": manifest.world_size,
         "omitted": list(manifest.omitted),
         "contract": dict(manifest.contract),
         "versions": dict(manifest.versions),
+        "layouts": [
+            [rule.mesh.shape, rule.mesh.first, rule.mesh.strides, rule.mesh.ranks, rule.cuts] for rule in layouts
+        ],
         "files": [attrs.asdict(file) for file in manifest.files],
-        "components": [_component_json(component) for component in manifest.components],
+        "indexes": [attrs.asdict(index) for index in manifest.indexes],
+        "components": [_component_json(component, layouts) for component in manifest.components],
+        "index": index_json(manifest, 0),
     }
     covered = head + b",\n" + canonical_json(body)[1:-1]
     return covered + TAIL + digest_of(covered).encode() + END
+
+
+def encode_index(manifest: Manifest, rank: int) -> bytes:
+    """The bytes of a rank's index: where its shards are, and the structure of what each rank has of its own.
+
+    Args:
+        manifest: what the rank knows: its own shards, in files of its own.
+        rank: the rank; rank 0's index is in the root.
+    """
+    return canonical_json({"format": INDEX_FORMAT, "rank": rank, **index_json(manifest, rank)}) + b"\n"
+
+
+def layouts_of(manifest: Manifest) -> "dict[Placement, int]":
+    """The rules by which tensors are cut, numbered."""
+    shared = (each.tensors[0] for each in manifest.components if not each.is_own)
+    rules = dict.fromkeys(record.placement for table in shared for record in table)
+    return {rule: index for index, rule in enumerate(rule for rule in rules if rule is not None)}
+
+
+def index_json(manifest: Manifest, rank: int) -> dict[str, Json]:
+    """The index of a rank, as JSON."""
+    own, shards = {}, {}
+    for component in manifest.components:
+        table = component.tensors[rank if component.is_own else 0]
+        if component.is_own:
+            own[component.name] = {"node": component.nodes[rank], "tensors": [_row(record, {}) for record in table]}
+        rows = [
+            [number, shard.start, _box_json(record, shard, rank), shard.digest, shard.pieces]
+            for number, record in enumerate(table)
+            for shard in record.shards
+            if manifest.files[shard.file].rank == rank
+        ]
+        if rows:
+            shards[component.name] = rows
+    return {"own": own, "shards": shards}
 
 
 def _head_json(head: Head) -> dict[str, Json]:
@@ -176,15 +255,33 @@ def _head_json(head: Head) -> dict[str, Json]:
     }
 
 
-def _component_json(component: ComponentRecord) -> Json:
-    return {
-        "name": component.name,
-        "fingerprint": component.fingerprint,
-        "nodes": list(component.nodes),
-        "tensors": [[_tensor_json(record) for record in table] for table in component.tensors],
-    }
+def _component_json(component: ComponentRecord, layouts: "Mapping[Placement, int]") -> Json:
+    found: dict[str, Json] = {"name": component.name, "fingerprint": component.fingerprint}
+    if not component.is_own:
+        found |= {"node": component.nodes[0], "tensors": [_row(record, layouts) for record in component.tensors[0]]}
+    return found
 
 
-def _tensor_json(record: TensorRecord) -> Json:
-    shards = [[s.file, s.start, s.stop, [list(side) for side in s.box], s.digest] for s in record.shards]
-    return {"path": record.path, "dtype": record.dtype, "shape": list(record.shape), "shards": shards}
+def _row(record: TensorRecord, layouts: "Mapping[Placement, int]") -> Json:
+    layout = None if record.placement is None else layouts[record.placement]
+    return [record.path, record.dtype, list(record.shape), layout]
+
+
+def _box_json(record: TensorRecord, shard: ShardRecord, rank: int) -> Json:
+    """The box of a shard; null where it is what the rule gives the rank, or the whole tensor without a rule."""
+    return (
+        None if shard.box == box_by_rule(record.shape, record.placement, rank) else [list(side) for side in shard.box]
+    )
+
+
+def box_by_rule(shape: tuple[int, ...], rule: "Placement | None", rank: int) -> Box | None:
+    """The box that a rule gives a rank; None if the rank is not in its mesh. Without a rule it is the whole tensor.
+
+    Examples:
+        >>> box_by_rule((4, 2), None, 3)
+        ((0, 4), (0, 2))
+    """
+    if rule is None:
+        return whole_box(shape)
+    coordinate = rule.mesh.coordinate_of(rank)
+    return None if coordinate is None else rule.box(shape, coordinate)

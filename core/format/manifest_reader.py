@@ -1,18 +1,22 @@
 """Reads a manifest strictly: every field is checked before any is used."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
 from trainfold.core.format.dtypes import STORED, size_bytes
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import (
+    DIGEST_DIGITS,
     END,
+    PIECE_BYTES,
     TAIL,
     ComponentRecord,
     FileRecord,
     Head,
+    IndexRecord,
     Manifest,
     ShardRecord,
     TensorRecord,
@@ -31,33 +35,62 @@ from trainfold.core.format.strict_json import (
 )
 from trainfold.core.format.structure.places import MAX_DEPTH, Leaf, places
 from trainfold.core.format.structure.validate import misfit_of
-from trainfold.core.format.upgrade import upgraded
+from trainfold.core.format.upgrade import SCHEMA_VERSION, upgraded
 from trainfold.core.json_values import Json, decode_scalar, shown
 from trainfold.core.layout.slices import check_cover
 
+if TYPE_CHECKING:
+    from trainfold.core.format.indexes.merge import ReadIndex
+
 _MAX_DIMENSIONS = 64
+_HEX = frozenset("0123456789abcdef")
 _OF_NUMPY = frozenset(
     name
     for name in STORED
     if name != "float4_e2m1fn_x2" and not name.startswith(("bfloat", "float8"))  # torch has these and numpy has not
 )
 _HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision"}
-_BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components"}
+_BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components", "indexes"}
 
 
-def decode_manifest(data: bytes, where: str) -> Manifest:
+def decode_manifest(data: bytes, where: str, *, read: "ReadIndex | None" = None) -> Manifest:
     """The manifest in a file's bytes; every byte is covered by the digest or fixed.
 
     Args:
         data: the whole file.
         where: its path, for errors.
+        read: returns the bytes of a file of the checkpoint by its name and size, or None if there is none: version 2 has an index for each rank
+            beside the first.
 
     Raises:
         CheckpointForeign: if it does not begin as a trainfold manifest.
-        CheckpointDamaged: if its digest does not fit its bytes.
+        CheckpointDamaged: if its digest, or that of an index, does not fit its bytes.
+        CheckpointTorn: if an index is missing.
         FutureVersion: if a newer trainfold wrote it.
         CheckpointHostile: if the digest fits and the contents break the format nevertheless.
     """
+    document = _sealed(data, where)
+    if document.get("schema_version") != SCHEMA_VERSION or type(document["schema_version"]) is not int:
+        return parse_manifest(upgraded(document, where), where)
+    from trainfold.core.format.indexes.merge import merged
+
+    return parse_manifest(merged(document, _HEAD_FIELDS, where, read), where)
+
+
+def check_root(data: bytes, where: str) -> None:
+    """Check the root of a manifest without the indexes of other ranks.
+
+    Raises:
+        CheckpointError: the matching subclass, as `decode_manifest`.
+    """
+    document = _sealed(data, where)
+    if not document.get("indexes"):
+        decode_manifest(data, where)
+    read_head(document, where)
+
+
+def _sealed(data: bytes, where: str) -> dict[str, Any]:
+    """The document in a file's bytes, if its digest fits."""
     if not data.startswith(b'{"format":"trainfold",'):
         raise CheckpointForeign(
             where, expected="a trainfold manifest", found=repr(bytes(data[:24])), fix="point at a trainfold checkpoint"
@@ -71,8 +104,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             found=f"{len(data)} bytes that have another digest",
             fix="use an older checkpoint of the run; `trainfold verify` names every damaged file",
         )
-    document = strict_json(covered + b"}", where)
-    return parse_manifest(upgraded(document, where), where)
+    return strict_json(covered + b"}", where)
 
 
 def check_structures(manifest: Manifest, where: str) -> None:
@@ -156,9 +188,11 @@ def parse_manifest(document: Mapping[str, Any], where: str) -> Manifest:
     """The checked manifest: names stay inside, ranges lie in their files and do not overlap, sizes fit dtypes."""
     fields(document, _HEAD_FIELDS | _BODY_FIELDS, where, exact=True)
     files = tuple(_file(each, where) for each in list_of(document["files"], where))
-    if len({file.name for file in files}) != len(files):
-        raise hostile(where, "each file name once", sorted(file.name for file in files)[:8])
-    reader = _Tensors(files, where)
+    indexes = tuple(IndexRecord(**each) for each in document["indexes"])  # checked when they were read
+    names = [*(file.name for file in files), *(index.name for index in indexes)]
+    if len({*names}) != len(names) or MANIFEST in names:
+        raise hostile(where, "each file name once", sorted(names)[:8])
+    reader = _Tensors(files, where, version=document["schema_version"])
     components = tuple(reader.component(each) for each in list_of(document["components"], where))
     reader.check_overlaps()
     if len({component.name for component in components}) != len(components):
@@ -171,6 +205,7 @@ def parse_manifest(document: Mapping[str, Any], where: str) -> Manifest:
         contract=_shallow(object_of(document["contract"], where), where),
         versions={key: text_of(value, where) for key, value in object_of(document["versions"], where).items()},
         files=files,
+        indexes=indexes,
     )
 
 
@@ -195,7 +230,8 @@ def _component_name(value: object, where: str) -> str:
 class _Tensors:
     """Reads tensor tables against the files that they point into."""
 
-    def __init__(self, files: tuple[FileRecord, ...], where: str) -> None:
+    def __init__(self, files: tuple[FileRecord, ...], where: str, *, version: int) -> None:
+        self._version = version
         self._files = files
         self._where = where
         self._spans: list[list[tuple[int, int]]] = [[] for _ in files]
@@ -214,6 +250,7 @@ class _Tensors:
         )
 
     def tensor(self, document: Json) -> TensorRecord:
+        rule = document.pop("layout") if self._version > 1 else None  # `merged` has checked it
         fields(document, {"path", "dtype", "shape", "shards"}, self._where, exact=True)
         path, dtype = text_of(document["path"], self._where), document["dtype"]
         where = f"{self._where}: {path[:200]}"
@@ -228,10 +265,10 @@ class _Tensors:
                 check_cover(path, [shard.box for shard in shards], shape)
             except InvalidState as error:
                 raise hostile(where, error.expected, error.found) from None
-        return TensorRecord(path, dtype, shape, shards)
+        return TensorRecord(path, dtype, shape, shards, rule)
 
     def shard(self, document: Json, dtype: str, shape: tuple[int, ...], where: str) -> ShardRecord:
-        index, start, stop, sides, digest = sized(document, 5, where)
+        index, start, stop, sides, digest, *more = sized(document, 5 if self._version == 1 else 6, where)
         if type(index) is not int or not 0 <= index < len(self._files):
             raise hostile(where, f"a file index below {len(self._files)}", shown(index))
         start, stop = int_of(start, where), int_of(stop, where)
@@ -250,7 +287,8 @@ class _Tensors:
                 where, f"{needed} bytes inside a file of {self._files[index].size_bytes}", f"the range {start}..{stop}"
             )
         self._spans[index].append((start, stop))
-        return ShardRecord(index, start, stop, box, digest_text(digest, where))
+        pieces = _pieces(more[0], stop - start, where) if more else ""
+        return ShardRecord(index, start, stop, box, digest_text(digest, where), pieces)
 
     def check_overlaps(self) -> None:
         for file, spans in zip(self._files, self._spans, strict=True):
@@ -259,6 +297,15 @@ class _Tensors:
                 if start < end:
                     raise hostile(f"{self._where}: {file.name}", "ranges that do not overlap", f"{start} after {end}")
                 end = stop
+
+
+def _pieces(value: Json, size: int, where: str) -> str:
+    """The checked digests of pieces: none for a single piece."""
+    count = -(-size // PIECE_BYTES) if size > PIECE_BYTES else 0
+    found = text_of(value, where)
+    if len(found) != count * DIGEST_DIGITS or not set(found) <= _HEX:
+        raise hostile(where, f"{count} digests of pieces", f"{len(found)} characters")
+    return found
 
 
 def _file(document: Json, where: str) -> FileRecord:

@@ -1,18 +1,20 @@
 """`plan_reads`: which stored bytes a restore reads, and for which tensors; decided before any byte is read.
 
-A shard is read whole or not at all, because its digest covers all of it. The cost is linear in the shards of the tensors that are
-needed. The number of ranks, of the saved run or of this one, does not enter.
+Of a shard whose pieces have digests, only the pieces are read in which needed elements lie. A shard without them (a small one, and one of version 1)
+is read whole, because its digest covers all of it. The cost is linear in the shards of the tensors that are needed. The number of ranks, of the saved run
+or of this one, does not enter.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import attrs
 
-from trainfold.core.format.manifest import TensorRecord
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.format.manifest import PIECE_BYTES, ShardRecord, TensorRecord
 from trainfold.core.format.structure.places import Leaf, places
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box, intersect
+from trainfold.core.layout.slices import Box, intersect, volume, whole_box
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.state.state import ModelState
 
@@ -29,6 +31,8 @@ class ShardRead(NamedTuple):
         stop: one past the last.
         tensor: the index of the tensor in the component's table.
         shard: the index of the shard in the tensor's record.
+        box: the part of the tensor that is taken from these bytes.
+        skip: how many of the bytes come before those of the box.
     """
 
     file: int
@@ -36,6 +40,8 @@ class ShardRead(NamedTuple):
     stop: int
     tensor: int
     shard: int
+    box: Box = ()
+    skip: int = 0
 
 
 @final
@@ -55,9 +61,10 @@ class TensorRead(NamedTuple):
     shards: tuple[ShardRead, ...]
 
     @property
-    def is_one_shard(self) -> bool:
-        """Whether one stored shard is exactly the needed tensor, so that nothing has to be assembled."""
-        return self.box is None and len(self.record.shards) == 1
+    def is_one_read(self) -> bool:
+        """Whether one read gives exactly the needed tensor, so that nothing has to be assembled."""
+        wanted = whole_box(self.record.shape) if self.box is None else self.box
+        return len(self.shards) == 1 and self.shards[0].box == wanted
 
 
 @final
@@ -110,8 +117,8 @@ class ReadPlan:
         found: dict[str, list[tuple[int, int]]] = {}
         for shard in sorted(shard for reads in self.components.values() for shard in reads.shards):
             spans = found.setdefault(self.files[shard.file], [])
-            if spans and spans[-1][1] == shard.start:
-                spans[-1] = (spans[-1][0], shard.stop)
+            if spans and spans[-1][1] >= shard.start:
+                spans[-1] = (spans[-1][0], max(spans[-1][1], shard.stop))
             elif shard.start < shard.stop:
                 spans.append((shard.start, shard.stop))
         return {name: tuple(spans) for name, spans in found.items()}
@@ -189,12 +196,37 @@ def _shard_reads(index: int, record: TensorRecord, box: Box | None) -> tuple[Sha
     shards = record.shards
     if len(shards) == 1 and box is None:  # nearly all of them
         (only,) = shards
-        return (ShardRead(only.file, only.start, only.stop, index, 0),)
-    return tuple(
-        ShardRead(shard.file, shard.start, shard.stop, index, number)
-        for number, shard in enumerate(shards)
-        if box is None or not record.shape or intersect(shard.box, box) is not None
-    )
+        return (ShardRead(only.file, only.start, only.stop, index, 0, only.box),)
+    found: list[ShardRead] = []
+    for number, shard in enumerate(shards):
+        common = shard.box if box is None or not record.shape else intersect(shard.box, box)
+        if common is not None:
+            found.extend(_part_reads(index, number, shard, common, STORED[record.dtype].itemsize))
+    return tuple(found)
+
+
+def _part_reads(index: int, number: int, shard: ShardRecord, common: Box, itemsize: int) -> list[ShardRead]:
+    """The reads that give a part of a shard: whole pieces, because these have digests; all of the shard where that is no more."""
+    whole = [ShardRead(shard.file, shard.start, shard.stop, index, number, shard.box)]
+    if not shard.pieces or common == shard.box:
+        return whole
+    size, parts = shard.stop - shard.start, []
+    for low, high, box in _spans(shard.box, common, itemsize, 0):
+        start, stop = low // PIECE_BYTES * PIECE_BYTES, min(-(-high // PIECE_BYTES) * PIECE_BYTES, size)
+        parts.append(ShardRead(shard.file, shard.start + start, shard.start + stop, index, number, box, low - start))
+    return parts if sum(part.stop - part.start for part in parts) < size else whole
+
+
+def _spans(outer: Box, common: Box, itemsize: int, offset: int) -> Iterator[tuple[int, int, Box]]:
+    """The runs of bytes in a shard that hold a part of it, and the box that each holds; rows are taken whole unless they are larger than a piece."""
+    (low, _), (start, stop), inner = outer[0], common[0], outer[1:]
+    row_bytes = volume(inner) * itemsize
+    if common[1:] == inner or row_bytes <= PIECE_BYTES:
+        yield offset + (start - low) * row_bytes, offset + (stop - low) * row_bytes, ((start, stop), *inner)
+        return
+    for row in range(start, stop):
+        for first, last, box in _spans(inner, common[1:], itemsize, offset + (row - low) * row_bytes):
+            yield first, last, ((row, row + 1), *box)
 
 
 def sharded_params(components: Mapping[str, Any]) -> dict[str, Shard]:

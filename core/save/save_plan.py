@@ -30,13 +30,15 @@ class ComponentPlan:
 
     Attributes:
         name: the component.
-        nodes: its structure: one for all ranks, or one for each rank if it belongs to each rank.
-        tensors: for each node, path -> spec of its tensors, in the order of their indices.
+        is_own: whether each rank has its own.
+        node: its structure; that of the rank itself, if each has its own.
+        tensors: path -> spec of its tensors, in the order of their indices.
     """
 
     name: str
-    nodes: tuple[Json, ...]
-    tensors: tuple[Mapping[str, LeafSpec], ...]
+    is_own: bool
+    node: Json
+    tensors: Mapping[str, LeafSpec]
 
 
 @final
@@ -49,7 +51,8 @@ class SavePlan:
         directory: the name of the checkpoint, ``step-00000120``.
         world_size: the number of ranks that take part.
         components: in the order of the state.
-        files: every file of every rank.
+        files: every file of every rank, or of one.
+        suffix: what the names of its files have before their extension.
     """
 
     step: int
@@ -57,6 +60,7 @@ class SavePlan:
     world_size: int
     components: tuple[ComponentPlan, ...]
     files: tuple[FilePlan, ...]
+    suffix: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -81,13 +85,14 @@ class SavePlan:
         return html_table(title, ("file", "rank", "tensors", "bytes"), rows)
 
 
-def plan_save(
+def plan_save(  # noqa: PLR0913 - keywords
     ranks: Sequence[Mapping[str, Described]],
     *,
     step: int,
     revision: int = 0,
     of_rank_zero: Collection[str] = (),
     only: int | None = None,
+    own: Collection[str] | None = None,
 ) -> SavePlan:
     """Decide which rank writes which bytes into which file.
 
@@ -105,9 +110,10 @@ def plan_save(
             new manifest replaces the old one.
         of_rank_zero: paths of replicated leaves that rank 0 writes, because its value counts.
         only: the rank whose files are planned; None for all.
+        own: components of which each rank has its own, if that is known already; None to find it in the descriptions.
 
     Returns:
-        The plan; equal on every rank.
+        The plan; equal on every rank, but for what each has of its own.
 
     Raises:
         InvalidArgument: if the step or the revision is negative, or ``ranks`` is empty.
@@ -131,20 +137,22 @@ def plan_save(
         if described is not ranks[0] and list(described) != names:
             raise structures_differ("components", names, list(described), rank)
     by_component = {name: [described[name] for described in ranks] for name in names}
-    components = tuple(_component(name, each) for name, each in by_component.items())
+    components = tuple(_component(name, each, only or 0, own) for name, each in by_component.items())
     suffix = f".r{revision}" if revision else ""
     files = [
         plan_file(f"{component.name}-{rank:05d}-of-{len(ranks):05d}{suffix}.safetensors", component.name, rank, pieces)
         for component in components
         for rank, pieces in _written(component, by_component[component.name], frozenset(of_rank_zero), only)
     ]
-    return SavePlan(step, directory_of(step), len(ranks), components, tuple(files))
+    return SavePlan(step, directory_of(step), len(ranks), components, tuple(files), suffix)
 
 
-def _component(name: str, ranks: list[Described]) -> ComponentPlan:
-    first = ranks[0]
+def _component(name: str, ranks: list[Described], this: int, own: Collection[str] | None) -> ComponentPlan:
+    first, mine = ranks[0], ranks[this]
+    if own is not None and name in own:
+        return ComponentPlan(name, is_own=True, node=mine.node, tensors=mine.tensors)
     if counts_on_rank_zero(first.node):
-        return ComponentPlan(name, (first.node,), (first.tensors,))
+        return ComponentPlan(name, is_own=False, node=first.node, tensors=first.tensors)
     different = {id(each): (rank, each) for rank, each in reversed(list(enumerate(ranks)))}  # each with its first rank
     is_own = all(belongs_to_rank(name, each.node) for _, each in different.values())
     shapes = {path: (spec.dtype, spec.shape) for path, spec in first.tensors.items()} if len(different) > 1 else {}
@@ -160,8 +168,8 @@ def _component(name: str, ranks: list[Described]) -> ComponentPlan:
         raise structures_differ(*first_disagreement(name, first, other), rank)
     # Equal structures may hold unequal tensors, so only a component without tensors is known to be the same on all ranks.
     if is_own and len(ranks) > 1 and (first.tensors or not all(is_same(other.node, first.node) for _, other in different.values())):  # fmt: skip
-        return ComponentPlan(name, tuple(each.node for each in ranks), tuple(each.tensors for each in ranks))
-    return ComponentPlan(name, (first.node,), (first.tensors,))
+        return ComponentPlan(name, is_own=True, node=mine.node, tensors=mine.tensors)
+    return ComponentPlan(name, is_own=False, node=first.node, tensors=first.tensors)
 
 
 def _written(
@@ -169,18 +177,17 @@ def _written(
 ) -> Iterable[tuple[int, list[Piece]]]:
     """What each rank writes of a component, for the ranks that write any of it."""
     chosen = range(len(ranks)) if only is None else [only]
-    if len(component.nodes) > 1:
+    if component.is_own:
         for rank in chosen:
-            yield from _some(
-                rank, [(path, spec, whole_box(spec.shape)) for path, spec in component.tensors[rank].items()]
-            )
+            tensors = ranks[rank].tensors.items()
+            yield from _some(rank, [(path, spec, whole_box(spec.shape)) for path, spec in tensors])
         return
-    if counts_on_rank_zero(component.nodes[0]):
-        whole = [(path, spec, whole_box(spec.shape)) for path, spec in component.tensors[0].items()]
+    if counts_on_rank_zero(component.node):
+        whole = [(path, spec, whole_box(spec.shape)) for path, spec in component.tensors.items()]
         yield from _some(0, whole) if 0 in chosen else ()
         return
     different = list({id(each): each for each in ranks}.values())
-    specs = component.tensors[0]
+    specs = component.tensors
     listed = {path for each in different for path, spec in each.tensors.items() if spec.slices}
     ruled = specs if not listed else {path: spec for path, spec in specs.items() if path not in listed}
     shared = _assign(listed, ranks, of_rank_zero) if listed else {}

@@ -1,14 +1,22 @@
-"""`manifest_of`: the manifest of a save, from its plan and the digests of the files written by all ranks; and what its directory must hold."""
+"""`manifest_of`: what a rank knows of the manifest of a save, from its plan and the digests of what it wrote; and what the directory must hold."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import attrs
 
 from trainfold.core.errors import SaveFailed
-from trainfold.core.format.file_names import MANIFEST
-from trainfold.core.format.fingerprint import recorded_fingerprint
-from trainfold.core.format.manifest import ComponentRecord, FileRecord, Head, Manifest, ShardRecord, TensorRecord
+from trainfold.core.format.file_names import MANIFEST, is_data_file
+from trainfold.core.format.indexes.contributions import Contribution, fingerprint_from
+from trainfold.core.format.manifest import (
+    ComponentRecord,
+    FileRecord,
+    Head,
+    IndexRecord,
+    Manifest,
+    ShardRecord,
+    TensorRecord,
+)
 from trainfold.core.json_values import Json
 from trainfold.core.layout.slices import Box
 from trainfold.core.save.save_plan import ComponentPlan, SavePlan
@@ -24,61 +32,130 @@ class WrittenFile:
         size_bytes: the size of the whole file.
         digest: the digest of the whole file; after its prefix it is what ``xxhsum -H2`` prints.
         tensor_digests: leaf path -> digest of the bytes of the tensor, equal to the `leaf_digest` of the leaf.
+        piece_digests: leaf path -> the digests of each `PIECE_BYTES` of a larger tensor, as `ShardRecord` has them.
     """
 
     name: str
     size_bytes: int
     digest: str
     tensor_digests: Mapping[str, str]
+    piece_digests: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@final
+@attrs.frozen
+class Wrote:
+    """What a rank wrote.
+
+    Attributes:
+        files: its data files.
+        index: its index; None for rank 0, whose index is in the root, and for a rank that has nothing to say.
+        contributions: component -> what the rank contributes to its fingerprint.
+    """
+
+    files: tuple[FileRecord, ...]
+    index: IndexRecord | None
+    contributions: Mapping[str, Contribution]
+
+
+def whole_manifest(mine: Manifest, wrote: Sequence[Wrote]) -> Manifest:
+    """The manifest with the files and indexes of all ranks, and the fingerprints.
+
+    Args:
+        mine: what rank 0 knows.
+        wrote: what each rank wrote.
+    """
+    components = [
+        attrs.evolve(
+            component,
+            fingerprint=fingerprint_from(
+                component.name,
+                component.nodes[0],
+                [] if component.is_own else [str(record.spec) for record in component.tensors[0]],
+                {rank: each.contributions[component.name] for rank, each in enumerate(wrote)},
+            ),
+        )
+        for component in mine.components
+    ]
+    return attrs.evolve(
+        mine,
+        components=tuple(components),
+        files=tuple(file for each in wrote for file in each.files),
+        indexes=tuple(each.index for each in wrote if each.index is not None),
+    )
 
 
 def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
     plan: SavePlan,
     written: Mapping[str, WrittenFile],
     *,
+    rank: int = 0,
     head: Head,
     contract: Mapping[str, Json],
     omitted: tuple[str, ...],
     versions: Mapping[str, str],
 ) -> Manifest:
-    """The manifest of a save.
+    """What a rank knows of the manifest of a save: its own files and shards. The fingerprints come from all ranks.
 
     Args:
         plan: the plan of the save.
-        written: file name -> the file, for the files of all ranks.
+        written: file name -> the file, for the files of this rank.
+        rank: this rank.
         head: identity and order of the checkpoint.
         contract: what must be equal at a resume.
         omitted: components that the state has and the plan does not.
         versions: library -> its version.
     """
-    is_per_rank = {component.name: len(component.nodes) > 1 for component in plan.components}
     files = []
-    shards: dict[tuple[str, int, str], list[ShardRecord]] = {}
-    for index, file in enumerate(plan.files):
+    shards: dict[tuple[str, str], list[ShardRecord]] = {}
+    for index, file in enumerate(plan.files_of(rank)):
         found = written[file.name]
         files.append(FileRecord(file.name, file.component, file.rank, found.size_bytes, found.digest))
-        part = file.rank if is_per_rank[file.component] else 0
         for placed in file.tensors:
-            record = ShardRecord(index, placed.start, placed.stop, placed.box, found.tensor_digests[placed.path])
-            shards.setdefault((file.component, part, placed.path), []).append(record)
-    components = tuple(_component_record(component, shards) for component in plan.components)
+            digest, pieces = found.tensor_digests[placed.path], found.piece_digests.get(placed.path, "")
+            record = ShardRecord(index, placed.start, placed.stop, placed.box, digest, pieces)
+            shards.setdefault((file.component, placed.path), []).append(record)
+    components = tuple(_component_record(component, shards, rank, plan.world_size) for component in plan.components)
     return Manifest(head, plan.world_size, components, omitted, contract, versions, tuple(files))
 
 
-def incomplete_file(plan: SavePlan, url: str, sizes: Mapping[str, int | None]) -> SaveFailed | None:
-    """The error for a file that is not there in its planned size before the commit, or None if all are.
+def incomplete_file(
+    records: Iterable[FileRecord | IndexRecord], url: str, sizes: Mapping[str, int | None]
+) -> SaveFailed | None:
+    """The error for a file that is not there in its size before the commit, or None if all are.
 
     Args:
-        plan: the plan of the save.
+        records: the files that were written.
         url: the checkpoint, for the message.
         sizes: file name -> its size; None if there is no file.
     """
-    for file in plan.files:
+    for file in records:
         if (size := sizes[file.name]) != file.size_bytes:
             found = "no file" if size is None else f"{size} bytes"
             return SaveFailed(f"{url}/{file.name}", expected=f"{file.size_bytes} bytes before the commit", found=found,
                               fix="check that all ranks write to the same filesystem")  # fmt: skip
     return None
+
+
+def of_this_save(plan: SavePlan, present: Iterable[str]) -> tuple[str, ...]:
+    """The files that a save may have written, on any rank.
+
+    Args:
+        plan: of this rank.
+        present: what the directory holds.
+
+    Examples:
+        >>> plan = SavePlan(7, "step-00000007", 2, (ComponentPlan("ema", False, 1, {}),), (), ".r1")
+        >>> of_this_save(plan, ["manifest.json", "ema-00001-of-00002.r1.safetensors", "ema-00001-of-00002.safetensors", "index-00001-of-00002.r1.json"])
+        ('ema-00001-of-00002.r1.safetensors', 'index-00001-of-00002.r1.json')
+    """
+    ends = f"-of-{plan.world_size:05d}{plan.suffix}"
+    names = {component.name for component in plan.components}
+    return tuple(
+        name
+        for name in present
+        if is_data_file(name) and name.rpartition(".")[0].endswith(ends) and name.split("-")[0] in {*names, "index"}
+    )
 
 
 def stale_files(manifest: Manifest, present: Iterable[str]) -> tuple[str, ...]:
@@ -94,22 +171,28 @@ def stale_files(manifest: Manifest, present: Iterable[str]) -> tuple[str, ...]:
         >>> stale_files(manifest, ["manifest.json", file.name, "ema-00000-of-00001.safetensors"])
         ('ema-00000-of-00001.safetensors',)
     """
-    named = {MANIFEST, *(file.name for file in manifest.files)}
+    named = {MANIFEST, *manifest.names}
     return tuple(name for name in present if name not in named)
 
 
 def _component_record(
-    component: ComponentPlan, shards: Mapping[tuple[str, int, str], list[ShardRecord]]
+    component: ComponentPlan, shards: Mapping[tuple[str, str], list[ShardRecord]], rank: int, world_size: int
 ) -> ComponentRecord:
-    tables = [
-        tuple(
-            TensorRecord(path, spec.dtype, spec.shape, tuple(sorted(shards[component.name, part, path], key=_by_box)))
-            for path, spec in tensors.items()
+    table = tuple(
+        TensorRecord(
+            path,
+            spec.dtype,
+            spec.shape,
+            tuple(sorted(shards.get((component.name, path), ()), key=_by_box)),
+            None if component.is_own else spec.placement,
         )
-        for part, tensors in enumerate(component.tensors)
-    ]
-    fingerprint = recorded_fingerprint(component.name, component.nodes, tables)
-    return ComponentRecord(component.name, component.nodes, tuple(tables), fingerprint)
+        for path, spec in component.tensors.items()
+    )
+    if not component.is_own:
+        return ComponentRecord(component.name, (component.node,), (table,), "")
+    alone = [rank == each for each in range(world_size)]  # what the other ranks have is theirs
+    nodes = tuple(component.node if mine else None for mine in alone)
+    return ComponentRecord(component.name, nodes, tuple(table if mine else () for mine in alone), "")
 
 
 def _by_box(shard: ShardRecord) -> Box:

@@ -13,7 +13,7 @@ import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
-from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.format.fingerprint import content_fingerprint, fingerprint
 from trainfold.core.state.state import Progress, TrainState
 
 COMPAT = Path(__file__).parents[1] / "compat"
@@ -33,6 +33,22 @@ def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version
     manifest = read_manifest(LocalStore(tmp_path / "run"), f"step-{step:08d}")
     assert {component.name: component.fingerprint for component in manifest.components} == expected
     assert verify_checkpoint(tmp_path / "run" / f"step-{step:08d}").error is None
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
+def test_a_checkpoint_of_four_ranks_loads_on_one_with_the_bits_it_had(tmp_path):
+    """R10, X04: rules of cuts, listed slices, pieces, replicas, and streams of each rank, as version 2 first had them."""
+    shutil.copytree(COMPAT / "v2" / "ranks" / "run", tmp_path / "run", symlinks=True)
+    expected = json.loads((COMPAT / "v2" / "ranks" / "fingerprints.json").read_text())
+    loaded = trainfold.load(tmp_path / "run", like=TrainState(trainer=Progress()), components=["model", "trainer"])
+    found = content_fingerprint(loaded)
+    assert (found["model"], found["trainer"]) == (expected["model"], expected["trainer"])
+    manifest = read_manifest(LocalStore(tmp_path / "run"), "step-00000001")
+    assert {component.name: component.fingerprint for component in manifest.components} == expected["recorded"]
+    assert [node["fields"]["value"]["dict"]["counter"] for node in manifest.component("rng").nodes] == [0, 1, 2, 3]
+    answer = verify_checkpoint(tmp_path / "run" / "step-00000001", contents=True)
+    assert answer.error is None
+    assert answer.data["components"][0]["contents"] == expected["model"]
 
 
 @pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")

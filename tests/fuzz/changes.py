@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias, final
 import attrs
 
 from trainfold.core.digest import digest_of
+from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import END, TAIL
 
 Json: TypeAlias = Any
@@ -176,7 +177,7 @@ def _value(checkpoint: Checkpoint, random: Random) -> None:
     """Another value of the same kind in a structure: it is well formed, but may not be a valid state of its owner."""
     found: list[tuple[Any, Any]] = []
     try:
-        nodes = [node for component in checkpoint.document["components"] for node in component["nodes"]]
+        nodes = [component["node"] for component in checkpoint.document["components"]]
         todo: list[Any] = [random.choice(nodes)]
         while todo:
             held = todo.pop()
@@ -241,18 +242,21 @@ def _text(checkpoint: Checkpoint, random: Random) -> None:
 # --- data files ------------------------------------------------------------------------------------------------------
 
 
-def _records(checkpoint: Checkpoint) -> list[tuple[dict[str, Json], list[Json]]]:
-    """Each file's record with a shard in it, if the document still has them."""
+def _records(checkpoint: Checkpoint) -> list[tuple[dict[str, Json], list[Json], int]]:
+    """Each file's record with a shard in it and where that ends, if the document still has them."""
     try:
-        records = checkpoint.document["files"]
-        shards = [
-            s for c in checkpoint.document["components"] for table in c["tensors"] for t in table for s in t["shards"]
+        records = {each["component"]: each for each in checkpoint.document["files"]}
+        tables = {each["name"]: each["tensors"] for each in checkpoint.document["components"]}
+        found = [
+            (records[name], shard, shard[1] + size_bytes(tables[name][shard[0]][1], tuple(tables[name][shard[0]][2])))
+            for name, shards in checkpoint.document["index"]["shards"].items()
+            for shard in shards
+            if records[name]["name"] in checkpoint.files
         ]
-        found = [(records[shard[0]], shard) for shard in shards if records[shard[0]]["name"] in checkpoint.files]
         return [
-            (record, shard)
-            for record, shard in found
-            if 0 <= shard[1] < shard[2] <= len(checkpoint.files[record["name"]])
+            (record, shard, stop)
+            for record, shard, stop in found
+            if 0 <= shard[1] < stop <= len(checkpoint.files[record["name"]])
         ]
     except (KeyError, TypeError, IndexError, AttributeError):
         return []
@@ -268,13 +272,13 @@ def _tensor(checkpoint: Checkpoint, random: Random) -> None:
     found = _records(checkpoint)
     if not found:
         return
-    record, shard = random.choice(found)
+    record, shard, stop = random.choice(found)
     data = bytearray(checkpoint.files[record["name"]])
-    start, stop = shard[1], shard[2]
+    start = shard[1]
     for _ in range(random.choice((1, 1, 4, 64))):
         place = start + random.randrange(random.choice((8, 32, stop - start)) if stop - start > 32 else stop - start)
         data[place] = random.choice((0, 255, 1, 127, 128, random.randrange(256)))
-    shard[4] = digest_of(bytes(data[start:stop]))
+    shard[3] = digest_of(bytes(data[start:stop]))
     _reseal(checkpoint, record, bytes(data))
 
 
@@ -283,7 +287,7 @@ def _header(checkpoint: Checkpoint, random: Random) -> None:
     found = _records(checkpoint)
     if not found:
         return
-    record, _ = random.choice(found)
+    record, _, _ = random.choice(found)
     data = checkpoint.files[record["name"]]
     length = int.from_bytes(data[:8], "little")
     kind = random.randrange(4)
@@ -310,7 +314,7 @@ def _size(checkpoint: Checkpoint, random: Random) -> None:
     found = _records(checkpoint)
     if not found:
         return
-    record, _ = random.choice(found)
+    record, _, _ = random.choice(found)
     data = checkpoint.files[record["name"]]
     data = random.choice((data[:-1], data[: len(data) // 2], b"", data + b"\0", data * 2, data[8:]))
     if random.random() < 0.5:

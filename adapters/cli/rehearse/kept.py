@@ -1,7 +1,7 @@
 """`KeptCheckpoints`: keeps the data of checkpoints that may have to be compared, in bounded disk space; measures how far they differ."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias, final
 
@@ -146,8 +146,13 @@ def _only(saved: SavedStep) -> Stretch:
     )
 
 
+def read_index(folder: Path) -> Callable[[str, int], bytes | None]:
+    """Return what reads the indexes of ranks in a folder, for `decode_manifest`."""
+    return lambda name, _: (folder / name).read_bytes() if (folder / name).is_file() else None
+
+
 def _manifest(path: Path) -> Manifest:
-    return decode_manifest((path / MANIFEST).read_bytes(), str(path))
+    return decode_manifest((path / MANIFEST).read_bytes(), str(path), read=read_index(path))
 
 
 @final

@@ -60,6 +60,9 @@ class Scan:
         keep_checkpoint(path.parent, self._notes / KEPT_NAME / name)
         kept = self._notes / MANIFESTS_NAME / name
         kept.mkdir(parents=True, exist_ok=True)
+        for index in path.parent.glob("index-*.json"):  # of the ranks of a save on several
+            (kept / path.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(index, kept / path.parent.name / index.name)
         shutil.copyfile(path, kept / f".{path.parent.name}")
         (kept / f".{path.parent.name}").replace(kept / f"{path.parent.name}.json")
 

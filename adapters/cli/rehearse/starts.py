@@ -13,7 +13,7 @@ from typing import Final, final
 import attrs
 
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
-from trainfold.adapters.cli.rehearse.kept import saved_of
+from trainfold.adapters.cli.rehearse.kept import read_index, saved_of
 from trainfold.adapters.cli.rehearse.moments import StepTimes, Trigger, arms
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.process import Program
@@ -263,5 +263,7 @@ def _saved(manifests: Path) -> dict[tuple[str, int], SavedStep]:
     for path in sorted(manifests.glob("*/step-*.json")):
         step = step_of(path.stem)
         if step is not None:
-            found[path.parent.name, step] = saved_of(decode_manifest(path.read_bytes(), str(path)))
+            found[path.parent.name, step] = saved_of(
+                decode_manifest(path.read_bytes(), str(path), read=read_index(path.with_suffix("")))
+            )
     return found

@@ -10,11 +10,11 @@ from trainfold.backends.formats.native.reader import ReadRequest, fresh_tensor, 
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.format.dtypes import STORED
-from trainfold.core.format.manifest import Manifest, ShardRecord, TensorRecord
+from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES, Manifest, TensorRecord
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, intersect, whole_box
 from trainfold.core.optim.slot_layout import laid_out_like
-from trainfold.core.resume.reads import ComponentReads, TensorRead
+from trainfold.core.resume.reads import ComponentReads, ShardRead, TensorRead
 
 
 @final
@@ -48,7 +48,7 @@ class PlanReader:
             CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
             CheckpointHostile: if what is needed does not fit into memory.
         """
-        single = {index: each for index, each in reads.tensors.items() if each.is_one_shard}
+        single = {index: each for index, each in reads.tensors.items() if each.is_one_read}
         requests = without_collecting(self._requests)(single.values())
         dense = dict(zip(single, read_tensors(self._store, requests), strict=True))
         found = {
@@ -59,31 +59,43 @@ class PlanReader:
         return found
 
     def _assembled(self, read: TensorRead) -> torch.Tensor:
-        """A slice assembled from several shards, or from a part of one."""
+        """A slice assembled from several reads, or from a part of one; what lies in one run of its memory is read there."""
         record = read.record
         box = whole_box(record.shape) if read.box is None else read.box
         where = f"{self._store.url}/{self._directory} {record.path}"
         out = fresh_tensor(tuple(stop - start for start, stop in box), record.dtype, where)
-        shards = [record.shards[each.shard] for each in read.shards]
-        pieces = read_tensors(self._store, [self._request(record, shard) for shard in shards])
-        for shard, piece in zip(shards, pieces, strict=True):
-            common = intersect(shard.box, box) or ()
-            out[_within(common, box)] = piece[_within(common, shard.box)]
+        common = [intersect(each.box, box) or () for each in read.shards]
+        targets = [
+            out[_within(part, box)] if part == each.box else None
+            for part, each in zip(common, read.shards, strict=True)
+        ]
+        requests = [self._request(record, each, out) for each, out in zip(read.shards, targets, strict=True)]
+        pieces = read_tensors(self._store, requests)
+        for each, part, target, piece in zip(read.shards, common, targets, pieces, strict=True):
+            if target is None:
+                out[_within(part, box)] = piece[_within(part, each.box)]
         return out
 
     def _requests(self, reads: Iterable[TensorRead]) -> list[ReadRequest]:
-        return [self._request(each.record, each.record.shards[0]) for each in reads]
+        return [self._request(each.record, each.shards[0]) for each in reads]
 
-    def _request(self, record: TensorRecord, shard: ShardRecord) -> ReadRequest:
+    def _request(self, record: TensorRecord, read: ShardRead, out: torch.Tensor | None = None) -> ReadRequest:
+        shard = record.shards[read.shard]
+        first = (read.start - shard.start) // PIECE_BYTES * DIGEST_DIGITS
+        last = -(-(read.stop - shard.start) // PIECE_BYTES) * DIGEST_DIGITS
+        is_whole = (read.start, read.stop) == (shard.start, shard.stop)
         return ReadRequest(
             name=f"{self._directory}/{self._files[shard.file].name}",
-            start=shard.start,
-            stop=shard.stop,
+            start=read.start,
+            stop=read.stop,
             dtype=record.dtype,
             stored=STORED[record.dtype].name,
-            shape=tuple(stop - start for start, stop in shard.box),
+            shape=tuple(stop - start for start, stop in read.box),
             digest=shard.digest,
             path=record.path,
+            out=out,
+            skip=read.skip,
+            pieces="" if is_whole else shard.pieces[first:last],
         )
 
 

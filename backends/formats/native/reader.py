@@ -16,6 +16,8 @@ from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED, size_bytes
+from trainfold.core.format.manifest import DIGEST_DIGITS
+from trainfold.core.format.manifest import PIECE_BYTES as VERIFIED_BYTES
 from trainfold.core.tensor_memory import tensor_bytes
 
 __all__ = ["OpensFiles", "ReadRequest", "fresh_tensor", "read_tensors"]
@@ -51,6 +53,8 @@ class ReadRequest:
         digest: the digest that its bytes must have.
         path: the leaf path, for messages.
         out: a tensor to read into, or None for a fresh one.
+        skip: how many bytes of the range come before those of the tensor.
+        pieces: for a range that is a part of what the digest covers: the digests of each of its pieces, as a `ShardRecord` has them.
     """
 
     name: str
@@ -62,6 +66,8 @@ class ReadRequest:
     digest: str
     path: str = ""
     out: torch.Tensor | None = None
+    skip: int = 0
+    pieces: str = ""
 
 
 def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Tensor]:
@@ -137,7 +143,8 @@ def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> 
     planned = size_bytes(request.dtype, request.shape)
     if STORED[request.dtype].name != request.stored:
         raise _hostile(where, f"{request.dtype} stored as {STORED[request.dtype].name}", request.stored)
-    if request.start < 0 or request.stop - request.start != planned:
+    span = request.stop - request.start
+    if request.start < 0 or not (request.skip + planned <= span if request.pieces else span == planned):
         raise _hostile(where, f"a range of {planned} bytes", f"[{request.start}, {request.stop})")
     if request.name not in sizes:
         sizes[request.name] = store.size(request.name)
@@ -213,16 +220,38 @@ def _opened(store: Store, name: str) -> Iterator[ReadInto]:
 
 def _read(store: Store, request: ReadRequest, target: torch.Tensor, read_into: ReadInto) -> None:
     memory = tensor_bytes(target)
+    if request.pieces:
+        _read_pieces(store, request, memory, read_into)
+        return
     digest = xxhash.xxh3_128()
     for start in range(0, len(memory), PIECE_BYTES):
         piece = memory[start : start + PIECE_BYTES]
         read_into(piece, request.start + start)
         digest.update(piece)
-    found = DIGEST_PREFIX + digest.hexdigest()
-    if found != request.digest:
+    _check_digest(store, request, request.digest, DIGEST_PREFIX + digest.hexdigest())
+
+
+def _read_pieces(store: Store, request: ReadRequest, memory: memoryview, read_into: ReadInto) -> None:
+    """Read the pieces in which a tensor lies: those inside of it into its memory, and what is beside it nowhere."""
+    size = request.stop - request.start
+    for number, low in enumerate(range(0, size, VERIFIED_BYTES)):
+        high = min(low + VERIFIED_BYTES, size)
+        first, last = max(low - request.skip, 0), min(high - request.skip, len(memory))
+        is_inside = last - first == high - low
+        piece = memory[first:last] if is_inside else memoryview(bytearray(high - low))
+        read_into(piece, request.start + low)
+        if not is_inside:
+            begin = first + request.skip - low
+            memory[first:last] = piece[begin : begin + last - first]
+        wanted = request.pieces[number * DIGEST_DIGITS :][:DIGEST_DIGITS]
+        _check_digest(store, request, DIGEST_PREFIX + wanted, DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(piece))
+
+
+def _check_digest(store: Store, request: ReadRequest, wanted: str, found: str) -> None:
+    if found != wanted:
         raise CheckpointDamaged(
             f"{store.url}/{request.name} {request.path}".rstrip(),
-            expected=request.digest,
+            expected=wanted,
             found=found,
             fix="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
         )

@@ -4,7 +4,7 @@ A piece here is a run of consecutive bytes of a tensor, at most `PIECE_BYTES`; i
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Final, Protocol, final, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,11 +13,10 @@ import xxhash
 from trainfold.backends.stores.protocol import Buffer, Place, Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import SaveFailed
+from trainfold.core.format.manifest import PIECE_BYTES
 from trainfold.core.save.file_layout import FilePlan, TensorPlacement
 from trainfold.core.save.written import WrittenFile
 from trainfold.core.tensor_memory import tensor_bytes
-
-PIECE_BYTES: Final = 1 << 20  # small enough to stay in cache between the copy and the two digests
 
 
 @runtime_checkable
@@ -62,7 +61,11 @@ def write_file(
     stream = _Stream(plan, tensors, f"{store.url}/{directory}/{plan.name}")
     store.write(f"{directory}/{plan.name}", stream, size_bytes=plan.size_bytes)
     return WrittenFile(
-        plan.name, plan.size_bytes, DIGEST_PREFIX + stream.whole.hexdigest(), dict(stream.tensor_digests)
+        plan.name,
+        plan.size_bytes,
+        DIGEST_PREFIX + stream.whole.hexdigest(),
+        dict(stream.tensor_digests),
+        dict(stream.piece_digests),
     )
 
 
@@ -73,6 +76,7 @@ class _Stream:
     def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], where: str) -> None:
         self.whole = xxhash.xxh3_128()
         self.tensor_digests: dict[str, str] = {}
+        self.piece_digests: dict[str, str] = {}
         self._plan = plan
         self._tensors = tensors
         self._where = where
@@ -89,17 +93,21 @@ class _Stream:
         yield self._hashed(self._plan.header)
         for placed in self._plan.tensors:
             yield from self._padding(placed.start, placed.path)
-            digest = xxhash.xxh3_128()
+            digest, pieces = xxhash.xxh3_128(), _PieceDigests() if placed.stop - placed.start > PIECE_BYTES else None
             begin = self._position
             is_bool = placed.dtype == "bool"
             for piece in self._pieces_of(placed, place):
                 if is_bool:
                     _check_bools(piece, f"{self._where}: {placed.path}")
                 digest.update(piece)
+                if pieces is not None:
+                    pieces.update(piece)
                 yield self._hashed(piece)
             if self._position != placed.stop:
                 raise self._broken(placed.path, f"{placed.stop - placed.start} bytes", self._position - begin)
             self.tensor_digests[placed.path] = DIGEST_PREFIX + digest.hexdigest()
+            if pieces is not None:
+                self.piece_digests[placed.path] = pieces.text()
         yield from self._padding(self._plan.size_bytes, "the end")
 
     def _hashed(self, piece: Buffer) -> Buffer:
@@ -132,6 +140,31 @@ class _Stream:
             found=found,
             fix="plan the save again from the state that is saved; it changed after it was planned",
         )
+
+
+@final
+class _PieceDigests:
+    """The digests of each `PIECE_BYTES` of a tensor, whatever pieces it comes in."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._current = xxhash.xxh3_128()
+        self._room = PIECE_BYTES
+
+    def update(self, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            part = view[: self._room]
+            self._current.update(part)
+            self._room -= len(part)
+            view = view[len(part) :]
+            if not self._room:
+                self._done.append(self._current.hexdigest())
+                self._current, self._room = xxhash.xxh3_128(), PIECE_BYTES
+
+    def text(self) -> str:
+        last = [self._current.hexdigest()] if self._room < PIECE_BYTES else []
+        return "".join([*self._done, *last])
 
 
 def _check_bools(piece: memoryview, where: str) -> None:

@@ -11,7 +11,7 @@ import attrs
 
 from trainfold.core.digest import digest_of
 from trainfold.core.format.structure.describe import Described
-from trainfold.core.format.structure.ownership import belongs_to_rank
+from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
 from trainfold.core.json_values import canonical_json
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.mesh import make_mesh
@@ -26,7 +26,7 @@ class Announcement:
 
     Attributes:
         digests: component -> digest of its outline, in the order of the state.
-        own: the components of which each rank has its own.
+        own: the components that are not the same on all ranks by intent: each rank's own, and rank 0's.
     """
 
     digests: Mapping[str, str]
@@ -45,7 +45,12 @@ def announcement_of(described: Mapping[str, Described]) -> Announcement:
     """
     digests = {name: digest_of(outline_of(each)) for name, each in described.items()}
     return Announcement(
-        digests, frozenset(name for name, each in described.items() if belongs_to_rank(name, each.node))
+        digests,
+        frozenset(
+            name
+            for name, each in described.items()
+            if belongs_to_rank(name, each.node) or counts_on_rank_zero(each.node)
+        ),
     )
 
 
@@ -108,13 +113,34 @@ def described_by(text: bytes) -> Described:
 
 
 def unequal(announced: Sequence[Announcement]) -> tuple[str, ...]:
-    """The components that some rank describes differently.
+    """The components that all ranks share and that some rank describes differently.
 
     Examples:
-        >>> unequal([Announcement({"model": "a", "rng": "b"}, frozenset()), Announcement({"model": "a", "rng": "c"}, frozenset())])
-        ('rng',)
+        >>> unequal([Announcement({"model": digest, "rng": digest}, frozenset({"rng"})) for digest in ("a", "b")])
+        ('model',)
     """
-    return tuple(name for name in announced[0].digests if len({each.digests[name] for each in announced}) > 1)
+    own = frozenset.intersection(*(each.own for each in announced))
+    return tuple(name for name in _different(announced) if name not in own)
+
+
+def own_components(announced: Sequence[Announcement], mine: Mapping[str, Described]) -> frozenset[str]:
+    """The components of which each rank has its own. One without tensors that is the same on all ranks is shared.
+
+    Args:
+        announced: by each rank.
+        mine: component -> description, of this rank.
+    """
+    own = frozenset.intersection(*(each.own for each in announced)) if len(announced) > 1 else frozenset()
+    different = _different(announced)
+    return frozenset(
+        name
+        for name in own
+        if name in mine and not counts_on_rank_zero(mine[name].node) and (mine[name].tensors or name in different)
+    )
+
+
+def _different(announced: Sequence[Announcement]) -> list[str]:
+    return [name for name in announced[0].digests if len({each.digests[name] for each in announced}) > 1]
 
 
 def told_by(announced: Sequence[Announcement], rank: int) -> tuple[str, ...]:

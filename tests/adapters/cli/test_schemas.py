@@ -106,7 +106,7 @@ def test_manifests_fit_their_schema(run, root, tmp_path):
 
 def test_a_schema_of_the_manifest_refuses_what_is_none(run):
     document = json.loads((run / "step-00000006" / "manifest.json").read_bytes())
-    document["components"][0]["nodes"][0] = {"pickle": "x"}
+    document["components"][0]["node"] = {"pickle": "x"}
     with pytest.raises(jsonschema.ValidationError):
         fits_its_schema("manifest", document)
 

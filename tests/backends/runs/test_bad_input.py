@@ -154,9 +154,9 @@ HOSTILE = {
     "escape": (lambda d: d["files"][0].update(name="../../secret"), "CheckpointHostile"),
     "absolute": (lambda d: d["files"][0].update(name="/etc/passwd"), "CheckpointHostile"),
     "absurd size": (lambda d: d["files"][0].update(size_bytes=2**61), "CheckpointTorn"),
-    "huge shape": (lambda d: d["components"][0]["tensors"][0][0].update(shape=[2**40, 3]), "CheckpointHostile"),
-    "overlap": (lambda d: d["components"][0]["tensors"][0][1]["shards"][0].__setitem__(1, 4096), "CheckpointHostile"),
-    "dangling index": (lambda d: d["components"][0].update(nodes=[{"t": 10**6}]), "CheckpointHostile"),
+    "huge shape": (lambda d: d["components"][0]["tensors"][0].__setitem__(2, [2**40, 3]), "CheckpointHostile"),
+    "overlap": (lambda d: d["index"]["shards"]["model"][1].__setitem__(1, 4096), "CheckpointHostile"),
+    "dangling index": (lambda d: d["components"][0].update(node={"t": 10**6}), "CheckpointHostile"),
 }
 
 
@@ -170,7 +170,7 @@ def test_a_hostile_manifest_is_refused_by_name(run, case):
 
 
 def fields_of(document, name):
-    return next(each for each in document["components"] if each["name"] == name)["nodes"][0]["fields"]
+    return next(each for each in document["components"] if each["name"] == name)["node"]["fields"]
 
 
 def group_of(document):
@@ -189,7 +189,7 @@ WRONG_KINDS = {
     "optimizer.color": lambda d: fields_of(d, "optimizer").update(color="red"),
     "model.params['w']": lambda d: fields_of(d, "model")["params"]["leaves"].update(w={"t": 0, "as": "numpy"}),
     "model.buffers": lambda d: fields_of(d, "model").update(buffers={"dict": {}}),
-    "model": lambda d: next(e for e in d["components"] if e["name"] == "model").update(nodes=[{"dict": {}}]),
+    "model": lambda d: next(e for e in d["components"] if e["name"] == "model").update(node={"dict": {}}),
     "trainer.step": lambda d: fields_of(d, "trainer").update(step=True),
     "optimizer.groups[0].hyper['lr']": lambda d: group_of(d)["fields"]["hyper"]["dict"].update(lr={"": 0}),
     "trainer.samples": lambda d: fields_of(d, "trainer").update(samples=1.0),
@@ -285,12 +285,13 @@ def claim_terabytes(run, size_bytes):
 
     def grow(document):
         (component,) = (each for each in document["components"] if each["name"] == "ema")
-        (tensor,) = component["tensors"][0]
-        file, start, _, _, digest = tensor["shards"][0]
-        tensor["shape"] = [size_bytes // 4]
-        tensor["shards"] = [[file, start, start + size_bytes, [[0, size_bytes // 4]], digest]]
-        document["files"][file]["size_bytes"] = start + size_bytes
-        os.truncate(run / "step-00000002" / document["files"][file]["name"], start + size_bytes)
+        (tensor,) = component["tensors"]
+        tensor[2] = [size_bytes // 4]
+        (shard,) = document["index"]["shards"]["ema"]
+        shard[4] = "0" * (32 * size_bytes // 2**20)  # a digest for each piece
+        (file,) = (each for each in document["files"] if each["component"] == "ema")
+        file["size_bytes"] = shard[1] + size_bytes
+        os.truncate(run / "step-00000002" / file["name"], file["size_bytes"])
 
     edit_manifest(run / "step-00000002" / "manifest.json", grow)
 

@@ -69,13 +69,15 @@ def carried_out(read, files):
     out = np.full([stop - start for start, stop in box], -1, dtype=np.int16)
     for each in read.shards:
         shard = record.shards[each.shard]
-        assert (each.file, each.start, each.stop) == (shard.file, shard.start, shard.stop)
-        sizes = [stop - start for start, stop in shard.box]
-        piece = np.frombuffer(files[each.file][each.start : each.stop], dtype=np.int16).reshape(sizes)
-        common = intersect(shard.box, box)
+        assert each.file == shard.file
+        assert shard.start <= each.start <= each.stop <= shard.stop
+        sizes = [stop - start for start, stop in each.box]
+        data = files[each.file][each.start : each.stop][each.skip :][: math.prod(sizes) * ITEM_BYTES]
+        piece = np.frombuffer(data, dtype=np.int16).reshape(sizes)
+        common = intersect(each.box, box)
         if common is None:
             continue
-        source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, shard.box, strict=True))
+        source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, each.box, strict=True))
         place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
         out[place] = piece[source]
     return out

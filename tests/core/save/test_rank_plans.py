@@ -1,6 +1,5 @@
 """What one rank plans for itself is what the plan of all ranks says of it, and all of it tiles every tensor."""
 
-import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from trainfold.core.format.structure.outline import (
     by_rule,
     described_by,
     outline_of,
+    own_components,
     told_by,
     unequal,
 )
@@ -124,10 +124,23 @@ def test_a_rule_that_does_not_hold_on_a_rank_becomes_a_list_of_its_slices():
 
 
 def test_ranks_tell_a_text_once_and_only_where_digests_differ():
-    ranks = [Announcement({"model": "a", "rng": digest}, frozenset({"rng"})) for digest in ("b", "c", "c", "b")]
-    assert unequal(ranks) == ("rng",)
-    assert [told_by(ranks, rank) for rank in range(4)] == [("rng",), ("rng",), (), ()]
-    assert attrs.evolve(ranks[0]).without({"rng"}).digests == {"model": "a"}
+    ranks = [
+        Announcement({"model": "a", "ema": digest, "rng": digest}, frozenset({"rng"}))
+        for digest in ("b", "c", "c", "b")
+    ]
+    assert unequal(ranks) == ("ema",)
+    assert [told_by(ranks, rank) for rank in range(4)] == [("ema",), ("ema",), (), ()]
+    assert ranks[0].without({"rng", "ema"}).digests == {"model": "a"}
+
+
+def test_what_each_rank_has_of_its_own_is_not_told():
+    ranks = [Announcement({"rng": digest, "dataset": "c"}, frozenset({"rng", "dataset"})) for digest in ("a", "b")]
+    mine = {name: describe({"x": 1}, name)[0] for name in ("rng", "dataset")}
+    assert own_components(ranks, mine) == {"rng"}  # the same on all ranks, without tensors, is shared
+    assert unequal(ranks) == ()
+    mine = {"dataset": describe({"x": torch.ones(1)}, "dataset")[0]}
+    assert own_components(ranks, mine) == {"dataset"}  # equal structures may hold unequal tensors
+    assert own_components(ranks[:1], mine) == frozenset()
 
 
 def test_an_announcement_says_whose_a_component_is():

@@ -1,13 +1,10 @@
 """What the directory of a checkpoint must hold before its commit, and what may go after it: decided from names and sizes."""
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.format.file_names import MANIFEST
-from trainfold.core.format.manifest import FileRecord, Head, Manifest
-from trainfold.core.format.structure.describe import describe
-from trainfold.core.save.save_plan import plan_save
+from trainfold.core.format.manifest import FileRecord, Head, IndexRecord, Manifest
 from trainfold.core.save.written import incomplete_file, stale_files
 
 NAMES = st.sampled_from([MANIFEST, "a.safetensors", "a.r1.safetensors", "b.safetensors", "sidecar"])
@@ -22,11 +19,13 @@ def test_only_what_no_manifest_names_is_stale_and_never_the_manifest(named, pres
 
 def test_a_file_that_is_not_there_in_its_size_stops_the_commit_and_is_named():
     """Ranks that write to different filesystems are the usual cause."""
-    plan = plan_save([{"ema": describe({"w": torch.ones(2)}, "ema")[0]}], step=3)
-    sizes = {file.name: file.size_bytes for file in plan.files}
-    assert sizes
-    assert incomplete_file(plan, "runs/a/step-00000003", sizes) is None
+    records = [
+        FileRecord("ema-00001-of-00002.safetensors", "ema", 1, 8, "xxh3:"),
+        IndexRecord("index-00001-of-00002.json", 1, 9, "xxh3:"),
+    ]
+    sizes = {file.name: file.size_bytes for file in records}
+    assert incomplete_file(records, "runs/a/step-00000003", sizes) is None
     for name, size in sizes.items():
-        assert "no file" in str(incomplete_file(plan, "runs/a/step-00000003", {**sizes, name: None}))
-        error = incomplete_file(plan, "runs/a/step-00000003", {**sizes, name: size + 1})
+        assert "no file" in str(incomplete_file(records, "runs/a/step-00000003", {**sizes, name: None}))
+        error = incomplete_file(records, "runs/a/step-00000003", {**sizes, name: size + 1})
         assert name in error.where

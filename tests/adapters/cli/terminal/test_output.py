@@ -290,9 +290,7 @@ def written_with_escapes(run):
     document["versions"] = {"torch": ESCAPES, ESCAPES: "1"}
     document["contract"] |= {"tokenizer": ESCAPES, ESCAPES: ESCAPES}
     extra = next(each for each in document["components"] if each["name"] == "ema")
-    extra["nodes"] = [
-        {"dict": {ESCAPES: ESCAPES, "w": {"t": 0}, "node": {"node": ESCAPES, "fields": {ESCAPES: ESCAPES}}}}
-    ]
+    extra["node"] = {"dict": {ESCAPES: ESCAPES, "w": {"t": 0}, "node": {"node": ESCAPES, "fields": {ESCAPES: ESCAPES}}}}
     lines = json.dumps(document, separators=(",", ":")).replace(',"world_size"', ',\n"world_size"', 1)
     covered = lines[:-1].encode()
     path.write_bytes(covered + TAIL + digest_of(covered).encode() + END)
