@@ -5,7 +5,6 @@ import math
 import os
 import runpy
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -45,10 +44,10 @@ TARGETS = {
 }
 
 
-def run_benchmark(root, folder, name, *options):
+def run_benchmark(warm, root, folder, name, *options):
     """The JSON that a benchmark prints as its only standard output."""
     done = subprocess.run(
-        [sys.executable, root / "benchmarks" / f"{name}.py", "--quick", "--json", *options],
+        warm.command(root / "benchmarks" / f"{name}.py", "--quick", "--json", *options),
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -68,8 +67,8 @@ def targets(root):
 
 @pytest.mark.slow(6)
 @pytest.mark.parametrize("name", sorted(KEYS))
-def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(root, tmp_path, name):
-    found = run_benchmark(root, tmp_path, name)
+def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(warm_python, root, tmp_path, name):
+    found = run_benchmark(warm_python, root, tmp_path, name)
     assert KEYS[name] | {"quick", "machine", "targets"} == found.keys()
     assert found["quick"] is True
     assert found["machine"]["threads"] == 1
@@ -83,10 +82,10 @@ def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(roo
 
 
 @pytest.mark.slow(10)
-def test_the_comparison_of_resumes_tells_an_exact_one_from_one_that_differs(root, tmp_path):
+def test_the_comparison_of_resumes_tells_an_exact_one_from_one_that_differs(warm_python, root, tmp_path):
     """V13: it kills the same task in the middle of an epoch, once under trainfold and once saved as in tutorials."""
     names, cases = ["trainfold", "by hand, tutorial"], ["in an epoch", *(["a flipped bit"] if IS_DEEP else [])]
-    found = run_benchmark(root, tmp_path, "resume", "--only", *names, "--cases", *cases)
+    found = run_benchmark(warm_python, root, tmp_path, "resume", "--only", *names, "--cases", *cases)
     verdicts = {name: {case: found["rows"][name][case][0] for case in found["rows"][name]} for name in names}
     assert verdicts == {
         "trainfold": dict.fromkeys(cases, "exact"),
