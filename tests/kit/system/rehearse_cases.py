@@ -4,6 +4,8 @@ import pytest
 
 from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
+from trainfold.adapters.cli.terminal import plot
+from trainfold.adapters.cli.terminal.plot import draw_losses
 
 # An ordinary program; each hidden state below replaces a line of it.
 PROGRAM = """
@@ -72,10 +74,11 @@ def program(*changes):
 
 @pytest.fixture
 def rehearse(warm_python, tmp_path, monkeypatch):
-    """Rehearses a program: 12 steps, a save each fourth, one kill."""
+    """Rehearses a program: 12 steps, a save each fourth, one kill; with a picture only if it asks for one."""
     monkeypatch.chdir(tmp_path)
 
-    def run(text, *arguments, kills=1, steps=12, every=4, **options):
+    def run(text, *arguments, kills=1, steps=12, every=4, draws=False, **options):
+        monkeypatch.setattr(plot, "draw_losses", draw_losses if draws else lambda *_, **__: None)
         script = tmp_path / "train.py"
         script.write_text(text)
         settings = make_settings(

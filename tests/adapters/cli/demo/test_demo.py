@@ -11,9 +11,10 @@ import torch
 from kit.adapters.cli_cases import fits_its_schema
 
 from trainfold.adapters.cli import main
+from trainfold.adapters.cli.demo import train
 from trainfold.adapters.cli.demo.command import KILLED, REPORT, run_demo
 from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
-from trainfold.adapters.cli.demo.kill import Attempt, DemoFailed, Kill, plan_kills
+from trainfold.adapters.cli.demo.kill import UNINTERRUPTED, Attempt, DemoFailed, Kill, plan_kills, train_command
 from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.demo.report import EvaluationDiffers, KillsMissing, NotIdentical, RunRecord, compare, tables
 from trainfold.adapters.cli.demo.settings import make_settings
@@ -393,12 +394,20 @@ sys.exit(train.main())
 """
 
 
-@pytest.mark.slow(12)
-def test_the_real_thing_ends_with_the_same_bits(tmp_path):
-    """The demo with a tiny model and real kills, and then the commands that a user would run."""
+@pytest.mark.slow(8)
+def test_the_real_thing_ends_with_the_same_bits(warm_python, tmp_path):
+    """The demo with a tiny model and real kills, and then the commands that a user would run.
+
+    The run that is not killed is a new Python, and those that are killed are forks of one that has imported torch.
+    """
+
+    def command(run):
+        whole = train_command(run)
+        return whole if run.name == UNINTERRUPTED else warm_python.command(train.__file__, *whole[3:])
+
     settings = make_settings(steps=30, seed=14, tiny=True)
     assert plan_kills(settings)[0].after_step == settings.save_every  # the first kill comes with the first save
-    answer = run_demo(tmp_path / "demo", settings)
+    answer = run_demo(tmp_path / "demo", settings, command=command)
     assert answer.error is None
     assert {check["name"] for check in answer.data["checks"]} >= {
         "model", "optimizer", "scheduler", "trainer", "dataset", "rng", "evaluation loss"
