@@ -32,9 +32,7 @@ def main(run: str) -> None:
     loader = DataLoader(data, batch_sampler=trainfold.data.GlobalBatchSampler(data, BATCH_SIZE, seed=0))
 
     live = trainfold.attach(model, optimizer, loader=loader)
-    manager = trainfold.CheckpointManager(
-        run, every=5, keep_last=2, collectives=trainfold.TorchCollectives(), policy={"streams": "adapt"}
-    )
+    manager = trainfold.CheckpointManager(run, every=5, keep_last=2, collectives=trainfold.TorchCollectives())
     manager.restore(live)
     print(f"{dist.get_rank()} of {dist.get_world_size()} starts after step {live.progress.step}", flush=True)
     for x, y in live.batches(epochs=EPOCHS):

@@ -38,7 +38,7 @@ def main(run: str) -> None:
 
     live = trainfold.attach(model, optimizer, loader=loader)
     manager = trainfold.CheckpointManager(
-        run, every=5, keep_last=2, mode="async", collectives=trainfold.TorchCollectives(), policy={"streams": "adapt"}
+        run, every=5, keep_last=2, mode="async", collectives=trainfold.TorchCollectives()
     )
     manager.restore(live)
     print(f"{dist.get_rank()} of {dist.get_world_size()} starts after step {live.progress.step}", flush=True)

@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainfold.adapters.batches.batch_digest import content
 from trainfold.adapters.batches.feed import END, mismatch
-from trainfold.adapters.streams.rng_streams import capture_streams, derive_streams, preserved_rng, restore_streams
+from trainfold.adapters.streams.rng_streams import capture_streams, preserved_rng, restore_streams
+from trainfold.backends.derived_streams import derive_streams
 from trainfold.core.digest import digest_of
 from trainfold.core.state.state import Opaque
 

@@ -1,6 +1,7 @@
 """`MapPosition`: tracks where the loop is in a map-style dataset, and checks that a saved position fits the loader."""
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
@@ -26,6 +27,7 @@ from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.adapters.loaders.global_position import shared_of
 from trainfold.adapters.streams.rng_streams import moved_stream_problems
 from trainfold.adapters.streams.stream_reader import Streams
+from trainfold.backends.ranks.launcher import is_first_rank
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
@@ -169,7 +171,8 @@ class MapPosition:
         self.draws.reset()
         self.orders, self.worker_seeds = {}, {}
         shared.derive(self.generators, self.epoch)
-        _LOG.warning(
+        note = _LOG.warning if shared.sampler.rank == 0 and is_first_rank(os.environ) else _LOG.debug  # once a run
+        note(
             "the data continue at sample %d of epoch %d with other shares, %d of them, in batches of %d over all ranks: each sample of the epoch is "
             "read once, and the last batch is not compared; random numbers that workers or the loader's generator draw are new",
             shared.next,

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
-import torch
 
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.rehearsal import Rehearsal
@@ -16,7 +15,7 @@ from trainfold.adapters.manager.arguments import check_decision
 from trainfold.adapters.manager.protocol import LoadDecision, Restored, load_decision
 from trainfold.adapters.manager.saving import SaveRunner
 from trainfold.adapters.manager.triggers import SaveTriggers
-from trainfold.adapters.streams.rng_streams import derive_streams
+from trainfold.adapters.parallel.share import share_of_rank
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.runs.best_reader import measured_best
@@ -32,7 +31,7 @@ from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
-from trainfold.core.state.state import Opaque, TrainState
+from trainfold.core.state.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
 
@@ -84,45 +83,34 @@ class RunLoader:
             RankFailed: if those of another rank cannot; it names the rank.
         """
         names, like = self._like(run)
+        share = share_of_rank(run, self.collectives) if isinstance(run, Live) else None
         try:
-            loaded = self._loaded(like, names, step, reset)
+            loaded = self._loaded(like, names, step, reset, share)
         except ResumeRefused as refused:
             owing = refused.refusal.about_optional(run.optional if isinstance(run, Live) else ())
             if not owing:
                 raise
             for name in owing:
                 warn_left_out(name, f"cannot be restored: {refused.refusal.reasons[0]}")
-            loaded = self._loaded(like, names, step, {**(reset or {}), **dict.fromkeys(owing, "it is optional")})
+            loaded = self._loaded(like, names, step, {**(reset or {}), **dict.fromkeys(owing, "it is optional")}, share)
         if isinstance(run, Live):
-            if loaded.seed is not None:
-                loaded = attrs.evolve(loaded, state=self._with_new_streams(run, loaded, loaded.seed))
             run.restore(loaded.state, components=names, policy=self.policy, collectives=self.collectives)
             if self.proves and self.collectives.world_size > 1:
                 prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
         return loaded.state
 
-    def _with_new_streams(self, run: Live, loaded: Loaded, seed: int) -> TrainState:
-        """The state with random streams of this share of the data: a function of the seed, the step and the share."""
-        state, step = loaded.state, loaded.descent.step
-        if not isinstance(state.rng, Opaque):
-            return state
-        share = self.collectives.rank if run.share is None else run.share
-        device = next(
-            (name for name in state.rng.value if name not in ("version", "seed", "python", "numpy", "torch")), None
-        )
-        streams = derive_streams(seed, step=step, rank=share, device=None if device is None else torch.device(device))
-        if self.collectives.rank == 0:
-            _LOG.warning("the saved random streams belong to another number of ranks; each continues with streams derived from seed %d, step %d "
-                         "and its share of the data, which are equal for ranks that read the same share", seed, step)  # fmt: skip
-        return state.evolve(rng=Opaque(streams))
-
     def _loaded(
-        self, like: TrainState, names: tuple[str, ...] | None, step: int | None, reset: Mapping[str, str] | None
+        self,
+        like: TrainState,
+        names: tuple[str, ...] | None,
+        step: int | None,
+        reset: Mapping[str, str] | None,
+        share: int | None,
     ) -> Loaded:
         request = resume_request(step=step, components=names, policy=self.policy, reset=reset)
         return load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
-                        quarantine=Quarantine())  # fmt: skip
+                        quarantine=Quarantine(), share=share)  # fmt: skip
 
     def load_best(self, run: Live | TrainState) -> tuple[TrainState, int]:
         """Load the model of the checkpoint that ``best.json`` names, and nothing else; return the state and the best's step.

@@ -56,12 +56,12 @@ class TorchParallelism:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Each rank of the process groups has a share of the data."""
+        """Each rank of the process groups has a share of the data. Ranks that only cut tensors, as in tensor parallelism, have one share."""
         rank, size = 0, 1
         for group in self._groups:
             rank = rank * torch.distributed.get_world_size(group) + torch.distributed.get_rank(group)
             size *= torch.distributed.get_world_size(group)
-        if not self._groups:
+        if not self._groups and not (self._is_cut and torch.distributed.is_initialized()):
             return Coordinates(World(), World())
         world = World(torch.distributed.get_rank(), torch.distributed.get_world_size())
         return Coordinates(world, World(rank, size))

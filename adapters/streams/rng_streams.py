@@ -17,15 +17,14 @@ import torch
 from trainfold.adapters.components.component import Undo, wrong_kind
 from trainfold.adapters.sharded.dtensor import device_of_mesh
 from trainfold.adapters.streams.stream_states import check_numpy_state, check_python_state, check_torch_state
+from trainfold.backends.derived_streams import STREAMS_VERSION as VERSION
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.format.codec import DENSE
 from trainfold.core.json_values import shown
-from trainfold.core.rng import fold_in, make_key, seed_of
 from trainfold.core.state.state import Opaque
 
 Streams: TypeAlias = dict[str, Any]
 
-VERSION = 1
 _IS_CPU: Final = attrgetter("is_cpu")
 
 
@@ -109,39 +108,6 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         restore_streams(streams, device)
-
-
-def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device | None = None) -> Streams:
-    """New streams as a function of the seed, the step and the rank, for a resume on another layout.
-
-    Args:
-        seed: of the run; ``streams["seed"]`` of the captured streams.
-        step: at which the run resumes.
-        rank: of this process.
-        device: the accelerator to include, or None.
-
-    Returns:
-        Streams that no other step or rank has. Put them into the state before the restore.
-
-    Examples:
-        >>> one, other = derive_streams(0, step=5), derive_streams(0, step=5, rank=1)
-        >>> torch.equal(one["torch"], other["torch"])
-        False
-    """
-    key = fold_in(make_key(seed), "streams", step, "rank", rank)
-    version, words, gauss = random.Random(seed_of(fold_in(key, "python"))).getstate()  # noqa: S311 (no secret)
-    numpy_seed = seed_of(fold_in(key, "numpy"))
-    torch_seed = seed_of(fold_in(key, "torch"))
-    found: Streams = {
-        "version": VERSION,
-        "seed": seed,
-        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
-        "numpy": np.random.RandomState([numpy_seed & 0xFFFFFFFF, numpy_seed >> 32]).get_state(legacy=False),
-        "torch": torch.Generator().manual_seed(torch_seed).get_state(),
-    }
-    if device is not None:
-        found[device.type] = torch.Generator(device).manual_seed(torch_seed).get_state()
-    return found
 
 
 def stream_problems(

@@ -24,6 +24,18 @@ def ranks_around(environment: Mapping[str, str]) -> str | None:
     return f"WORLD_SIZE={size} in the environment" if is_one_of_several else None
 
 
+def is_first_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the one that speaks for all ranks: rank 0, or a process without evidence of others.
+
+    Examples:
+        >>> is_first_rank({"RANK": "1", "WORLD_SIZE": "4"}), is_first_rank({"RANK": "0"}), is_first_rank({})
+        (False, True, True)
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return bool(torch.distributed.get_rank() == 0)
+    return environment.get("RANK", "0") == "0"
+
+
 def restart_trap(environment: Mapping[str, str]) -> str | None:
     """What to change if torchrun may restart the workers and the restarted ones would not find each other; None if all is well.
 

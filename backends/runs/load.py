@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar, final
 
 import attrs
 
+from trainfold.backends.derived_streams import with_derived_streams
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
@@ -69,7 +70,6 @@ class Loaded:
 
     state: TrainState
     descent: ParentCheckpoint
-    seed: int | None = None  # of the saved random streams, if these belong to other ranks and were not loaded
 
 
 @final
@@ -115,6 +115,7 @@ def load_run(  # noqa: PLR0913 - keywords
     contract: Mapping[str, Any] | None,
     collectives: Collectives,
     quarantine: Quarantine | None = None,
+    share: int | None = None,
 ) -> Loaded:
     """Load what a request asks for; see `trainfold.load`.
 
@@ -126,6 +127,7 @@ def load_run(  # noqa: PLR0913 - keywords
         collectives: the world; every rank calls.
         quarantine: counts the attempts; None for a reader that may not write into the run. Every reader passes over checkpoints in quarantine,
             unless their step is asked for.
+        share: of the data that this rank reads, for random streams that belong to another number of ranks; None for one a rank.
     """
     world, target = collectives, resume_target(like, contract, collectives)
     known = passed_over(store, request, world)
@@ -156,7 +158,9 @@ def load_run(  # noqa: PLR0913 - keywords
         if not failures and state is not None:
             on_rank_zero(world, partial(_warn, outcome), doing="warn", is_vote=True)  # once a run; it may raise
             head = outcome.manifest.head
-            return Loaded(state, ParentCheckpoint(head.timeline, head.step, head.forks), seed_of_other_ranks(outcome))
+            state = with_derived_streams(state, outcome, share=world.rank if share is None else share)
+            _tell_of_streams(outcome, world)
+            return Loaded(state, ParentCheckpoint(head.timeline, head.step, head.forks))
         without = after_failure(inventory, request, outcome.checkpoint, failures)
         if without is None:
             reason = failure or _elsewhere(store, failures[0].problem)
@@ -261,6 +265,16 @@ def _attempt(
 
 def _elsewhere(store: Store, problem: Problem) -> RankFailed:
     return RankFailed(store.url, expected="every rank to load its part", found=problem, fix=problem.fix)
+
+
+def _tell_of_streams(outcome: ResumePlan, world: Collectives) -> None:
+    seed = seed_of_other_ranks(outcome)
+    if seed is not None and world.rank == 0:
+        _LOG.warning(
+            "%s: the saved random streams belong to %d ranks and cannot continue on %d; new ones are derived from seed %d, step %d and the share of the "
+            "data that a rank reads: equal on ranks with the same share, and the same at each resume from this checkpoint",
+            f"{outcome.run}/{outcome.checkpoint}", outcome.manifest.world_size, world.world_size, seed, outcome.step,
+        )  # fmt: skip
 
 
 def _warn(outcome: ResumePlan) -> None:

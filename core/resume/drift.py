@@ -21,7 +21,7 @@ KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "missing_component": ("refuse", frozenset({"refuse", "warn", "adapt"}), "a component is not saved; adapt keeps the target's"),
     "external_weights": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved without its model on purpose"),
     "per_rank": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved for each rank of another world; adapt keeps the target's"),
-    "streams": ("refuse", frozenset({"refuse", "warn", "adapt"}), "random streams of each rank of another world; adapt derives those of a live run from the seed, the step and the share of the data, and keeps the target's otherwise"),
+    "streams": ("adapt", frozenset({"refuse", "warn", "adapt"}), "random streams of each rank of another world; new ones are derived from the seed, the step and the share of the data"),
     "data_ranks": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the place in the data of each rank of another world; adapt keeps the target's, which is at its start"),
     "world": ("adapt", frozenset({"refuse", "warn", "adapt"}), "another number of ranks"),
     "versions": ("warn", frozenset({"refuse", "warn", "adapt"}), "another version of torch, numpy or trainfold"),

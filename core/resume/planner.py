@@ -37,12 +37,13 @@ from trainfold.core.resume.findings import Findings
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
+from trainfold.core.resume.resumed import seed_of_streams
 from trainfold.core.state.contract import step_contract
 from trainfold.core.state.contract_kinds import contract_kind
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
 _OF_RANKS: Mapping[str, tuple[str, str]] = {
-    "rng": ("streams", "random streams of "),
+    "rng": ("per_rank", "random streams of "),
     "dataset": ("data_ranks", "the place in the data of "),
 }
 
@@ -157,10 +158,17 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     own = _part_of_share(saved, wanted)
     if own is None and _is_of_other_ranks(name, saved, manifest, target):
         kind, what = _OF_RANKS.get(name, ("per_rank", ""))
+        if name == "rng" and _can_derive(saved, wanted):
+            kind = "streams"
         sampler = "; trainfold.data.GlobalBatchSampler continues on any number of ranks" if name == "dataset" else ""
         wanted_ranks = f'{target.world_size} ranks{sampler}; to start it from scratch, reset={{"{name}": "why"}}'
         findings.drift(kind, name, saved=f"{what}{manifest.world_size} ranks", wanted=wanted_ranks)
-        return ComponentAction(name, "keep", note="saved for another number of ranks")
+        note = (
+            "new ones, derived from the seed, the step and the share of the data"
+            if kind == "streams"
+            else "saved for another number of ranks"
+        )
+        return ComponentAction(name, "keep", note=note)
     part = (
         own
         if own is not None
@@ -178,6 +186,11 @@ def _part_of_share(saved: ComponentRecord, wanted: Described | None) -> int | No
     """The first saved rank with the share of the data that the target reads, of as many shares; None if there is none."""
     mine = None if wanted is None else share_of(wanted.node)
     return None if mine is None else next((i for i, node in enumerate(saved.nodes) if share_of(node) == mine), None)
+
+
+def _can_derive(saved: ComponentRecord, wanted: Described | None) -> bool:
+    """Whether new random streams can be derived from the saved ones, as the target has its own."""
+    return seed_of_streams(saved) is not None and (wanted is None or is_opaque(wanted.node))
 
 
 def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, target: Target) -> bool:

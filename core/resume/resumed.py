@@ -6,6 +6,8 @@ from typing import Any
 import attrs
 import torch
 
+from trainfold.core.format.manifest import ComponentRecord
+from trainfold.core.format.structure.ownership import is_opaque
 from trainfold.core.format.structure.places import Leaf
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.optim.slot_layout import beside_params
@@ -188,11 +190,14 @@ def regrouped(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:
     )
 
 
-def seed_of_other_ranks(plan: ResumePlan) -> int | None:
-    """The seed of rank 0's saved random streams, if the policy lets a run of another number of ranks resume without them; None otherwise."""
-    saved = plan.manifest.component("rng")
-    if saved is None or not any(drift.kind == "streams" for drift in plan.drifts):
-        return None
-    streams = rebuild(saved.nodes[0], "rng", lambda *_: None)
+def seed_of_streams(saved: ComponentRecord) -> int | None:
+    """The seed of rank 0's saved random streams; None if they are not those of a live run."""
+    streams = rebuild(saved.nodes[0], "rng", lambda *_: None) if is_opaque(saved.nodes[0]) else None
     found = streams.value.get("seed") if isinstance(streams, Opaque) and isinstance(streams.value, dict) else None
     return found if type(found) is int else None
+
+
+def seed_of_other_ranks(plan: ResumePlan) -> int | None:
+    """The seed from which a run of another number of ranks derives its random streams; None if it takes the saved ones, or is given others."""
+    saved = plan.manifest.component("rng")
+    return None if saved is None or all(drift.kind != "streams" for drift in plan.drifts) else seed_of_streams(saved)

@@ -132,7 +132,7 @@ def test_contracts_that_differ_are_refused_naming_the_key(first, other):
 
 
 def captured(rank, batches):
-    """Like the live run of each rank: with its own random streams, and a position in its share of the data."""
+    """Like a run with random streams of its own kind on each rank, and a position in its share of the data."""
     streams = Opaque({"torch": torch.full((8,), rank, dtype=torch.uint8)})
     order = {"order": torch.full((8,), rank, dtype=torch.uint8)} if batches else {"order": None}
     return {"rng": streams, "dataset": Opaque({"kind": "map", "epoch": 1, "batches": batches, **order})}
@@ -171,7 +171,7 @@ def test_the_refusal_of_another_world_names_the_way_out():
     text = str(plan(store, like=state_at(0, **captured(0, 0))))
     assert 'reset={"rng": "why"}' in text
     assert 'reset={"dataset": "why"}' in text
-    found = plan(store, like=state_at(0, **captured(0, 0)), policy={"streams": "adapt", "data_ranks": "adapt"})
+    found = plan(store, like=state_at(0, **captured(0, 0)), policy={"per_rank": "adapt", "data_ranks": "adapt"})
     assert {action.name: action.verb for action in found.actions}["dataset"] == "keep"
 
 
@@ -383,7 +383,7 @@ def train_in_worlds(collectives, run):
     collectives.barrier(timeout_secs=60)
     first += [] if pair is None else train(pair, run)
     collectives.barrier(timeout_secs=60)
-    return first, errors, train(collectives, run, epochs=2, rng="three ranks now")
+    return first, errors, train(collectives, run, epochs=2)
 
 
 def test_a_distributed_sampler_in_another_world_is_refused_inside_of_an_epoch_and_goes_on_at_its_end(
@@ -392,7 +392,7 @@ def test_a_distributed_sampler_in_another_world_is_refused_inside_of_an_epoch_an
     """G06, P12: otherwise 4 of 16 samples would be read twice, and 4 never. The same world continues where it stopped."""
     found = processes.run(3, train_in_worlds, str(tmp_path / "run"), collectives=PATIENT)
     firsts, errors, seconds = zip(*found, strict=True)
-    assert all(text.startswith("ResumeRefused") and "data_ranks" in text and "streams" in text for text in errors)
+    assert all(text.startswith("ResumeRefused") and "data_ranks" in text for text in errors)
     assert sorted(itertools.chain(*firsts)) == list(range(24))
     assert sorted(itertools.chain(*seconds)) == list(range(24))
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.streams.rng_streams import derive_streams
+from trainfold.backends.derived_streams import derive_streams
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, RankFailed, RestoreRefused, ResumeRefused
@@ -32,8 +32,7 @@ def read(store, world, *, steps, batch_size=8, workers=0, torchs=False, epochs=1
         torch.nn.init.ones_(parameter)
     live = attach(model, loader=loader)
     seen = []
-    policy = {"batch_size": "adapt", "streams": "adapt"}
-    with CheckpointManager(store, collectives=world, policy=policy) as manager:
+    with CheckpointManager(store, collectives=world, policy={"batch_size": "adapt"}) as manager:
         manager.restore(live)
         for (x,) in live.batches(epochs=epochs, steps=steps):
             seen.append(x.tolist())
@@ -138,7 +137,7 @@ def train_under_ddp(collectives, folder, steps):
     loader = DataLoader(data, batch_sampler=GlobalBatchSampler(data, 8, seed=5))
     live = attach(model, torch.optim.SGD(model.parameters(), lr=1e-4), loader=loader)
     seen = []
-    with CheckpointManager(folder, collectives=collectives, policy={"streams": "adapt"}) as manager:
+    with CheckpointManager(folder, collectives=collectives) as manager:
         manager.restore(live)
         seeds = torch.initial_seed()
         for (x,) in live.batches(epochs=1, steps=steps):

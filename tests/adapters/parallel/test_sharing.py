@@ -99,7 +99,7 @@ def test_another_number_of_ranks_gets_what_belongs_to_its_shares_and_what_is_ran
         live, extra = made(ranks, DECLARED)
         live._objects.ranks._given.coordinates = Coordinates(World(ranks.rank, 2), World(ranks.rank, 2))
         why = dict.fromkeys(("meter", "noise"), "two ranks now")
-        with CheckpointManager(store, collectives=ranks, policy={"streams": "adapt"}) as manager:
+        with CheckpointManager(store, collectives=ranks) as manager:
             text = refusal(lambda: manager.restore(live))
             manager.restore(live, reset=why)
         return text, [float(each.sum()) for each in held(extra["queue"])], held(extra["log"]), held(extra["meter"])

@@ -17,7 +17,7 @@ def run(collectives, folder, *, kind="adamw", mode="sync", steps=6, restore=None
     optimizer = OPTIMIZERS[kind](model.parameters())
     torch.manual_seed(5 + collectives.rank)  # other dropout masks on each rank
     live = attach(model, optimizer)
-    with CheckpointManager(folder, every=2, mode=mode, collectives=collectives, policy={"streams": "adapt"}) as manager:
+    with CheckpointManager(folder, every=2, mode=mode, collectives=collectives) as manager:
         found = manager.restore(live, step=restore)
         assert found.is_fresh == (restore is None)
         start = bits(model, optimizer)
@@ -71,8 +71,7 @@ def alone(folder, kind):
     model = Model()
     optimizer = OPTIMIZERS[kind](model.parameters())
     live = attach(model, optimizer)
-    policy = {"streams": "adapt"}
-    with CheckpointManager(folder, collectives=SingleProcess(), policy=policy) as manager:
+    with CheckpointManager(folder, collectives=SingleProcess()) as manager:
         assert manager.restore(live).step == 4
     found = bits(model, optimizer)
     train(model, optimizer, live, DisabledManager(), steps=5)
@@ -159,9 +158,7 @@ def parallel_run(collectives, folder, dp, hidden, *, steps, restore=None, seed=0
     model = parallel(collectives, dp, hidden, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)  # some parameters are plain tensors
     live = attach(model, optimizer)
-    with CheckpointManager(
-        folder, every=2, collectives=collectives or SingleProcess(), policy={"streams": "adapt"}
-    ) as manager:
+    with CheckpointManager(folder, every=2, collectives=collectives or SingleProcess()) as manager:
         manager.restore(live, step=restore)
         start = bits(model, optimizer)
         group = 0 if collectives is None else collectives.rank // 2  # ranks of one replica have the same data

@@ -92,7 +92,7 @@ def test_a_language_model_with_a_tie_and_a_frozen_layer_resumes_exactly_and_fits
         saved = start
     model, optimizer, _, live = made(0, seed=9)
     assert sorted(live.capture().model.params) == names
-    with CheckpointManager(folder, collectives=SingleProcess(), policy={"streams": "adapt"}) as manager:
+    with CheckpointManager(folder, collectives=SingleProcess()) as manager:
         manager.restore(live, step=4)
     assert not live.pending, "activation checkpoints add no state"
     assert bits(model, optimizer) == saved

@@ -29,7 +29,7 @@ def restored(collectives, folder, **options):
     model = sharded(collectives.world_size, seed=9, **options)
     stepper = OPTIMIZERS["adamw"](model.parameters())
     live = attach(model, stepper)
-    with CheckpointManager(folder, collectives=collectives, policy={"streams": "adapt"}) as manager:
+    with CheckpointManager(folder, collectives=collectives) as manager:
         manager.restore(live)
     return bits(model, stepper)
 

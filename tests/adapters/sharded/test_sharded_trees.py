@@ -64,9 +64,7 @@ def averaged(collectives, folder, restore):
     model = sharded(collectives.world_size, seed=0 if restore is None else 9)
     stepper, average, second, live = made(model)
     torch.manual_seed(collectives.rank)
-    with CheckpointManager(
-        folder, every=1, mode="async", collectives=collectives, policy={"streams": "adapt"}
-    ) as manager:
+    with CheckpointManager(folder, every=1, mode="async", collectives=collectives) as manager:
         manager.restore(live, step=restore)
         start = bits(model, stepper), digest(average.weights), digest(second.weights), average.updates
         cut = all(hasattr(each, "full_tensor") for kept in (average, second) for each in kept.weights.values())
@@ -87,7 +85,7 @@ def test_averages_in_objects_and_behind_functions_resume_exactly_and_fit_any_num
         assert start == middle
     model = Model()
     stepper, average, second, live = made(model)
-    with CheckpointManager(folder, collectives=SingleProcess(), policy={"streams": "adapt"}) as manager:
+    with CheckpointManager(folder, collectives=SingleProcess()) as manager:
         manager.restore(live, step=2)
     assert (bits(model, stepper), digest(average.weights), digest(second.weights), average.updates) == middle
 

@@ -12,12 +12,12 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.streams.rng_streams import (
     RngPart,
     capture_streams,
-    derive_streams,
     preserved_rng,
     restore_streams,
     stream_problems,
 )
 from trainfold.adapters.streams.stream_states import check_numpy_state
+from trainfold.backends.derived_streams import derive_streams
 from trainfold.core.errors import RestoreRefused
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.rebuild import rebuild

@@ -1,0 +1,65 @@
+"""`derive_streams`: random streams as a function of a seed, a step and a share of the data; on another number of ranks a run continues with them."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainfold.core.resume.resume_plan import ResumePlan
+from trainfold.core.resume.resumed import seed_of_other_ranks
+from trainfold.core.rng import fold_in, make_key, seed_of
+from trainfold.core.state.state import Opaque, TrainState
+
+STREAMS_VERSION = 1  # of the form in which a live run saves its streams
+
+
+def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device | None = None) -> dict[str, Any]:
+    """New streams as a function of the seed, the step and the share of the data, for a resume on another number of ranks.
+
+    Args:
+        seed: of the run; ``streams["seed"]`` of the captured streams.
+        step: at which the run resumes.
+        rank: of this process, or the share of the data that it reads, so that ranks with the same share have the same streams.
+        device: the accelerator to include, or None.
+
+    Returns:
+        Streams that no other step or rank has. Put them into the state before the restore.
+
+    Examples:
+        >>> one, other = derive_streams(0, step=5), derive_streams(0, step=5, rank=1)
+        >>> torch.equal(one["torch"], other["torch"])
+        False
+    """
+    key = fold_in(make_key(seed), "streams", step, "rank", rank)
+    version, words, gauss = random.Random(seed_of(fold_in(key, "python"))).getstate()  # noqa: S311 (no secret)
+    numpy_seed = seed_of(fold_in(key, "numpy"))
+    torch_seed = seed_of(fold_in(key, "torch"))
+    found: dict[str, Any] = {
+        "version": STREAMS_VERSION,
+        "seed": seed,
+        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
+        "numpy": np.random.RandomState([numpy_seed & 0xFFFFFFFF, numpy_seed >> 32]).get_state(legacy=False),
+        "torch": torch.Generator().manual_seed(torch_seed).get_state(),
+    }
+    if device is not None:
+        found[device.type] = torch.Generator(device).manual_seed(torch_seed).get_state()
+    return found
+
+
+def with_derived_streams(state: TrainState, plan: ResumePlan, *, share: int) -> TrainState:
+    """The state with new streams, if those of the checkpoint belong to another number of ranks and the plan lets them go.
+
+    Args:
+        state: that was resumed; it still has the streams of the script.
+        plan: of the resume.
+        share: of the data that this rank reads.
+    """
+    seed = seed_of_other_ranks(plan)
+    if seed is None or not isinstance(state.rng, Opaque):
+        return state
+    device = next(
+        (name for name in state.rng.value if name not in ("version", "seed", "python", "numpy", "torch")), None
+    )
+    streams = derive_streams(seed, step=plan.step, rank=share, device=None if device is None else torch.device(device))
+    return state.evolve(rng=Opaque(streams))
