@@ -89,7 +89,7 @@ class _Walk:
 
     def _walk(self, code: types.CodeType) -> Use:
         self._inside.append(code)
-        lines, jumps = _lines(code)
+        lines, jumps, matter = _lines(code)
         reads = writes = leaves = False
         todo, done = [0], set[int]()
         while todo:
@@ -98,9 +98,12 @@ class _Walk:
                 continue
             done.add(place)
             each = lines[place]
-            use = self._use(each, lines[place - 1], code)
-            reads, writes = reads or use.reads_old, writes or use.writes
-            if use.always_writes or each.opname in _FAILS:
+            if place in matter:
+                use = self._use(each, lines[place - 1], code)
+                reads, writes = reads or use.reads_old, writes or use.writes
+                if use.always_writes:
+                    continue
+            if each.opname in _FAILS:
                 continue
             if each.opname in _ENDS:
                 leaves = True
@@ -124,12 +127,15 @@ class _Walk:
 
 
 @lru_cache(maxsize=4096)  # the code of samplers and datasets is the same at every look
-def _lines(code: types.CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int, int]]:
-    """The instructions of some code, and where those that jump go: place -> place."""
+def _lines(code: types.CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int, int], frozenset[int]]:
+    """The instructions of some code; where those that jump go, place -> place; and the places of those that use attributes or code."""
     lines = tuple(dis.get_instructions(code))
     at = {each.offset: place for place, each in enumerate(lines)}
-    jumps = {*dis.hasjrel, *dis.hasjabs}
-    return lines, {place: at[each.argval] for place, each in enumerate(lines) if each.opcode in jumps}
+    jump = {*dis.hasjrel, *dis.hasjabs}
+    jumps = {place: at[each.argval] for place, each in enumerate(lines) if each.opcode in jump}
+    uses = _READS | _WRITES
+    matter = (at[each.offset] for each in lines if each.opname in uses or isinstance(each.argval, types.CodeType))
+    return lines, jumps, frozenset(matter)
 
 
 def _is_own(before: dis.Instruction, code: types.CodeType) -> bool:

@@ -13,6 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
+pytestmark = pytest.mark.slow(4)
+
 LAST = 40
 EXAMPLES = ["ddp.py", "fsdp.py"]
 BUFFERED = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -105,6 +107,7 @@ def test_other_numbers_of_ranks_continue_the_same_run(whole, train, tmp_path):
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow(8)
 def test_torchrun_restarts_the_example_after_one_process_is_killed(pytestconfig, tmp_path):
     """N03: the others are stopped by torchrun, nothing is lost, and the new processes resume from the newest checkpoint."""
     script, run = pytestconfig.rootpath / "examples" / "ddp.py", tmp_path / "run"

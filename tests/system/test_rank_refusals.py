@@ -29,6 +29,8 @@ from trainfold.core.metrics.moments import Sum
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Opaque, Progress, TrainState
 
+pytestmark = pytest.mark.slow(0.5)
+
 FRESH = trainfold.retention.make_best_record(metric="loss", direction="min")
 
 

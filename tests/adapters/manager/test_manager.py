@@ -23,6 +23,8 @@ from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.save.triggers import should_save
 from trainfold.core.state.state import Progress, TrainState
 
+pytestmark = pytest.mark.slow(0.15)
+
 
 @pytest.fixture(scope="module")
 def uninterrupted():

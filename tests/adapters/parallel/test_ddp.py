@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 
+import pytest
 import torch
 from kit.system.rank_refusals_cases import PATIENT, refusal
 from torch import nn
@@ -13,6 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.core.format.fingerprint import fingerprint
+
+pytestmark = pytest.mark.slow(1.5)
 
 
 def train_statistics(collectives, folder, mode, *, leave_at=None, die_at=None):

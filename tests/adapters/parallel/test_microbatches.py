@@ -93,6 +93,7 @@ def evidence_of(collectives, kinds):
     return {kind: play_by_the_rules(WRAPS[kind]) for kind in kinds}
 
 
+@pytest.mark.slow(4)
 def test_torch_parallelism_keeps_its_promises_under_ddp_and_fsdp2(processes):
     """A03: the setting comes back also after an error. Four ranks are two replicas of two parts; of three, one has no row of the weight."""
     for size, kinds in ((3, ["ddp", "fsdp2"]), (4, ["hsdp", "tp"])):
@@ -160,6 +161,7 @@ def count_windows(collectives, kind):
     return [collectives_of(lambda: window(OF)), collectives_of(lambda: by_hand(1)), collectives_of(lambda: by_hand(OF)), inside]  # fmt: skip
 
 
+@pytest.mark.slow(3)
 def test_only_the_boundary_communicates_gradients(two_ranks):
     """A03, A04: with DDP 1 all-reduce for 4 microbatches, as many as for one; 4 by hand without no_sync, or if only the backward is inside."""
     for window, alone, by_hand, inside in (each["counts"] for each in two_ranks["ddp"]):

@@ -235,6 +235,7 @@ def statistics_under_fsdp2(collectives, folder):
     return found
 
 
+@pytest.mark.slow(2)
 def test_batch_statistics_under_fsdp2_are_saved_as_declared(processes, tmp_path):
     """B05: refused without a declaration; rank 0's for all, or each rank's own, which resumes exactly."""
     ranks = processes.run(2, statistics_under_fsdp2, str(tmp_path), collectives=PATIENT)

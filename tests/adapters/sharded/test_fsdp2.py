@@ -1,5 +1,6 @@
 """FSDP2 (`fully_shard`): real ranks save their parts, and a run that resumes on as many ranks ends with the same bits."""
 
+import pytest
 import torch
 from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded, train
 from kit.system.rank_refusals_cases import PATIENT
@@ -9,6 +10,8 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import SingleProcess
+
+pytestmark = pytest.mark.slow(3)
 
 
 def run(collectives, folder, *, kind="adamw", mode="sync", steps=6, restore=None, seed=0, **options):

@@ -1,5 +1,6 @@
 """FSDP2 in loops as people write them: ties, frozen layers, groups, schedules, clipping, activation checkpoints, compiled layers and steps."""
 
+import pytest
 import torch
 from kit.adapters.fsdp2_cases import bits, sharded
 from kit.system.rank_refusals_cases import PATIENT, refusal
@@ -8,6 +9,8 @@ from torch import nn
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import SingleProcess
+
+pytestmark = pytest.mark.slow(2)
 
 
 class Block(nn.Module):
@@ -99,6 +102,7 @@ def test_a_language_model_with_a_tie_and_a_frozen_layer_resumes_exactly_and_fits
     assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.slow(5)
 def test_compiled_layers_and_a_compiled_step_resume_exactly(processes, tmp_path):
     """The hold of an async save is announced by the step's hook, which a compiled step calls too."""
     folder, warm = (

@@ -15,6 +15,8 @@ from trainfold.backends.runs.api import save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.layout.shard import Shard
 
+pytestmark = pytest.mark.slow(1.5)
+
 
 def started(collectives, *, optimizer="adamw", steps=2, **options):
     model = sharded(collectives.world_size, **options)

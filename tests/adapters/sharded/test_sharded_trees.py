@@ -2,6 +2,7 @@
 
 import hashlib
 
+import pytest
 import torch
 from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded, whole
 from kit.system.rank_refusals_cases import PATIENT, refusal
@@ -9,6 +10,8 @@ from kit.system.rank_refusals_cases import PATIENT, refusal
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import SingleProcess
+
+pytestmark = pytest.mark.slow(1.5)
 
 
 class Average:

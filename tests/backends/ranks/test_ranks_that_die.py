@@ -20,6 +20,8 @@ from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import Progress, TrainState
 
+pytestmark = pytest.mark.slow(1)
+
 HASTY = {"timeout_secs": 30.0, "grace_secs": 0.5}
 
 
