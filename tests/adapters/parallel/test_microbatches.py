@@ -42,7 +42,10 @@ def wrapped(kind, world_size):
 
 
 def batch_of(step, index, rank, rows=4):
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * step + 10 * index + rank))
+    values = torch.randn(
+        rows, 6, generator=torch.Generator().manual_seed(1000 * step + 10 * index + rank), device="cpu"
+    )
+    return values.to(torch.get_default_device())
 
 
 def backward(model, x, of=OF):
@@ -117,6 +120,7 @@ def everything(collectives, kind, folder):
     found |= {"stopped": stop_on_all(collectives, kind), "open": leave_open(collectives, kind)}
     if kind == "fsdp2":
         found |= {"mixed": leave_open(collectives, kind, is_mixed=True), "resumed": resumed(collectives, folder)}
+        found["parts"] = in_parts(collectives)
     if kind == "ddp":
         found |= {"sums": live_and_pure(collectives), "inner": of_the_inner(collectives)}
     return found
@@ -175,6 +179,30 @@ def test_fsdp2_reduces_each_group_once_a_window(two_ranks):
     for window, alone, by_hand, _ in (each["counts"] for each in two_ranks["fsdp2"]):
         assert window["reduce_scatter"] == alone["reduce_scatter"] == 3
         assert by_hand["reduce_scatter"] == 3 * OF
+
+
+def in_parts(collectives):
+    """Two parts of a model, each sharded on its own, as the chunks of a pipeline stage."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (collectives.world_size,))
+    parts = [fully_shard(nn.Sequential(nn.Linear(6, 6)), mesh=mesh) for _ in range(2)]
+    named = [nn.ModuleDict({name: part}) for name, part in zip(("first", "second"), parts, strict=True)]
+    parameters = [each for part in parts for each in part.parameters()]
+    live, seen = attach(named, torch.optim.SGD(parameters, lr=0.1)), []
+    for index in range(2):
+        with live.microbatch(of=2):
+            backward(nn.Sequential(*parts), batch_of(0, index, collectives.rank), of=2)
+        seen.append([each.grad is not None for each in parameters])
+    return seen
+
+
+def test_all_parts_of_a_model_synchronise_at_the_boundary(two_ranks):
+    """A03: a list of modules."""
+    for inside, boundary in (each["parts"] for each in two_ranks["fsdp2"]):
+        assert not any(inside)
+        assert all(boundary)
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------
@@ -488,3 +516,26 @@ def test_check_finds_what_cannot_be_right():
         backward(model, batch_of(0, 0, 0))
     with pytest.raises(IncompleteWindow, match="1 of 2"):
         live.check(1.0)
+
+
+def on_a_gpu(collectives):
+    """One rank whose gradients are on a GPU, and whose sums are exchanged there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for train in (train_with_live, train_by_hand):
+        model = plain().cuda()
+        fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with torch.device("cuda"):
+            norm = train(model, optimizer, 0)
+        found.append((bits(model, optimizer), norm))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_window_on_a_gpu_has_the_bits_of_a_loop_written_by_hand(processes):
+    ((mine, by_hand),) = processes.run(1, on_a_gpu, collectives=PATIENT)
+    assert mine == by_hand

@@ -61,7 +61,7 @@ def bits(model, optimizer=None):
         tensors += [(f"{name} {key}", slots[key]) for key in sorted(slots)]
     for name, tensor in tensors:
         found.update(canonical_name(name).encode())
-        found.update(whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
