@@ -5,7 +5,9 @@ import torch
 
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.ranks.wire import to_wire
+from trainfold.backends.runs.api import save
 from trainfold.backends.runs.replicas import descriptions
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.outline import announcement_of, by_rule
@@ -13,6 +15,7 @@ from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.world import World
+from trainfold.core.state.state import Progress, TrainState
 
 
 class Counted:
@@ -24,6 +27,9 @@ class Counted:
     def gather(self, value, **options):
         self.sent_bytes += len(to_wire(value))
         return self._world.gather(value, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._world, name)
 
 
 def exchanged(world, components):
@@ -53,6 +59,20 @@ def test_what_ranks_exchange_does_not_grow_with_the_leaves_where_these_are_equal
     ]
     assert len({each for sizes in sent for each in sizes}) == 1
     assert sent[0][0] < 200
+
+
+def test_what_a_whole_save_exchanges_does_not_grow_with_leaves_that_are_cut():
+    """X02: each rank writes where its bytes are into its own index, and sends the digest of that."""
+
+    def saved(world, leaves):
+        counted, store = Counted(world), stores[leaves]
+        save(TrainState(trainer=Progress(step=1), extra={"ema": cut(world, leaves)}), store, collectives=counted)
+        return counted.sent_bytes
+
+    stores = {leaves: MemoryStore() for leaves in (10, 1000)}
+    few, many = (run_threads(4, lambda world, n=leaves: saved(world, n)) for leaves in stores)
+    assert max(many) < max(few) + 40  # sizes of files have more digits
+    assert max(many) < 6000
 
 
 def test_ranks_with_equal_descriptions_share_one_object():
