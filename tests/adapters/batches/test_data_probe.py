@@ -18,7 +18,10 @@ from trainfold.core.errors import DataPositionMismatch
 from trainfold.core.state.state import Opaque
 
 N = 12
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+pytestmark = [
+    pytest.mark.slow(0.2),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13
+]
 
 
 class Data(Dataset):

@@ -17,7 +17,10 @@ from trainfold.core.format.structure.describe import describe
 from trainfold.core.state.state import Opaque
 
 N = 10
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+pytestmark = [
+    pytest.mark.slow(0.25),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13
+]
 KINDS: dict[str, Any] = {"plain": DataLoader, "stateful": StatefulDataLoader}
 ELSEWHERE: dict[str, Any] = {}  # state that is in no dataset
 

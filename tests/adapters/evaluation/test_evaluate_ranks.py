@@ -17,6 +17,8 @@ from trainfold.adapters.evaluation.evaluate import evaluate
 from trainfold.core.data.eval_cursor import eval_batches, make_eval_cursor
 from trainfold.core.errors import RankFailed
 
+pytestmark = pytest.mark.slow(0.5)
+
 PATIENT = {"timeout_secs": 60.0, "grace_secs": 10.0}
 HASTY = {"timeout_secs": 30.0, "grace_secs": 2.0}
 LENGTH = 41

@@ -15,6 +15,8 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import RunLocked, RunReplaced
 from trainfold.core.state.state import Progress, TrainState
 
+pytestmark = pytest.mark.slow(0.3)
+
 
 def at(step):
     return TrainState(trainer=Progress(step=step))

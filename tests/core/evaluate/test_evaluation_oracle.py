@@ -20,6 +20,8 @@ from trainfold.core.evaluate.combine import check_same_suite, layout_of, tally_o
 from trainfold.core.evaluate.suite import Tally, merge_tallies, no_tally, observe, results_of
 from trainfold.core.exact import cpu_sum, terms
 
+pytestmark = pytest.mark.slow(1)
+
 RANDOM_CASES = int(os.environ.get("TRAINFOLD_RANDOM_CASES", "1600"))
 EXAMPLES = int(os.environ.get("TRAINFOLD_EXAMPLES", "300"))
 BLOCKS = 8

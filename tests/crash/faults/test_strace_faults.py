@@ -16,6 +16,8 @@ from crash.effort import IS_SOAK
 from crash.saves.recovery import staged
 from crash.saves.scenarios import digest_of_state, state_at
 
+pytestmark = pytest.mark.slow(0.3)
+
 PROGRAM = """
 import json, sys
 sys.path.insert(0, {tests!r})

@@ -18,6 +18,8 @@ from crash.saves.scenarios import SCENARIOS, record
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import CommitConflict, SaveFailed
 
+pytestmark = pytest.mark.slow(0.2)
+
 SMALL = Budget(32, 4)
 
 

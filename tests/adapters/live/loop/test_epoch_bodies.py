@@ -17,6 +17,7 @@ from trainfold.core.errors import DataPositionMismatch, IncompleteWindow, Invali
 
 N = 12
 pytestmark = [
+    pytest.mark.slow(0.25),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),  # torch counts the steps of this process
 ]

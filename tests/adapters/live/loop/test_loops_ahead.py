@@ -25,7 +25,10 @@ from trainfold.core.errors import (
     RestoreRefused,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+pytestmark = [
+    pytest.mark.slow(0.15),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13
+]
 
 
 class Shards(IterableDataset):
