@@ -34,7 +34,7 @@ def no_manifest(where: str) -> CheckpointTorn:
     Args:
         where: the checkpoint's directory.
     """
-    return CheckpointTorn(where, expected=MANIFEST, found="none, so a save did not finish", fix=_OLDER)
+    return CheckpointTorn(where, expected=MANIFEST, found="none: a save that did not finish", fix=_OLDER)
 
 
 def misplaced(head: Head, name: str, run_id: str | None, where: str) -> CheckpointForeign | None:

@@ -24,7 +24,7 @@ from trainfold.core.save.pruning import (
 from trainfold.core.save.retention import Saved, keep_every, keep_last
 
 QUARANTINED = Problem("CheckpointQuarantined", "r", "one that loads", "none", "", 16)
-TORN = Problem("CheckpointTorn", "r", "manifest.json", "none, so a save did not finish", "", 13)
+TORN = Problem("CheckpointTorn", "r", "manifest.json", "none: a save that did not finish", "", 13)
 POLICIES = st.sampled_from([keep_last(1), keep_last(2), keep_every(3), keep_last(1) | keep_every(4)])
 DATA = "model-00000-of-00001.safetensors"
 
