@@ -59,7 +59,9 @@ def with_derived_streams(state: TrainState, plan: ResumePlan, *, share: int) -> 
     if seed is None or not isinstance(state.rng, Opaque):
         return state
     device = next(
-        (name for name in state.rng.value if name not in ("version", "seed", "python", "numpy", "torch")), None
+        (name for name in state.rng.value if name not in ("version", "seed", "python", "numpy", "torch", "dtensor")),
+        None,
     )
     streams = derive_streams(seed, step=plan.step, rank=share, device=None if device is None else torch.device(device))
-    return state.evolve(rng=Opaque(streams))
+    others = {name: value for name, value in state.rng.value.items() if name == "dtensor"}
+    return state.evolve(rng=Opaque({**streams, **others}))

@@ -12,9 +12,10 @@ from trainfold.adapters.components.module import ModulePart
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_problems, own_module_parts
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
+from trainfold.adapters.parallel.share import PositionOfShare
 from trainfold.adapters.parallel.sharing import Shared, Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
-from trainfold.adapters.sharded.dtensor import named_shards, reshard
+from trainfold.adapters.sharded.dtensor import mesh_of, named_shards, reshard
 from trainfold.adapters.sharded.whole import check_whole, wheres
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
 from trainfold.adapters.streams.rng_streams import RngPart, bound_device
@@ -171,7 +172,7 @@ class AttachedObjects:
         if self.scheduler is not None:
             parts["scheduler"] = self.scheduler
         if dataset is not None:
-            parts["dataset"] = dataset
+            parts["dataset"] = PositionOfShare(dataset, self.ranks)
         if self.optimizer is not None:
             extras = {"optimizer": self._part("optimizer", self.optimizer, names), **extras}
         parts.update({n: part for n, part in extras.items() if isinstance(part, OptimizerPart) and part.has_own_way})
@@ -182,7 +183,8 @@ class AttachedObjects:
                 parts.update(own)
         parts.update({n: part for n, part in extras.items() if n not in parts})
         parts["trainer"] = trainer
-        parts["rng"] = RngPart(bound_device(list(named["model"].params.values())))
+        params = list(named["model"].params.values())
+        parts["rng"] = RngPart(bound_device(params), mesh_of(params))
         return self.sharing.parts(parts)
 
     def new_parts(self, name: str, target: Any, named: Mapping[str, NamedTensors]) -> dict[str, ComponentAdapter]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, final
 
+from trainfold.adapters.batches.close_workers import closed_on_error
 from trainfold.adapters.batches.data_probe import compare_batch, is_wanted
 from trainfold.adapters.batches.draw_batches import Drawer
 from trainfold.adapters.batches.draws import Drawn, LastBatch
@@ -113,14 +114,16 @@ class MapIterators:
                         draws.starts(probe=bool(lasts)) if here or draws.persistent else {}, lasts, here=here
                     )
                 iterator = self._iterate(trace)
-                not_none(tap.current).prime()
+                with closed_on_error(iterator, at.loader):
+                    not_none(tap.current).prime()
             if not draws.workers:
                 set_generators(at.generators, now)
             # a sampler that draws in the middle of an epoch is ahead of the restored state, and so is what it draws from
             first = not_none(tap.current).at_first
             kept.leave({name for name in first if at.extras.differs(name, first[name])})
             kept.put_back()
-            error = self._compared(iterator, lasts, kept) if lasts else None
+            with closed_on_error(iterator, at.loader):
+                error = self._compared(iterator, lasts, kept) if lasts else None
         self._is_restored = self._is_restored and error is not None
         if error is not None:
             del (

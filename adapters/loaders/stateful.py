@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import attrs
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.batches.draw_batches import unpaired
@@ -45,6 +45,11 @@ class StatefulFeed(AtPosition):
         self._watch = PullWatch(kind_of(loader.sampler), is_ahead=True) if workers and is_foreign(loader) else None
         self._total: int | None = None  # batches of an epoch
         self._run = 0
+        sampler = getattr(loader, "sampler", None)
+        self._shares = (
+            sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
+        )  # all of them are equally long
+        self.counts_over_ranks = self._shares > 1
 
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
@@ -66,15 +71,23 @@ class StatefulFeed(AtPosition):
 
     def advance(self, samples: int | None) -> int:
         """Count batches handed out as consumed: all of them, if only the caller knows how many samples they have."""
-        taken = self._deliveries.take(samples)
+        taken = self._deliveries.take(self._own(samples))
         self._at.count(taken)
-        return (
-            (samples or 0) if any(each.samples is None for each in taken) else sum(each.samples or 0 for each in taken)
-        )
+        if any(each.samples is None for each in taken):
+            return samples or 0
+        return sum(each.samples or 0 for each in taken) * self._shares
 
     def check_samples(self, samples: int | None) -> None:
         """Raise what `advance` would raise."""
-        self._deliveries.count_of(samples)
+        self._deliveries.count_of(self._own(samples))
+
+    def _own(self, samples: int | None) -> int | None:
+        """This rank's share of the samples of all ranks in whole batches that wait; any other number is this rank's own."""
+        sizes = [each.samples for each in self._deliveries.waiting]
+        if samples is None or self._shares == 1 or None in sizes:
+            return samples
+        ends = [sum(each or 0 for each in sizes[:count]) for count in range(len(sizes), 0, -1)]
+        return next((own for own in ends if samples in (own, own * self._shares)), samples)
 
     def waiting_samples(self) -> int | None:
         """Samples of the batches handed out but not consumed."""

@@ -7,6 +7,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader
 
 from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.batches.close_workers import closed_on_error
 from trainfold.adapters.batches.data_probe import compare_batch, is_wanted, warn_uncompared
 from trainfold.adapters.batches.draw_batches import replaced, streams_put_back
 from trainfold.adapters.batches.draws import Drawn, LastBatch
@@ -132,7 +133,8 @@ class StatefulIterators:
             with self._traced(again=bool(lasts), resumes=True):
                 iterator = self._unreported(iter(loader))
             kept.put_back()
-            error = self._compared(iterator, lasts, kept)
+            with closed_on_error(iterator, loader):
+                error = self._compared(iterator, lasts, kept)
         if error is not None:
             set_generators(at.generators, now)
             del (
@@ -170,7 +172,8 @@ class StatefulIterators:
             with self._traced():
                 iterator = self._unreported(iter(self._loader))
             replay = Replay(self._loader, at.order)
-            replay.skip(iterator, at.drawn, digest)
+            with closed_on_error(iterator, self._loader):
+                replay.skip(iterator, at.drawn, digest)
         set_generators(at.generators, now)
         at.replay, at.loaded, self.probe_due = replay, None, False
         return iterator

@@ -4,6 +4,7 @@ A DTensor has no address and counts the bytes of all ranks. Its local part is a 
 it is empty on a rank that has no rows. FSDP2 may replace it at the first forward and at a load with ``assign=True``, so it is never kept.
 """
 
+import importlib
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
@@ -21,6 +22,7 @@ from trainfold.core.state.fqn import NamedTensors, named_tensors
 FSDP_ATTRIBUTES: Final = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """How the names of the attributes begin that ``fully_shard`` adds to a module."""
 _MODULE: Final = "torch.distributed.tensor"
+_RANDOM: Final = "torch.distributed.tensor._random"
 
 
 def is_dtensor(value: object) -> bool:
@@ -115,6 +117,29 @@ def device_of_mesh(tensors: Iterable[torch.Tensor]) -> torch.device | None:
             if kind not in ("cpu", "meta"):
                 return torch.device(kind, torch.get_device_module(kind).current_device())
     return None
+
+
+def mesh_of(tensors: Iterable[torch.Tensor]) -> Any:
+    """Return the mesh of the first DTensor; None without one."""
+    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)  # type: ignore[attr-defined]
+
+
+def has_random_tracker() -> bool:
+    """Whether a random operation on a DTensor has made torch's tracker of the accelerator's stream. On CPU meshes there is none."""
+    module = sys.modules.get(_RANDOM)
+    return module is not None and getattr(module, "_rng_tracker", None) is not None
+
+
+def make_random_tracker(mesh: Any) -> None:
+    """Make the tracker, which leaves the stream of each rank as it is.
+
+    Otherwise the first random operation on a DTensor makes it, and gives every rank the stream that rank 0 has then.
+
+    Args:
+        mesh: of the model.
+    """
+    module: Any = importlib.import_module(_RANDOM)
+    module._rng_tracker = module.OffsetBasedRNGTracker(mesh, run_state_sync=False)  # noqa: SLF001  # the public way, manual_seed, moves the streams
 
 
 def named_shards(module: torch.nn.Module) -> NamedTensors:

@@ -5,7 +5,7 @@ model's device is read, so a state does not depend on which other devices are vi
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainfold.adapters.components.component import Undo, wrong_kind
-from trainfold.adapters.sharded.dtensor import device_of_mesh
+from trainfold.adapters.sharded.dtensor import device_of_mesh, has_random_tracker, make_random_tracker
 from trainfold.adapters.streams.stream_states import check_numpy_state, check_python_state, check_torch_state
 from trainfold.backends.derived_streams import STREAMS_VERSION as VERSION
 from trainfold.core.errors import InvalidState, TrainfoldError
@@ -25,10 +25,11 @@ from trainfold.core.state.state import Opaque
 
 Streams: TypeAlias = dict[str, Any]
 
+_TRACKED: Final = "dtensor"  # whether DTensors have drawn from the accelerator's stream
 _IS_CPU: Final = attrgetter("is_cpu")
 
 
-def bound_device(tensors: list[torch.Tensor]) -> torch.device | None:
+def bound_device(tensors: Sequence[torch.Tensor]) -> torch.device | None:
     """The accelerator that computes with these tensors, or None for the CPU. FSDP2 may keep them on the CPU and compute elsewhere."""
     if not all(map(_IS_CPU, tensors)):  # nearly always, or never
         return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
@@ -135,7 +136,7 @@ def stream_problems(
         ]
     wanted = ["python", "numpy", "torch", *([device.type] if device is not None else [])]
     found: list[TrainfoldError] = []
-    if extra := sorted(map(shown, streams.keys() - {"version", "seed", *wanted})):
+    if extra := sorted(map(shown, streams.keys() - {"version", "seed", _TRACKED, *wanted})):
         found.append(_not_usable(f"{path}[{extra[0]}]", "no stream of a device that this run is not on"))
     if type(streams.get("seed", 0)) is not int:
         found.append(_not_usable(f"{path}['seed']", "an int", shown(streams["seed"])))
@@ -203,9 +204,11 @@ class RngPart:
 
     Attributes:
         device: the accelerator that the model is on, or None.
+        mesh: of the model's DTensors, or None.
     """
 
     device: torch.device | None = None
+    mesh: Any = None
     may_refuse = False
 
     def capture(self) -> Opaque:
@@ -215,7 +218,8 @@ class RngPart:
     def read(self) -> Callable[[], Opaque]:
         """Read the streams now; the returned function makes the component later, in any thread."""
         streams = read_streams(self.device)
-        return lambda: Opaque(streams())
+        tracked = {_TRACKED: True} if has_random_tracker() else {}
+        return lambda: Opaque({**streams(), **tracked})
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Whether every stream is there and usable."""
@@ -227,6 +231,8 @@ class RngPart:
         """Write the streams back; if a generator refuses its state, all streams stay as they were."""
         before = capture_streams(self.device)
         try:
+            if self.mesh is not None and saved.value.get(_TRACKED) and not has_random_tracker():
+                make_random_tracker(self.mesh)  # before the streams: it would replace them later
             restore_streams(saved.value, self.device)
         except Exception:
             restore_streams(before, self.device)

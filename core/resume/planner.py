@@ -14,11 +14,14 @@ from trainfold.core.errors import UnknownComponent
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.format.structure.describe import Described
 from trainfold.core.format.structure.ownership import (
+    are_alike_but_for_shares,
     is_between_epochs,
+    is_of_stateful_loader,
     is_opaque,
     is_over_all_ranks,
     is_per_rank,
     share_of,
+    share_of_position,
 )
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import Json
@@ -155,14 +158,20 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     if saved is None:
         findings.drift(kind_of_absence(name, manifest), name, saved="nothing", wanted="the component")
         return ComponentAction(name, "keep", note="not saved")
-    own = _part_of_share(saved, wanted)
-    if own is None and _is_of_other_ranks(name, saved, manifest, target):
+    own = _part_of_share(saved, wanted) if name != "dataset" else _part_of_position(saved, wanted, manifest, target)
+    is_of_others = own is None and _is_of_other_ranks(name, saved, manifest, target)
+    if is_of_others:
         kind, what = _OF_RANKS.get(name, ("per_rank", ""))
         if name == "rng" and _can_derive(saved, wanted):
             kind = "streams"
         sampler = "; trainfold.data.GlobalBatchSampler continues on any number of ranks" if name == "dataset" else ""
-        wanted_ranks = f'{target.world_size} ranks{sampler}; to start it from scratch, reset={{"{name}": "why"}}'
-        findings.drift(kind, name, saved=f"{what}{manifest.world_size} ranks", wanted=wanted_ranks)
+        theirs, ours = f"{manifest.world_size} ranks", f"{target.world_size} ranks"
+        if name == "dataset" and (old := _shares(saved, manifest)[0]) and (new := _share(wanted, target)):
+            theirs, ours = f"{old[1]} shares on {theirs}", f"{new[1]} shares on {ours}"
+        again = f'{ours}{sampler}; to start it from scratch, reset={{"{name}": "why"}}'
+        verdict = findings.drift(kind, name, saved=f"{what}{theirs}", wanted=again)
+        own = _reassigned(saved, _share(wanted, target)) if name == "dataset" and verdict != "refuse" else None
+    if own is None and is_of_others:
         note = (
             "new ones, derived from the seed, the step and the share of the data"
             if kind == "streams"
@@ -188,6 +197,37 @@ def _part_of_share(saved: ComponentRecord, wanted: Described | None) -> int | No
     return None if mine is None else next((i for i, node in enumerate(saved.nodes) if share_of(node) == mine), None)
 
 
+def _part_of_position(
+    saved: ComponentRecord, wanted: Described | None, manifest: Manifest, target: Target
+) -> int | None:
+    """The saved rank whose position in the data this rank takes: one that read the same share of as many, this rank if it did."""
+    shares, mine = _shares(saved, manifest), _share(wanted, target)
+    if mine is None or mine not in shares:
+        return None
+    return target.rank if target.rank < len(shares) and shares[target.rank] == mine else shares.index(mine)
+
+
+def _reassigned(saved: ComponentRecord, mine: tuple[int, int] | None) -> int | None:
+    """The saved rank from which a share continues on another number of shares: that of the same index, or the first for a share that joins.
+
+    Only a loader with a state of its own can: other positions depend on the number of shares.
+    """
+    known = [share_of_position(node) for node in saved.nodes]
+    if mine is None or not all(known) or not all(map(is_of_stateful_loader, saved.nodes)):
+        return None
+    return next((i for i, share in enumerate(known) if share is not None and share[0] == mine[0]), 0)
+
+
+def _shares(saved: ComponentRecord, manifest: Manifest) -> list[tuple[int, int] | None]:
+    alone = (0, 1) if manifest.world_size == 1 else None
+    return [share_of_position(node) or alone for node in saved.nodes]
+
+
+def _share(wanted: Described | None, target: Target) -> tuple[int, int] | None:
+    alone = (0, 1) if target.world_size == 1 else None
+    return None if wanted is None else share_of_position(wanted.node) or alone
+
+
 def _can_derive(saved: ComponentRecord, wanted: Described | None) -> bool:
     """Whether new random streams can be derived from the saved ones, as the target has its own."""
     return seed_of_streams(saved) is not None and (wanted is None or is_opaque(wanted.node))
@@ -195,11 +235,16 @@ def _can_derive(saved: ComponentRecord, wanted: Described | None) -> bool:
 
 def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, target: Target) -> bool:
     """Whether a component belongs to ranks that this world does not have, so that it may be given to no other rank."""
-    if manifest.world_size == target.world_size:
+    is_position = name == "dataset"
+    share = _share(target.components.get(name), target) if is_position else None
+    has_shares = share is not None and any(_shares(saved, manifest))  # and none of them is this one
+    if manifest.world_size == target.world_size and not has_shares:
         return False
-    if name == "dataset" and all(is_over_all_ranks(node) for node in saved.nodes):
+    if is_position and all(is_over_all_ranks(node) for node in saved.nodes):
         return False
-    is_shared = len(saved.nodes) == 1
+    is_shared = len(saved.nodes) == 1 or (
+        is_position and not any(saved.tensors) and are_alike_but_for_shares(saved.nodes)
+    )
     if is_shared and name == "dataset" and is_between_epochs(saved.nodes[0]):
         return False  # every share of the epoch was read, and the next epoch is shared among the ranks of this world
     return not is_shared or (name in _OF_RANKS and is_opaque(saved.nodes[0])) or is_per_rank(saved.nodes[0])

@@ -1,6 +1,6 @@
 """Whether each rank has its own copy of a component, or all ranks share one. The component's structure decides."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from trainfold.core.json_values import Json
@@ -52,6 +52,37 @@ def share_of(node: Json) -> tuple[int, int] | None:
     known = node.get("static") if is_per_rank(node) and isinstance(node, dict) else None
     found = (known.get("share"), known.get("shares")) if isinstance(known, dict) else (None, None)
     return found if isinstance(found[0], int) and isinstance(found[1], int) else None  # type: ignore[return-value]
+
+
+def share_of_position(node: Json) -> tuple[int, int] | None:
+    """The share of the data that a loader's position is in, and the number of shares; None if it does not say it.
+
+    Examples:
+        >>> position = {"epoch": 1, "batches": 3, "share": 0, "shares": 2}
+        >>> share_of_position({"node": "trainfold.Opaque", "fields": {"value": {"dict": position}}}), share_of_position({})
+        ((0, 2), None)
+    """
+    known = _own_position(node)
+    found = (known.get("share"), known.get("shares"))
+    return found if type(found[0]) is int and type(found[1]) is int else None  # type: ignore[return-value]
+
+
+def is_of_stateful_loader(node: Json) -> bool:
+    """Whether a position is that of a loader with a state of its own."""
+    return _own_position(node).get("kind") == "stateful"
+
+
+def are_alike_but_for_shares(nodes: Sequence[Json]) -> bool:
+    """Whether the positions of all ranks say the same, except for the share of each."""
+    first, *others = [{k: v for k, v in _own_position(node).items() if k not in ("share", "shares")} for node in nodes]
+    return bool(first) and all(each == first for each in others)
+
+
+def _own_position(node: Json) -> Mapping[str, Json]:
+    fields = node.get("fields") if is_opaque(node) and isinstance(node, dict) else None
+    value = fields.get("value") if isinstance(fields, dict) else None
+    found = value.get("dict") if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def is_opaque(node: Json) -> bool:

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.system.rank_refusals_cases import PATIENT
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.live.attach import attach
@@ -110,6 +112,21 @@ def test_a_batch_counts_the_samples_of_all_ranks_also_where_the_loop_passes_them
 
     for samples in ("own", "sum", "none"):
         assert run_threads(2, lambda world, samples=samples: count(world, samples)) == [10, 10]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("samples", ["own", "sum", "none"])
+def test_a_loader_with_a_state_counts_the_samples_of_all_ranks_too(samples):
+    """P12: with torchdata's sampler of a share, which makes all shares equally long."""
+
+    def count(world):
+        sampler = StatefulDistributedSampler(range(10), num_replicas=2, rank=world.rank)
+        live = attach(torch.nn.Linear(1, 1), loader=StatefulDataLoader(range(10), batch_size=2, sampler=sampler))
+        for x in live.batches(epochs=1):
+            live.advance(samples={"own": len(x), "sum": 2 * len(x), "none": None}[samples])
+        return live.progress.samples
+
+    assert run_threads(2, count) == [10, 10]
 
 
 def test_another_seed_inside_an_epoch_is_refused_and_at_its_end_it_is_a_drift():
