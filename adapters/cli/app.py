@@ -129,6 +129,12 @@ def rehearse(  # noqa: PLR0913 - one for each option
         _DURATION,
         Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
     ] = 600.0,
+    nproc: Annotated[
+        int | None,
+        Parameter(
+            converter=_whole, help="Start the program on so many processes, by torchrun; kill all, or one of them."
+        ),
+    ] = None,
     directory: Annotated[
         Path, Parameter(name="--dir", help="Directory for everything that the rehearsal writes.")
     ] = Path("runs/rehearsal"),
@@ -149,7 +155,14 @@ def rehearse(  # noqa: PLR0913 - one for each option
 
     def answer() -> Answer:
         settings = make_settings(
-            command, steps=steps, kills=kills, every=every, seed=seed, tolerance=tolerance, patience_secs=patience
+            command,
+            steps=steps,
+            kills=kills,
+            every=every,
+            seed=seed,
+            tolerance=tolerance,
+            patience_secs=patience,
+            nproc=nproc,
         )
         return run_rehearsal(directory, settings)
 

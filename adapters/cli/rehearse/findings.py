@@ -324,9 +324,10 @@ def hit_text(start: Start) -> str:
     """How a process ended, in words."""
     if start.hit is None:
         return start.ended
+    of = "" if start.hit.rank is None else f" of rank {start.hit.rank}"
     if start.hit.during == "save":
-        return f"SIGKILL during the save of step {start.hit.step}"
-    return f"SIGKILL in step {start.hit.step + 1}"
+        return f"SIGKILL{of} during the save of step {start.hit.step}"
+    return f"SIGKILL{of} in step {start.hit.step + 1}"
 
 
 def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:

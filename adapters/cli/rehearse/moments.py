@@ -20,11 +20,13 @@ class Trigger:
         after_step: the first step that arms it, once the process has a checkpoint to go back to.
         in_save: wait for the next save to begin, and hit that.
         fraction: the part of the usual duration of a step or save to wait once armed, in [0, 1].
+        rank: which rank alone to kill; None for all processes.
     """
 
     after_step: int
     in_save: bool
     fraction: float
+    rank: int | None = None
 
 
 @final
@@ -41,7 +43,7 @@ class StepTimes:
 
 
 def plan_moments(  # noqa: PLR0913 - keywords
-    *, steps: int, saved: Sequence[int], kills: int, seed: int, saves: bool = True, late: bool = False
+    *, steps: int, saved: Sequence[int], kills: int, seed: int, saves: bool = True, late: bool = False, ranks: int = 1
 ) -> list[Trigger]:
     """Choose the kills: one in each equal part of the steps after the first save; the second one (or the only one) hits a save.
 
@@ -54,6 +56,7 @@ def plan_moments(  # noqa: PLR0913 - keywords
         kills: how many kills.
         seed: of the choice.
         saves: whether the run records when a save starts.
+        ranks: how many there are. Of several, every second kill hits one, and the launcher ends the others.
         late: always choose the last step before a save, so that as many steps as possible are trained again.
 
     Examples:
@@ -63,6 +66,8 @@ def plan_moments(  # noqa: PLR0913 - keywords
         [19, 29, 49]
         >>> plan_moments(steps=12, saved=[6, 12], kills=1, seed=1)[0].in_save
         False
+        >>> [trigger.rank for trigger in plan_moments(steps=60, saved=range(10, 61, 10), kills=4, seed=1, ranks=2)]
+        [None, 0, None, 1]
     """
     chance = random.Random(seed)  # noqa: S311 - moments, not secrets
     part = (steps - saved[0]) / max(1, kills)
@@ -76,7 +81,9 @@ def plan_moments(  # noqa: PLR0913 - keywords
         step = min(first, between[-1] - 1) if in_save else chance.randint(first, last)
         if late:
             step = next((each for each in latest if each >= step), latest[-1])
-        triggers.append(Trigger(step, in_save, chance.random()))
+        fraction = chance.random()
+        rank = chance.randrange(ranks) if ranks > 1 and number % 2 else None
+        triggers.append(Trigger(step, in_save, fraction, rank))
     return triggers
 
 

@@ -1,6 +1,7 @@
 """`RehearsalSettings`: what is rehearsed and how, checked before anything is started."""
 
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, final
@@ -29,6 +30,7 @@ class RehearsalSettings:
         tolerance: how far apart values may be after a resume, relative to the larger one, if the program does not
             repeat itself; None if none was given.
         patience_secs: how long a process may be silent before it counts as hanging.
+        nproc: how many processes torchrun starts the command on; None if the command starts its own.
     """
 
     command: tuple[str, ...]
@@ -38,6 +40,7 @@ class RehearsalSettings:
     seed: int
     tolerance: float | None
     patience_secs: float
+    nproc: int | None = None
 
     @property
     def names_run(self) -> bool:
@@ -45,8 +48,12 @@ class RehearsalSettings:
         return any(PLACEHOLDER in word for word in self.command)
 
     def command_for(self, run: Path) -> list[str]:
-        """The command with a directory in place of ``{run}``."""
-        return [word.replace(PLACEHOLDER, str(run)) for word in self.command]
+        """The command with a directory in place of ``{run}``; torchrun starts it on several processes."""
+        command = [word.replace(PLACEHOLDER, str(run)) for word in self.command]
+        if self.nproc is None:
+            return command
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}"]
+        return [*torchrun, "--no-python", *command]
 
 
 def make_settings(  # noqa: PLR0913 - keywords
@@ -58,6 +65,7 @@ def make_settings(  # noqa: PLR0913 - keywords
     seed: int = 0,
     tolerance: float | None = None,
     patience_secs: float = 600.0,
+    nproc: int | None = None,
 ) -> RehearsalSettings:
     """Return checked settings.
 
@@ -69,6 +77,7 @@ def make_settings(  # noqa: PLR0913 - keywords
         seed: of the moments of the kills, >= 0.
         tolerance: >= 0, or None.
         patience_secs: > 0.
+        nproc: at least 1, or None if the command starts its own processes.
 
     Raises:
         InvalidArgument: naming the argument; nothing was started.
@@ -96,7 +105,9 @@ def make_settings(  # noqa: PLR0913 - keywords
         raise _bad("--tolerance", "a number >= 0", tolerance, "1e-3 lets values differ by a thousandth")
     if not patience_secs > 0:
         raise _bad("--patience", "a duration above 0", patience_secs, "10m waits ten minutes")
-    return RehearsalSettings(tuple(command), steps, kills, cadence, seed, tolerance, patience_secs)
+    if nproc is not None and nproc < 1:
+        raise _bad("--nproc", "1 or more", nproc, "leave it out for a program that is one process, or starts its own")
+    return RehearsalSettings(tuple(command), steps, kills, cadence, seed, tolerance, patience_secs, nproc)
 
 
 def _bad(where: str, expected: str, found: Any, fix: str) -> InvalidArgument:

@@ -16,6 +16,7 @@ from trainfold.core.rehearsal.entry import RecordedLine
 
 _LOOK_SECS: Final = 0.002
 _GONE_SECS: Final = 10.0
+_LAUNCHER_SECS: Final = 45.0  # torchrun gives the others 30 s to end
 
 
 @final
@@ -39,9 +40,10 @@ class Program:
         self._output = output
         self._scan = scan
         self._pids: set[int] = set()
+        self._rank_pids: dict[int, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._rest: list[RecordedLine] = []
-        self.was_killed = False
+        self._signal_is_sent = self._is_one_rank = False
 
     def __enter__(self) -> "Program":
         with self._output.open("ab") as output:
@@ -66,9 +68,25 @@ class Program:
         assert self._process is not None
         return self._process.wait()
 
-    def kill(self) -> None:
-        """Send SIGKILL: no handler runs and nothing is flushed, as when the kernel runs out of memory."""
-        self.was_killed = True
+    @property
+    def was_killed(self) -> bool:
+        """Whether it ended because of `kill`, and not by itself just before."""
+        return self._signal_is_sent and (self.code == -signal.SIGKILL or (self._is_one_rank and self.code != 0))
+
+    def kill(self, rank: int | None = None) -> None:
+        """Send SIGKILL: no handler runs and nothing is flushed, as when the kernel runs out of memory.
+
+        Args:
+            rank: the one to kill; the launcher then ends the others, in its way. None, or a rank that has no manager: all at once.
+        """
+        self._signal_is_sent = True
+        victim = None if rank is None else self._rank_pids.get(rank)
+        if victim is not None and self._process is not None:
+            self._is_one_rank = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(victim, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAUNCHER_SECS)
         self._end()
 
     def entries(self, *, patience_secs: float) -> Iterator[RecordedLine | None]:
@@ -84,8 +102,7 @@ class Program:
             found = self._tail.new()
             if self._scan is not None and not self._pids:
                 found += self._scan.new()
-            self._pids |= {entry.pid for entry in found if entry.kind == "start"}
-            self._rest += found
+            self._take(found)
             while self._rest:
                 heard = time.monotonic()
                 yield self._rest.pop(0)
@@ -116,9 +133,13 @@ class Program:
         self._take_rest()
 
     def _take_rest(self) -> None:
-        found = self._tail.new()
+        self._take(self._tail.new())
+
+    def _take(self, found: list[RecordedLine]) -> None:
         self._rest += found
-        self._pids |= {entry.pid for entry in found if entry.kind == "start"}
+        starts = [entry for entry in found if entry.kind == "start"]
+        self._pids |= {entry.pid for entry in starts}
+        self._rank_pids |= {entry.data["rank"]: entry.pid for entry in starts if "rank" in entry.data}
 
 
 def _is_there(pid: int) -> bool:

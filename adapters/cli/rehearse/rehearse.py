@@ -145,6 +145,7 @@ def _moments(settings: RehearsalSettings, whole: Start, *, late: bool) -> list[T
         seed=settings.seed,
         saves=any(entry.kind == "save" for entry in whole.entries),
         late=late,
+        ranks=settings.nproc or 1,
     )
     latest = settings.steps if says_steps or len(saved) == 1 else saved[-2]
     return [attrs.evolve(trigger, after_step=min(trigger.after_step, latest)) for trigger in found]

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,10 +37,12 @@ class Hit:
     Attributes:
         step: steps done when the process died.
         during: ``step``, or ``save`` if the last save had started and was not acknowledged.
+        rank: the one that was killed; None for all.
     """
 
     step: int
     during: str
+    rank: int | None = None
 
 
 @final
@@ -120,14 +121,15 @@ class Run:
         with program:
             silent = self._follow(program, seen, trigger, pace)
         code = program.code
-        was_killed = program.was_killed and code == -signal.SIGKILL  # otherwise it ended by itself just before
+        was_killed = program.was_killed
         was_hit = was_killed and not _is_over(seen, self._settings)
         is_meant = code == 0 or was_killed or _has_killed_itself(seen)
         if silent or not is_meant:
             raise self._failed(notes, code, seen, is_silent=silent)
         self._tidy()
         is_cut = was_killed or code != 0
-        return self._ended(notes, seen, is_cut=is_cut, was_hit=was_hit, newest=newest)
+        rank = None if trigger is None else trigger.rank
+        return self._ended(notes, seen, is_cut=is_cut, was_hit=was_hit, newest=newest, rank=rank)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class Run:
                 return self._wait_for_end(program, entries, seen)
             if trigger is not None and pace is not None and arms(seen, trigger):
                 time.sleep(pace.delay_secs(trigger))
-                program.kill()
+                program.kill(trigger.rank)
                 seen.extend(program.rest())
                 return False
         return False
@@ -169,7 +171,16 @@ class Run:
             seen.append(entry)
         return False
 
-    def _ended(self, notes: Path, seen: list[RecordedLine], *, is_cut: bool, was_hit: bool, newest: int) -> Start:
+    def _ended(  # noqa: PLR0913 - keywords
+        self,
+        notes: Path,
+        seen: list[RecordedLine],
+        *,
+        is_cut: bool,
+        was_hit: bool,
+        newest: int,
+        rank: int | None,
+    ) -> Start:
         starts = [entry for entry in seen if entry.kind == "start"]
         resumed = next((entry.data["resumed_from"] for entry in starts if entry.data["resumed_from"] is not None), None)
         stretch = stretch_of(seen, _saved(notes / MANIFESTS_NAME), number=self._number, is_cut=is_cut)
@@ -181,7 +192,7 @@ class Run:
                 stretch = attrs.evolve(stretch, resumed_at=newest, is_resumed=True, last_step=last)
         if resumed is None and stretch.is_resumed:
             resumed = f"step-{stretch.resumed_at:08d}"
-        hit = _hit(seen, stretch.resumed_at) if was_hit else None
+        hit = attrs.evolve(_hit(seen, stretch.resumed_at), rank=rank) if was_hit else None
         done = next((entry for entry in seen if entry.kind == "done"), None)
         ended = "by itself" if done is None and not is_cut else f"after {stretch.last_step} steps"
         places = tuple(dict.fromkeys(entry.data["place"] for entry in starts))
