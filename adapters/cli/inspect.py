@@ -1,5 +1,7 @@
 """`trainfold inspect CKPT`: the contents of a checkpoint, from its manifest alone."""
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,14 @@ import attrs
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.core.format.leaf_texts import labelled
-from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.format.manifest import ComponentRecord, FileRecord, Manifest, TensorRecord
 from trainfold.core.format.structure.places import places
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import RATES
 
 NOT_SAVED = "Not saved, and changed with training"
 _SHOWN_SCALARS = 60
+_LISTED_FILES = 8
 _WRITTEN_BITS = 4096
 
 
@@ -57,7 +60,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         Table(
             "Files",
             ("file", "size", "digest"),
-            tuple((file.name, size_text(file.size_bytes), file.digest) for file in manifest.files),
+            tuple(file_rows(manifest.files)),
         ),
         Table("Values", ("leaf", "value"), _shortened(scalars)),
         Table(
@@ -84,6 +87,27 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         "values": {name: _jsonable(value) for name, value in scalars},
     }
     return Answer(data, tuple(tables))
+
+
+def file_rows(files: Sequence[FileRecord], *, damaged: Collection[str] = ()) -> list[tuple[str, str, str]]:
+    """Name, size and digest of each file; many ranks write many files, so those of a component share a row if they are more than a few.
+
+    Args:
+        files: of a checkpoint.
+        damaged: names of files that have a row of their own.
+    """
+    sound = [file for file in files if file.name not in damaged]
+    counts, sizes = Counter(file.component for file in sound), Counter[str]()
+    for file in sound:
+        sizes[file.component] += file.size_bytes
+    rows: dict[str, tuple[str, str, str]] = {}
+    for file in files:
+        if file.name in damaged or counts[file.component] <= _LISTED_FILES:
+            rows[file.name] = (file.name, size_text(file.size_bytes), file.digest)
+        else:
+            title = f"{file.component}: {counts[file.component]} files"
+            rows[title] = (title, size_text(sizes[file.component]), "each in --json")
+    return list(rows.values())
 
 
 def _shortened(scalars: list[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:

@@ -20,7 +20,7 @@ from trainfold.core.format.structure.describe import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.problem import Problem
-from trainfold.core.resume.choose import chosen_manifest
+from trainfold.core.resume.choose import choose, chosen_manifest
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
@@ -125,14 +125,14 @@ def _same_run(store: Store, inventory: Inventory, request: ResumeRequest) -> tup
 
     The newest one may have only some of the components that the run saves. A program that resumes the run wants all of them.
     """
-    probe = plan_resume(inventory, Target({}), request)
-    if not isinstance(probe, ResumePlan):
+    newest = choose(inventory, request, ())
+    if not isinstance(newest, Manifest):
         return inventory, Target({})
-    if request.step is not None or not probe.manifest.omitted:
-        return inventory, target_of(probe.manifest)
-    wanted = {*probe.manifest.omitted, *(component.name for component in probe.manifest.components)}
+    if request.step is not None or not newest.omitted:
+        return inventory, target_of(newest)
+    wanted = {*newest.omitted, *(component.name for component in newest.components)}
     inventory = examined(store, inventory, request, wanted)
-    return inventory, target_of(chosen_manifest(inventory, request, wanted) or probe.manifest)
+    return inventory, target_of(chosen_manifest(inventory, request, wanted) or newest)
 
 
 def _planned(plan: ResumePlan) -> Answer:

@@ -10,8 +10,9 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from trainfold.adapters.cli.inspect import file_rows
 from trainfold.adapters.cli.locate import Checkpoint, error_from, open_checkpoint
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
@@ -48,7 +49,7 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
     """
     checkpoint = open_checkpoint(path)
     problems: list[Problem] = []
-    rows = []
+    statuses: dict[str, str] = {}
     headers = HeaderCheck(checkpoint.store, checkpoint.name, checkpoint.manifest)
     damaged: set[str] = set()  # components with a damaged file
     with _progress(checkpoint.manifest.size_bytes) as advance:
@@ -56,7 +57,7 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
             found = _verify_file(checkpoint, index, file, advance) or _verify_header(headers, index)
             problems += found
             damaged |= {file.component} if found else set()
-            rows.append((file.name, size_text(file.size_bytes), file.digest, "damaged" if found else "verified"))
+            statuses[file.name] = "damaged" if found else "verified"
     components = []
     for component in checkpoint.manifest.components:
         wrong = _verify_fingerprint(checkpoint, component)
@@ -72,14 +73,19 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
         "checkpoint": checkpoint.url,
         "verified": not problems,
         "size_bytes": checkpoint.manifest.size_bytes,
-        "files": [{"name": name, "digest": digest, "status": status} for name, _, digest, status in rows],
+        "files": [
+            {"name": each.name, "digest": each.digest, "status": statuses[each.name]}
+            for each in checkpoint.manifest.files
+        ],
         "components": [
             {"name": name, "fingerprint": text, "status": status, **({"contents": sums[name]} if sums else {})}
             for name, text, status in components
         ],
         "problems": [attrs.asdict(problem) for problem in problems],
     }
-    rows.insert(0, ("manifest.json", "", "of itself", "verified"))
+    bad = {name for name, status in statuses.items() if status != "verified"}
+    rows = [("manifest.json", "", "of itself", "verified")]
+    rows += [(*row, statuses.get(row[0], "verified")) for row in file_rows(checkpoint.manifest.files, damaged=bad)]
     tables = [
         Table(checkpoint.url, ("file", "size", "digest", "status"), tuple(rows)),
         Table("Components", ("component", "fingerprint", "status"), tuple(components)),
