@@ -364,7 +364,8 @@ def judge(world):
     calls, lost = ({name: each[kind] for name, each in world["async"].items()} for kind in ("calls", "lost"))
     call = row("async: the call", calls)
     row("async: lost a save", lost)
-    lost = max(middle(lost["trainfold"]), 1e-4) / max(middle(lost["dcp"]), 1e-4)
+    mine, other = middle(lost["trainfold"]), middle(lost["dcp"])
+    lost = mine / other if min(mine, other) > 0 else 1.0  # a loss below 0 is noise, and meets nothing
     loads = {case: row(f"load: {case}", found) for case, found in world["load"].items()}
     targets = [
         Target(f"{ranks} ranks: a step, attached / plain", step, "<=", TARGETS["step"]),

@@ -2,9 +2,12 @@
 
 import fcntl
 import os
+import re
 import socket
 import stat
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, final
 
 import attrs
@@ -13,6 +16,10 @@ from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced
 
 LOCK_NAME: Final = ".lock"
 _HOLDER_BYTES: Final = 256
+_DEAD_SECS: Final = 10.0
+_LOOK_SECS: Final = 0.01
+_KILLED: Final = 1 << 8  # SIGKILL, of the pending signals in /proc/PID/status
+_EXITING: Final = 0x4  # PF_EXITING, of the flags in /proc/PID/stat
 
 
 @final
@@ -37,7 +44,7 @@ _HELD: Final[set[HeldLock]] = set()
 
 
 def acquire(root: str) -> HeldLock:
-    """Lock a run's directory.
+    """Lock a run's directory. A living holder is refused at once; a killed one may take some seconds to end, and is waited for.
 
     The lock belongs to the open file, so a second store object of this process is refused like one of another process.
 
@@ -65,13 +72,15 @@ def acquire(root: str) -> HeldLock:
         os.close(fd)
         raise _planted(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(fd)
     except BlockingIOError:
-        holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "an unnamed process"
+        holder = _holder(fd)
         os.close(fd)
         fix = "wait for it or stop it (the lock ends with the process), or save into another run"
         if holder == _myself():
             holder, fix = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
+        elif _has_ended(holder):
+            holder, fix = f"{holder}, which has ended, and something that it started", "stop what it started"
         raise RunLocked(root, expected="no other writer", found=holder, fix=fix) from None
     except BaseException:
         os.close(fd)
@@ -82,6 +91,43 @@ def acquire(root: str) -> HeldLock:
     held = HeldLock(root, fd, os.getpid(), (opened.st_dev, opened.st_ino))
     _HELD.add(held)
     return held
+
+
+def _take(fd: int) -> None:
+    """Lock the file, at the latest some seconds after its holder was killed: a large process keeps its locks until its memory is freed.
+
+    Raises:
+        BlockingIOError: if another process has it.
+    """
+    late = time.monotonic() + _DEAD_SECS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > late or not _has_ended(_holder(fd)):
+                raise
+            time.sleep(_LOOK_SECS)
+        else:
+            return
+
+
+def _holder(fd: int) -> str:
+    return os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "an unnamed process"
+
+
+def _has_ended(holder: str) -> bool:
+    """Whether a process on this machine is gone, or on its way: then nothing but time is needed. Of other machines nobody knows."""
+    named = re.fullmatch(r"process (\d+) on (.+)", holder)
+    if named is None or named[2] != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return False
+    process = Path("/proc", named[1])
+    try:
+        state, *fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        status = (process / "status").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    pending = "".join(re.findall(r"ShdPnd:\s*(\w+)", status)) or "0"
+    return state in "ZX" or bool(int(fields[5]) & _EXITING or int(pending, 16) & _KILLED)
 
 
 def check(held: HeldLock) -> None:
