@@ -116,7 +116,7 @@ def _holder(fd: int) -> str:
 
 
 def _has_ended(holder: str) -> bool:
-    """Whether a process on this machine is gone, or on its way: then nothing but time is needed. Of other machines nobody knows."""
+    """Whether a process on this machine is gone, or on its way: then nothing but time is needed. A process of another machine cannot be seen."""
     named = re.fullmatch(r"process (\d+) on (.+)", holder)
     if named is None or named[2] != socket.gethostname() or not Path("/proc/self/stat").exists():
         return False
