@@ -1,17 +1,23 @@
 """`trainfold rehearse --nproc`: torchrun starts the program, and a kill hits all processes or one rank."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from kit.adapters.cli_cases import fits_its_schema
 
+import trainfold
 from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
+from trainfold.adapters.cli.rehearse.starts import _saved
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.rehearsal.orders import MANIFESTS_NAME, VARIABLE, Orders, encode_orders
+from trainfold.ranks import run_threads
 
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 LAUNCHER = """
@@ -77,6 +83,27 @@ def test_torchrun_starts_the_command_on_as_many_processes():
     ]  # fmt: skip
     with pytest.raises(InvalidArgument, match="--nproc: expected 1 or more, found 0"):
         make_settings(["python"], nproc=0)
+
+
+def test_the_record_of_two_ranks_has_what_both_have_saved(tmp_path, monkeypatch):
+    """W15: the index of rank 1 is kept beside the manifest, so the record is read after the checkpoint is deleted."""
+    home = tmp_path / "home"
+    orders = Orders(str(home), str(home / "start-1"), every=1, steps=2, linger_after=2)
+    monkeypatch.setenv(VARIABLE, encode_orders(orders))
+
+    def train(collectives):
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.ones_(model.weight)  # the same on both ranks
+        torch.nn.init.ones_(model.bias)
+        live = trainfold.attach(model)
+        with trainfold.CheckpointManager(home / "run", collectives=collectives) as manager:
+            manager.restore(live)
+            live.advance(samples=1)
+            manager.step(live)
+
+    run_threads(2, train)
+    shutil.rmtree(home / "run")
+    assert [step for _, step in _saved(home / "start-1" / MANIFESTS_NAME)] == [1]
 
 
 @pytest.mark.skipif(not IS_DEEP, reason="six starts of torchrun, 8 s each: part of the laws")
