@@ -187,8 +187,8 @@ class Rehearsal:
         keep_checkpoint(Path(self._place, checkpoint), Path(self.orders.notes, KEPT_NAME, self._name))
         kept = Path(self.orders.notes, MANIFESTS_NAME, self._name)
         kept.mkdir(parents=True, exist_ok=True)
-        (kept / checkpoint).mkdir(exist_ok=True)
         for index in Path(self._place, checkpoint).glob("index-*.json"):  # of the ranks beside the first
+            (kept / checkpoint).mkdir(exist_ok=True)
             shutil.copyfile(index, kept / checkpoint / index.name)
         shutil.copyfile(Path(self._place, checkpoint, "manifest.json"), kept / f".{checkpoint}")
         (kept / f".{checkpoint}").replace(kept / f"{checkpoint}.json")

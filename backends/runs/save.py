@@ -174,7 +174,8 @@ def _saved(  # noqa: PLR0913 - keywords
     if absent and collectives.rank == 0:
         _LOG.warning("%s: optional components that not all ranks have are left out: %s", store.url, sorted(absent))
     snapshot = snapshots[0].without(absent)
-    ranks = descriptions(snapshot.described, [each.without(absent) for each, _, _ in gathered], collectives)
+    announcements = [each.without(absent) for each, _, _ in gathered]
+    ranks = descriptions(snapshot.described, announcements, collectives)
     with ExitStack() as locked:
 
         def begin() -> tuple[Head, bytes | None]:
@@ -191,7 +192,7 @@ def _saved(  # noqa: PLR0913 - keywords
             revision=head.revision,
             of_rank_zero=snapshot.sent,
             only=collectives.rank,
-            own=own_components([each for each, _, _ in gathered], snapshot.described),
+            own=own_components(announcements, snapshot.described),
         )
         if snapshot.copies is not None:
             summaries = [_without(each, absent) for _, each, _ in gathered]
