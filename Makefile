@@ -16,16 +16,14 @@ demo: $(DEMO)  ## train, kill, resume, compare (about a minute)
 	$(BIN)/trainfold demo
 
 test: check  ## every gate, every test, and the strict build of the docs
-	$(PYTEST) -n 2 --dist loadfile
+	$(PYTEST) -n 3 --dist loadfile  # of two cores: tests wait for other processes a quarter of their time
 
-check: $(DEV)  ## the static gates (seconds)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/deptry --no-ansi core backends adapters properties
-	$(BIN)/deptry --no-ansi --ignore DEP002,DEP004 --exclude '\.venv' --exclude _build tests docs examples benchmarks
-	$(BIN)/codespell
+check: $(DEV)  ## the static gates (seconds), mypy beside the others
+	@set -x; $(BIN)/mypy & \
+	{ $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo && $(BIN)/codespell && \
+	$(BIN)/deptry --no-ansi core backends adapters properties && \
+	$(BIN)/deptry --no-ansi --ignore DEP002,DEP004 --exclude '\.venv' --exclude _build tests docs examples benchmarks; }; \
+	others=$$?; wait $$! && exit $$others
 
 format: $(DEV)  ## let ruff write
 	$(BIN)/ruff check --fix .

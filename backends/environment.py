@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from trainfold.core.layout.shard import Shard
 from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.state.state import ModelState, TrainState
 
@@ -47,7 +48,7 @@ def environment_of(state: TrainState) -> dict[str, Any]:
 def _device_of(state: TrainState) -> torch.device | None:
     params = state.model.params if isinstance(state.model, ModelState) else {}
     first = next(iter(params.values()), None)
-    return getattr(first, "device", None)
+    return getattr(first.tensor if isinstance(first, Shard) else first, "device", None)
 
 
 def _cuda(device: torch.device) -> dict[str, Any]:

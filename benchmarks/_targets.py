@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: the command line, the targets, the table or JSON, the exit status.
+"""Shared by all benchmarks: the command line, CPU time, the targets, the table or JSON, the exit status.
 
 The exit status is 0 even if a target is MISSED, because a busy machine must not fail a build. With ``--check`` a missed
 target exits with 1.
@@ -8,12 +8,23 @@ import argparse
 import json
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
 import attrs
 import torch
+
+
+def cpu_secs(action: Callable[[], object], rounds: int) -> float:
+    """Return the least CPU time of some rounds of an action."""
+    found = []
+    for _ in range(rounds):
+        began = time.process_time()
+        action()
+        found.append(time.process_time() - began)
+    return min(found)
 
 
 @final

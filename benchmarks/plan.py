@@ -32,7 +32,8 @@ from trainfold.backends.runs.save import run_save
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.manifest import Head
-from trainfold.core.format.structure.describe import Described, describe
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.outline import announcement_of, by_rule, unequal
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement

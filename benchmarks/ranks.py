@@ -6,15 +6,17 @@ operation lasts from the moment when all ranks begin until all have ended. Durab
 cache when they are loaded. trainfold verifies the digest of all that it reads, DCP has none.
 
     step        the time of a loop of FSDP2 that is attached, with ``live.advance`` and ``manager.step``, no save due: blocks of
-                steps of two equal models take turns
-    save        a durable save in the loop
+                steps of two equal models take turns; and of the same loops where they clip, by ``clip_grad_norm_`` and an all-reduce of the
+                loss that are written by hand, and by ``live.check``
+    save        a durable save in the loop, of one run that goes on. DCP syncs the bytes of its files and not their names; so there is also a DCP after which
+                rank 0 syncs the directories, which is as durable
     async       the call, and the wall time that a block of steps with saves loses: (with - without) / saves, blocks take turns
-    load        on the same mesh; the checkpoint of another number of ranks; that of tensor parallelism, whose tensors are cut in inner
+    load        on the same mesh, also with ``in_place=True``; the checkpoint of another number of ranks; that of tensor parallelism, whose tensors are cut in inner
                 dimensions too; and an FSDP2 checkpoint under tensor parallelism
     memory      the peak resident set of a rank during its first load, above what it was before, as a multiple of the rank's part of
-                the state; a new process for each contestant
+                the state; a new process for each contestant; also for ``restore(live, in_place=True)``
 
-    python benchmarks/ranks.py [--quick] [--json] [--check] [--ranks 2 4] [--size 100MB] [--rounds 5] [--directory DIR]
+    python benchmarks/ranks.py [--quick] [--json] [--check] [--ranks 2 4] [--size 100MB] [--rounds 5] [--only saves] [--directory DIR]
 """
 
 import contextlib
@@ -51,9 +53,10 @@ SIZES = {
     "340MB": (768, 6),
 }  # name: (width, blocks); parameters and two slots of AdamW
 SAMPLES = 64
+CLIP = 1.0
 BLOCK, SAVES = 4, 2  # steps of a block; saves in a block of async saves, one each BLOCK steps
 LAYOUTS = ("fsdp", "tp")
-TARGETS = {"step": 1.02, "save": 2.0, "call": 1 / 5, "lost": 1 / 3, "load": 1.0, "memory": 1.0}
+TARGETS = {"step": 1.02, "save": 2.0, "call": 1 / 5, "lost": 1 / 3, "load": 1.0, "memory": 1.3, "in place": 0.3}
 
 
 class Block(torch.nn.Module):
@@ -97,9 +100,17 @@ class Loop:
         self.manager = trainfold.CheckpointManager(folder, collectives=trainfold.TorchCollectives(), **options)
         return self
 
-    def train(self):
-        """Do one step."""
-        self.model(self.x).square().mean().backward()
+    def train(self, *, clips=False):
+        """Do one step; one that clips knows the mean loss, and its norm."""
+        loss = self.model(self.x).square().mean()
+        loss.backward()
+        if clips and self.manager is not None:
+            self.live.check(loss.detach(), clip_norm=CLIP)
+        elif clips:
+            mean = loss.detach() / dist.get_world_size()
+            dist.all_reduce(mean)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP).full_tensor()
+            assert torch.isfinite(mean + norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.manager is not None:
@@ -166,22 +177,43 @@ def slowest(value):
     return found.item()
 
 
+def settle():
+    """Wait until nothing is left to write."""
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+
+
 def fresh(path):
     """Return the path of a folder, which is removed if it is there; rank 0 waits until nothing is left to write."""
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
-        os.sync()
-    dist.barrier()
+    settle()
     return str(path)
 
 
+def sync_directory(path):
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def measure_step(size, rounds, folder):
-    """Return seconds of a step of the plain loop and of an attached one, by block, in turns."""
+    """Return seconds of a step of the plain loop and of an attached one, with and without clipping, by block, in turns."""
     plain, attached = Loop(size), Loop(size).attach(str(folder / "step"), mode="async")
-    found = {"plain": [], "attached": []}
+    ways = {
+        "plain": (plain, False),
+        "attached": (attached, False),
+        "clipped": (plain, True),
+        "checked": (attached, True),
+    }
+    found = {name: [] for name in ways}
     for turn in range(2 * rounds + 1):
-        for name, loop in [("plain", plain), ("attached", attached)][:: 1 if turn % 2 else -1]:
-            secs = together(lambda loop=loop: [loop.train() for _ in range(BLOCK)]) / BLOCK
+        for name, (loop, clips) in list(ways.items())[:: 1 if turn % 2 else -1]:
+            secs = together(lambda loop=loop, clips=clips: [loop.train(clips=clips) for _ in range(BLOCK)]) / BLOCK
             if turn:
                 found[name].append(secs)
     attached.manager.close()
@@ -190,20 +222,29 @@ def measure_step(size, rounds, folder):
 
 def measure_saves(size, rounds, folder):
     """Return seconds of saves in the loop, by contestant; the last of each stays there for the loads."""
-    loop = Loop(size)
-    rival, found = Dcp(loop), {"trainfold": [], "dcp": []}
+    count = dist.get_world_size()
+    loop = Loop(size).attach(fresh(folder / f"fsdp-{count}-trainfold"))
+    rival, found = Dcp(loop), {"trainfold": [], "dcp": [], "dcp, synced": []}
+
+    def durable(place):
+        rival.save(place)
+        if dist.get_rank() == 0:  # DCP's last collective is over: every file has its name
+            for each in (place, folder):
+                sync_directory(each)
+
     for turn in range(rounds + 1):
+        loop.train()  # so that each save of the run has a step of its own
         for name in list(found)[:: 1 if turn % 2 else -1]:
-            place = fresh(folder / f"fsdp-{dist.get_world_size()}-{name}")
-            if name == "dcp":
-                secs = together(lambda place=place: rival.save(place))
-            else:
-                mine = loop.attach(place)
+            if name == "trainfold":
+                settle()
                 secs = together(lambda: loop.manager.save(loop.live))
-                mine.manager.close()
-                loop.manager = None
+            else:
+                place = fresh(folder / f"fsdp-{count}-{name}")
+                save = rival.save if name == "dcp" else durable
+                secs = together(lambda place=place, save=save: save(place))
             if turn:
                 found[name].append(secs)
+    loop.manager.close()
     return found, loop.part_bytes()
 
 
@@ -255,10 +296,10 @@ def save_once(size, layout, folder):
     mine.manager.close()
 
 
-def load_mine(loop, place):
+def load_mine(loop, place, *, in_place=False):
     """Return the seconds of a restore by a new manager."""
     mine = loop.attach(place)
-    secs = together(lambda: mine.manager.restore(mine.live))
+    secs = together(lambda: mine.manager.restore(mine.live, in_place=in_place))
     mine.manager.close()
     loop.manager = None
     return secs
@@ -269,6 +310,7 @@ def measure_loads(size, rounds, folder, other):
     here = dist.get_world_size()
     cases = {
         "the same mesh": (f"fsdp-{here}", "fsdp"),
+        "the same mesh, in place": (f"fsdp-{here}", "fsdp"),
         f"from {other} ranks": (f"fsdp-{other}", "fsdp"),
         "tp onto fsdp": (f"tp-{here}", "fsdp"),
         "fsdp onto tp": (f"fsdp-{here}", "tp"),
@@ -283,7 +325,7 @@ def measure_loads(size, rounds, folder, other):
                 if name == "dcp":
                     secs = together(lambda place=place, layout=layout: rivals[layout].load(place))
                 else:
-                    secs = load_mine(loops[layout], place)
+                    secs = load_mine(loops[layout], place, in_place="in place" in case)
                 if turn:
                     found[case][name].append(secs)
     return found
@@ -292,10 +334,10 @@ def measure_loads(size, rounds, folder, other):
 def measure_memory(size, name, folder):
     """Return the peak of this rank's first load above what it had, over the bytes of its part; the largest of the ranks."""
     loop = Loop(size)
-    place = str(folder / f"fsdp-{dist.get_world_size()}-{name}")
+    place = str(folder / f"fsdp-{dist.get_world_size()}-{'dcp' if name == 'dcp' else 'trainfold'}")
     part, rest = loop.part_bytes(), settled_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    load_mine(loop, place) if name == "trainfold" else Dcp(loop).load(place)
+    Dcp(loop).load(place) if name == "dcp" else load_mine(loop, place, in_place=name == "in place")
     return {"peak_over_part": slowest((status_bytes("VmHWM") - rest) / part), "part_bytes": part}
 
 
@@ -339,13 +381,30 @@ def start(rank, count, notes, measure, args):
         os._exit(code)
 
 
+def measure_save_rows(count, size, rounds, folder):
+    """Return the rows of saves of a number of ranks."""
+    saves, part = on_ranks(count, measure_saves, size, rounds, folder)
+    return {"ranks": count, "part_bytes": part, "save": saves}
+
+
+def judge_saves(world):
+    """Return the targets and the lines of the table of saves."""
+    middle, ranks, found = statistics.median, world["ranks"], world["save"]
+    targets, table = [], [f"{ranks} ranks, {world['part_bytes'] / 1e6:.1f} MB a rank"]
+    for name in ("dcp", "dcp, synced"):
+        ratio = middle(b / a for a, b in zip(found["trainfold"], found[name], strict=True))
+        targets.append(Target(f"{ranks} ranks: a save, {name} / trainfold", ratio, ">=", TARGETS["save"]))
+    table += [f"  {name:26}{1e3 * middle(secs):9.1f} ms (least {1e3 * min(secs):.1f})" for name, secs in found.items()]
+    return targets, table
+
+
 def measure_world(count, other, size, rounds, folder):
     """Return all rows of a number of ranks; the checkpoints of both numbers are there."""
     step = on_ranks(count, measure_step, size, rounds, folder)
     saves, part = on_ranks(count, measure_saves, size, rounds, folder)
     background = on_ranks(count, measure_async, size, rounds, folder)
     loads = on_ranks(count, measure_loads, size, rounds, folder, other)
-    memory = {name: on_ranks(count, measure_memory, size, name, folder) for name in saves}
+    memory = {name: on_ranks(count, measure_memory, size, name, folder) for name in ("trainfold", "dcp", "in place")}
     return {"ranks": count, "part_bytes": part, "step": step, "save": saves, "async": background, "load": loads,
             "memory": {name: each["peak_over_part"] for name, each in memory.items()}}  # fmt: skip
 
@@ -353,14 +412,19 @@ def measure_world(count, other, size, rounds, folder):
 def judge(world):
     """Return the figures of a number of ranks, the targets and the lines of the table."""
     middle, ranks = statistics.median, world["ranks"]
-    step = middle(a / b for a, b in zip(world["step"]["attached"], world["step"]["plain"], strict=True))
-    rows = [("a step", 1e3 * middle(world["step"]["attached"]), 1e3 * middle(world["step"]["plain"]))]
+    rows, steps = [], world["step"]
+
+    def step(name, mine, plain):
+        rows.append((name, 1e3 * middle(steps[mine]), 1e3 * middle(steps[plain])))
+        return middle(a / b for a, b in zip(steps[mine], steps[plain], strict=True))
+
+    attached, checked = step("a step", "attached", "plain"), step("a step that clips", "checked", "clipped")
 
     def row(name, found):
         rows.append((name, 1e3 * middle(found["trainfold"]), 1e3 * middle(found["dcp"])))
         return middle(a / b for a, b in zip(found["trainfold"], found["dcp"], strict=True))
 
-    save = row("a save", world["save"])
+    save_targets, save_lines = judge_saves(world)
     calls, lost = ({name: each[kind] for name, each in world["async"].items()} for kind in ("calls", "lost"))
     call = row("async: the call", calls)
     row("async: lost a save", lost)
@@ -368,18 +432,21 @@ def judge(world):
     lost = mine / other if min(mine, other) > 0 else 1.0  # a loss below 0 is noise, and meets nothing
     loads = {case: row(f"load: {case}", found) for case, found in world["load"].items()}
     targets = [
-        Target(f"{ranks} ranks: a step, attached / plain", step, "<=", TARGETS["step"]),
-        Target(f"{ranks} ranks: a save, DCP / trainfold", 1 / save, ">=", TARGETS["save"]),
+        Target(f"{ranks} ranks: a step, attached / plain", attached, "<=", TARGETS["step"]),
+        Target(f"{ranks} ranks: a step, live.check / clipped by hand", checked, "<=", TARGETS["step"]),
+        *save_targets,
         Target(f"{ranks} ranks: an async call, trainfold / DCP", call, "<=", TARGETS["call"]),
         Target(f"{ranks} ranks: lost an async save, trainfold / DCP", lost, "<=", TARGETS["lost"]),
         *(Target(f"{ranks} ranks: load, {case}, DCP / trainfold", 1 / ratio, ">=", TARGETS["load"]) for case, ratio in loads.items()),
         Target(f"{ranks} ranks: peak of a load / a rank's part", world["memory"]["trainfold"], "<=", TARGETS["memory"]),
+        Target(f"{ranks} ranks: peak of a load in place / a rank's part", world["memory"]["in place"], "<=", TARGETS["in place"]),
     ]  # fmt: skip
     table = [
-        f"{ranks} ranks, {world['part_bytes'] / 1e6:.1f} MB a rank",
+        *save_lines,
         f"  {'':26}{'trainfold':>12}{'DCP (step: plain)':>20}",
         *(f"  {name:26}{mine:9.1f} ms{other:17.1f} ms" for name, mine, other in rows),
         f"  {'peak of a load, x its part':26}{world['memory']['trainfold']:12.2f}{world['memory']['dcp']:20.2f}",
+        f"  {'in place':26}{world['memory']['in place']:12.2f}",
     ]
     return targets, table
 
@@ -390,6 +457,7 @@ def main():
     parser.add_argument("--size", choices=SIZES, default="100MB")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["saves"], help="leave out steps, async saves, loads and memory")
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="a place on the filesystem to measure")
     options = parser.parse_args()
     size, rounds, counts = ("1MB", 1, [2]) if options.quick else (options.size, options.rounds, options.ranks)
@@ -397,14 +465,18 @@ def main():
     others = {count: counts[1 - index] if len(counts) == 2 else count + 1 for index, count in enumerate(counts)}
     with tempfile.TemporaryDirectory(dir=options.directory, prefix=".bench-") as directory:
         folder = Path(directory)
-        for count in sorted({*others.values()}):
+        for count in sorted({*others.values()}) if options.only is None else ():
             on_ranks(count, save_once, size, "fsdp", folder)
-        for count in counts:
+        for count in counts if options.only is None else ():
             on_ranks(count, save_once, size, "tp", folder)
         worlds, judged = [], []
         for count in counts:
-            worlds.append(measure_world(count, others[count], size, rounds, folder))
-            judged.append(judge(worlds[-1]))
+            if options.only == "saves":
+                worlds.append(measure_save_rows(count, size, rounds, folder))
+                judged.append(judge_saves(worlds[-1]))
+            else:
+                worlds.append(measure_world(count, others[count], size, rounds, folder))
+                judged.append(judge(worlds[-1]))
             print(*judged[-1][1], sep="\n", file=sys.stderr, flush=True)
     table = [f"{size} of state, medians of {rounds} rounds, load {around['load']} at the start"]
     targets = [target for each, _ in judged for target in each]

@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -33,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -283,9 +285,24 @@ def judge_all(name, wanted, kills):
     return found
 
 
+def judged_afresh(name, cases):
+    """Judge the cases of a tool in a new Python, which imports no other tool."""
+    command = [sys.executable, __file__, "--one", name, "--cases", *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def judged_in_a_fork(name, cases, kills):
+    """Judge them in a fork of this process, which starts at once; what it prints goes to standard error."""
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=fork, initializer=os.dup2, initargs=(2, 1)) as pool:
+        return pool.submit(judge_all, name, cases, kills).result()
+
+
 def main():
     """Run it."""
-    parser = make_parser(__doc__, quick="three kills in a save")
+    parser = make_parser(__doc__, quick="three kills in a save, and no new Python for each tool")
     parser.add_argument("--only", nargs="*", choices=sorted(TOOLS), default=list(TOOLS), metavar="TOOL")
     parser.add_argument("--cases", nargs="*", default=[*CASES, *DAMAGED, EVALUATION], metavar="CASE")
     parser.add_argument("--one", choices=sorted(TOOLS), help=argparse.SUPPRESS)
@@ -299,10 +316,9 @@ def main():
         if importlib.util.find_spec(TOOLS[name][1]) is None:
             missing.append(name)
             continue
-        command = [sys.executable, __file__, "--one", name, "--cases", *options.cases, *(["--quick"] * options.quick)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        rows[name] = (
+            judged_in_a_fork(name, options.cases, kills) if options.quick else judged_afresh(name, options.cases)
+        )
         print(f"{name}: {len(rows[name])} cases", file=sys.stderr, flush=True)
     width = max(map(len, options.cases))
     table = [

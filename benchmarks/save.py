@@ -155,7 +155,7 @@ class Files:
             self.written[file.name] = write_file(
                 file, self.leaves[file.component], store=store, directory=self.plan.directory
             )
-        digests = {name: dict(written.tensor_digests) for name, written in self.written.items()}
+        digests = {name: [part.digest for part in written.parts] for name, written in self.written.items()}
         store.commit(f"{self.plan.directory}/manifest.json", json.dumps(digests).encode())
 
     def requests(self, outs: Mapping[str, torch.Tensor] | None) -> list[ReadRequest]:
@@ -163,10 +163,10 @@ class Files:
         return [
             ReadRequest(
                 f"{self.plan.directory}/{file.name}", t.start, t.stop, t.dtype, t.stored, t.shape,
-                self.written[file.name].tensor_digests[t.path], t.path, None if outs is None else outs[t.path],
+                part.digest, t.path, None if outs is None else outs[t.path],
             )
             for file in self.plan.files
-            for t in file.tensors
+            for t, part in zip(file.tensors, self.written[file.name].parts, strict=True)
         ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Every error of trainfold. Each says where it happened, what was expected, what was found, and how to fix it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 from trainfold.core.printable import printable
@@ -23,7 +23,7 @@ class _Refused(Protocol):
     @property
     def fix(self) -> str: ...
 
-    def about_optional(self, optional: Collection[str]) -> tuple[str, ...]: ...
+    def about_optional(self, optional: Collection[str]) -> Mapping[str, str]: ...
 
 
 class TrainfoldError(Exception):
@@ -255,7 +255,7 @@ class CaptureRefused(_Listing):
 
     def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
         found, fix = (
-            f"{len(reasons)} reasons why every save would fail",
+            f"{_reasons(len(reasons))} why every save would fail",
             (
                 "change what they name now, and not after the steps up to the first save; what need not be saved is left out "
                 "with CheckpointManager(components=[...]), where manager.restore(live) comes before the loop"
@@ -382,7 +382,35 @@ class RunNotRestored(SaveFailed, exit_code=37):
 
 
 class RankFailed(TrainfoldError, has_lines=True):
-    """A rank failed, so every rank raises this error, which names the failed rank and repeats the lines of its error."""
+    """A rank failed, so every rank raises this error, which names the failed rank and repeats the lines of its error.
+
+    Attributes:
+        has_reported: whether that rank has come to the call and reported its error. Otherwise it has ended or hangs, and may still be writing.
+    """
+
+    has_reported: bool = False
+
+    def _placed(self) -> dict[str, int]:
+        return super()._placed() | ({"has_reported": True} if self.has_reported else {})
+
+
+def rank_failed(rank: int, where: str | None = None, *, expected: str, found: object, fix: str) -> RankFailed:
+    """The error of the other ranks if one has failed and reported it.
+
+    Args:
+        rank: the one that failed.
+        where: what it concerns; None for the rank itself.
+        expected: what it should have done.
+        found: its error.
+        fix: the next move.
+
+    Examples:
+        >>> rank_failed(1, expected="success", found="no space", fix="make room").rank
+        1
+    """
+    error = RankFailed(where or f"rank {rank}", expected=expected, found=found, fix=fix)
+    error.rank, error.has_reported = rank, True
+    return error
 
 
 class SaveFailedElsewhere(SaveFailed, RankFailed, exit_code=36, has_lines=True):

@@ -44,6 +44,9 @@ def shown(value: object) -> str:
         return f"a very large {type(value).__name__}"
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
 def canonical_json(value: Json) -> bytes:
     """The bytes of a JSON value: no spaces, ASCII, keys in their order.
 
@@ -51,7 +54,7 @@ def canonical_json(value: Json) -> bytes:
         >>> canonical_json({"a": [1, 0.5, None]})
         b'{"a":[1,0.5,null]}'
     """
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def encode_scalar(leaf: Any, path: str) -> Json:

@@ -1,4 +1,6 @@
-"""Text from files, made safe for a terminal: characters that move the cursor, hide or reverse a line are escaped."""
+"""Text for people: what comes from files is made safe for a terminal, and a name gets its article."""
+
+_SPELLED = frozenset("AEFHILMNORSX")  # capitals whose names start with a vowel: "an SGD"
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -28,3 +30,19 @@ def quoted(text: str) -> str:
         ['    step 9', '            done\\x1b[2J']
     """
     return "\n".join(f"    {printable(line.rstrip().expandtabs())}" for line in text.split("\n"))
+
+
+def with_article(name: str) -> str:
+    """A name with "a" or "an" before it.
+
+    Args:
+        name: such as the name of a class; one that starts with two capitals is read letter by letter.
+
+    Examples:
+        >>> [with_article(name) for name in ("Adam", "SGD", "GRU", "UserDict", "_Other", "int", "MT19937")]
+        ['an Adam', 'an SGD', 'a GRU', 'a UserDict', 'an _Other', 'an int', 'an MT19937']
+    """
+    read = name.lstrip("_")
+    is_spelled = read[:2].isupper()
+    starts = read[:1] in _SPELLED if is_spelled else read[:1].lower() in tuple("aeiou")
+    return f"an {name}" if starts and not read.lower().startswith(("uni", "use", "uti")) else f"a {name}"

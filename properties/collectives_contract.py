@@ -157,6 +157,13 @@ def _copied(collectives: Collectives) -> object:
     return collectives.gather(shared)
 
 
+def _broadcast(collectives: Collectives) -> object:
+    """Each rank is the source once, of a value that is the longer the higher its rank."""
+    mine = {"rank": collectives.rank, "long": "x" * (700 * collectives.rank)}
+    given = [collectives.broadcast(mine, source=source) for source in range(collectives.world_size)]
+    return [(each["rank"], len(str(each["long"]))) for each in given]
+
+
 def _bad_source(collectives: Collectives) -> object:
     return [
         _heard(lambda source=source: collectives.broadcast(1, source=source))[0]  # type: ignore[misc]
@@ -238,6 +245,10 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
     "values are gathered in rank order, large ones too": (
         _gathered,
         _same(lambda n: [(rank, (1, "é", None, True, 0.1), 700 * rank) for rank in range(n)]),
+    ),
+    "a broadcast value is that of its source, a large one too": (
+        _broadcast,
+        _same(lambda n: [(rank, 700 * rank) for rank in range(n)]),
     ),
     "numbers that are started are gathered later, and no rank waits at their start": (
         _started,

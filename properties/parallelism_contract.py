@@ -24,15 +24,16 @@ _SHAPE: Final = (2, 4)  # of the model's weight
 _MICROBATCHES: Final = 3
 _WINDOW: Final = 1 + 2 + 3  # the factors of its microbatches
 _BIG: Final = 2**53 + 1  # not a float64
+_INEXACT: Final = (0.1, 1e16, -1e16, 1.0, 1e-9)  # terms whose sum depends on their order
 
 
-def check_parallelism(run: Run, *, world_sizes: Sequence[int] = (1, 2)) -> None:
+def check_parallelism(run: Run, *, world_sizes: Sequence[int] = (1, 2, 3)) -> None:
     """Check that a parallelism keeps the promises of `Parallelism`.
 
     Args:
         run: ``run(world_size, play)`` starts so many ranks, calls ``play(wrap)`` on each, and returns what they returned, in rank order.
             ``wrap(model)`` is yours: it returns the model as it is trained, wrapped or sharded, and its parallelism. The result is plain data.
-        world_sizes: the sizes of the worlds to start, one of each.
+        world_sizes: the sizes of the worlds to start, one of each. Two numbers have one sum, so an order of summation shows only from three ranks on.
 
     Raises:
         ContractBroken: naming every broken rule, the world and the rank.
@@ -74,6 +75,8 @@ def play_by_the_rules(wrap: Wrap) -> dict[str, Any]:
     mine = torch.tensor([1 + here.data.rank, _BIG])
     (total,) = ranks.all_sum([mine])
     found["sum"] = total.tolist(), mine.tolist(), ranks.all_sum([])
+    (inexact,) = ranks.all_sum([torch.tensor(_INEXACT, dtype=torch.float64).roll(here.data.rank)])
+    found["bits"] = [each.hex() for each in inexact.tolist()]
     found["window"] = _window(model, ranks)
     _clear(model)
     with ranks.gradient_sync(enabled=False):
@@ -161,6 +164,8 @@ def _judged(evidence: Sequence[dict[str, Any]], world_size: int) -> list[str]:
             found.append("only the boundary synchronises: the first backward of a window did")
         if all(each["put back"][0] == [total] for each in evidence):
             found.append("the setting before comes back after an error: a backward synchronised")
+    if len({tuple(each["bits"]) for each in evidence}) > 1:
+        found.append(f"sums have the same bits on every rank: found {[each['bits'][0] for each in evidence]}")
     norms = [each["norm"] for each in evidence]
     whole = math.sqrt(_SHAPE[0] * _SHAPE[1]) * 2 * total
     if len(set(norms)) > 1 or not math.isclose(norms[0], whole, rel_tol=1e-5):

@@ -19,6 +19,7 @@ from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.printable import with_article
 from trainfold.core.state.state import TrainState
 from trainfold.properties.differences import LawBroken, check_same, clone
 
@@ -136,7 +137,7 @@ def _deaths(batches: object, at: Iterable[int] | None) -> list[int]:
         raise InvalidArgument(
             "resumes_exactly.batches",
             expected="a list, which each run reads from the start",
-            found=f"a {type(batches).__name__}",
+            found=f"{with_article(type(batches).__name__)}",
             fix="pass list(batches)",
         )
     found = [*range(len(batches) + 1)] if at is None else [*at]

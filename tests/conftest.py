@@ -13,6 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # for `kit`: what several test files share
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make the forks of a process of `pytest -n` cheap: it runs thousands of tests."""
+    if hasattr(session.config, "workerinput"):
+        from kit.huge_pages import use_huge_pages
+
+        use_huge_pages()
+
+
 @pytest.fixture
 def root() -> Path:
     """The top of the repository."""

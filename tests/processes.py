@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from kit.huge_pages import use_huge_pages
 
 TIMEOUT_SECS = 120.0
 
@@ -119,6 +120,9 @@ class Processes:
     def close(self) -> None:
         """End the server."""
         if self._server is not None and self._server.stdin and self._server.stdout:
+            self._server.stdin.write(
+                "\n"
+            )  # the end of the pipe is not enough: a fork of this process may hold it open, such as a loader's worker
             self._server.stdin.close()
             self._server.wait(timeout=30)
             self._server.stdout.close()
@@ -160,7 +164,10 @@ def serve() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    use_huge_pages()
     for line in sys.stdin:
+        if line == "\n":
+            break
         request = json.loads(line)
         for name in request["warm"]:
             importlib.import_module(name)
@@ -228,13 +235,12 @@ def work(request: dict[str, Any], rank: int, folder: Path) -> Any:
 
     from trainfold.backends.ranks.torch_distributed import TorchCollectives
 
+    store = store_of(request, rank, folder)
     dist.init_process_group(
-        "gloo",
-        store=store_of(request, rank, folder),
-        rank=rank,
-        world_size=request["world_size"],
-        timeout=timedelta(seconds=60),
+        "gloo", store=store, rank=rank, world_size=request["world_size"], timeout=timedelta(seconds=60)
     )
+    store.set(f"connected-{rank}", "")  # a rank that ends at once would be missed by those that still connect to it
+    store.wait([f"connected-{each}" for each in range(request["world_size"])], timedelta(seconds=60))
     function: Any = module_of(request)
     for part in request["function"].split("."):
         function = getattr(function, part)

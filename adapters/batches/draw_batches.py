@@ -16,6 +16,7 @@ from trainfold.adapters.batches.worker_trace import WorkerTrace, skipping
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.adapters.streams.stream_reader import StreamReader, Streams, set_streams
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.printable import with_article
 
 
 @final
@@ -80,7 +81,7 @@ class Drawer:
         with replaced(loader, now):
             iterator: Iterator[Any] = iter(loader)
         if trace is not None and type(iterator).__module__.split(".")[0] not in ("torch", "torchdata"):
-            raise unpaired(loader, f"a {type(iterator).__qualname__}")
+            raise unpaired(loader, f"{with_article(type(iterator).__qualname__)}")
         self.watch.reader = StreamReader() if loader.num_workers == 0 else None
         return iterator
 
@@ -135,7 +136,7 @@ def unpaired(loader: Any, found: str) -> InvalidArgument:
     return InvalidArgument(
         "attach.loader",
         expected="a loader with workers that yields their batches unchanged",
-        found=f"a {type(loader).__qualname__}, whose __iter__ returns {found}",
+        found=f"{with_article(type(loader).__qualname__)}, whose __iter__ returns {found}",
         fix="attach a plain DataLoader and change its batches in the loop over live.batches(), or num_workers=0",
     )
 

@@ -6,15 +6,16 @@ Also what every feed needs: the batches in flight, the generators of a loader, a
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 import torch
 
-from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
+from trainfold.adapters.batches.global_sampler import GlobalBatchSampler, SharedOrder
 from trainfold.adapters.components.component import ComponentAdapter, Stateful, Undo
 from trainfold.adapters.streams.stream_states import check_torch_state
-from trainfold.core.errors import DataPositionMismatch, InvalidState, TrainfoldError
+from trainfold.backends.ranks.launcher import log_for_all
+from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState, TrainfoldError
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import Opaque
 
@@ -52,10 +53,23 @@ class Feed(Position, Protocol):
     Attributes:
         counts_over_ranks: whether `advance` returns the samples of all ranks, and not of this one alone.
         share: which share of the data it reads; None if only the caller knows.
+        take: takes each batch as it is drawn; the ranks may take theirs together, and end their epochs together.
     """
 
     counts_over_ranks: bool
     share: int | None
+    take: "Take"
+
+    @property
+    def sure_size(self) -> tuple[int, int] | None:
+        """The batches and the samples of each epoch; None if they are not certain."""
+
+    @property
+    def shared_order(self) -> SharedOrder | None:
+        """The order of samples that its sampler shares with those of other ranks; None without one."""
+
+    def count_shares(self, shares: int) -> None:
+        """Count the samples of as many shares of the data, which are equally long, unless a sampler has them counted already."""
 
     def batches(self, *, epochs: int | None, done: Callable[[], bool]) -> Iterator[Any]:
         """Yield batches from the position on, epoch after epoch, until ``epochs`` are over or ``done()`` is true.
@@ -109,6 +123,7 @@ class AtPosition:
 
     def __init__(self, position: Position) -> None:
         self._position = position
+        self.take: Take = take_alone
 
     @property
     def policy(self) -> Mapping[str, DriftAction]:
@@ -142,11 +157,39 @@ class Delivery:
         samples: its number of samples; None if only the caller knows.
         last: whether it was the last of its epoch.
         drawn: how it was drawn.
+        left: the batches of this epoch that came after it, if the ranks end the epoch with it and leave them out.
+        everywhere: the samples of the batches that all shares of the data took with it; None if only this one is known.
     """
 
     samples: int | None
     last: bool
     drawn: Any = None
+    left: tuple["Delivery", ...] = ()
+    everywhere: int | None = None
+
+    def over_shares(self, shares: int) -> int:
+        """The samples over all shares of the data, of which each has as many unless more is known."""
+        return (self.samples or 0) * shares if self.everywhere is None else self.everywhere
+
+
+@attrs.frozen
+class Ended:
+    """The end of an epoch, found where a batch was asked for.
+
+    Attributes:
+        left: the batches that this rank still had, if the ranks end the epoch together and leave them out.
+    """
+
+    left: tuple[Delivery, ...] = ()
+
+
+Draw: TypeAlias = Callable[[], tuple[Delivery | Ended, Any]]
+Take: TypeAlias = Callable[[Draw], tuple[Delivery | Ended, Any]]
+
+
+def take_alone(draw: Draw) -> tuple[Delivery | Ended, Any]:
+    """Take a batch without asking another rank."""
+    return draw()
 
 
 class Deliveries:
@@ -267,7 +310,7 @@ def position_problems(
 def warn_if_old(value: dict[str, Any], *, inside: bool) -> None:
     """Warn about a position without a record of how its batches were drawn. Where workers need it, a refusal has come first."""
     if inside and value.get("version") == 1:
-        _LOG.warning(
+        log_for_all(
             "the position comes from an older trainfold, which did not record the number of loader workers, whether their "
             "random streams had moved, and the last batch. If the run had num_workers > 0 and drew random numbers in its workers, the "
             "rest of this epoch has other samples than it would have had, and a change of the data goes unnoticed. To avoid both, resume "
@@ -292,7 +335,7 @@ def set_epochs(loader: Any, epoch: int) -> None:
             # our own is documented to have another order in each epoch
             of_torch = not isinstance(owner, GlobalBatchSampler)
             if of_torch and epoch and getattr(owner, "epoch", None) == 0 and getattr(owner, "shuffle", True):
-                _LOG.warning(
+                log_for_all(
                     "set_epoch(%d) is called on the %s, here and at the start of each epoch, so each epoch has a different order, as "
                     "torch's documentation recommends. A plain loop that never calls it repeats the order of epoch 0. To keep that order, "
                     "give the loader a sampler without set_epoch. To silence this warning, call set_epoch(epoch) in the body of live.epochs()",
@@ -318,6 +361,11 @@ def stale() -> InvalidState:
         found="one that another iteration or a restore has replaced",
         fix="leave this loop and call live.batches() again",
     )
+
+
+def no_batch(fix: str) -> InvalidArgument:
+    """The error for an epoch without a batch."""
+    return InvalidArgument("attach.loader", expected="at least one batch an epoch", found="none", fix=fix)
 
 
 def mismatch(where: str, expected: object, found: object, fix: str) -> DataPositionMismatch:

@@ -1,11 +1,12 @@
-"""`GlobalBatchSampler`: a batch sampler for torch's loaders whose position is counted over all ranks."""
+"""`GlobalBatchSampler`: a batch sampler for torch's loaders whose position is counted over all ranks; `SharedOrder`: what it and torch's have in common."""
 
 import os
 from collections.abc import Iterator, Sized
-from typing import final
+from typing import Any, final
 
+import attrs
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from trainfold.backends.ranks.launcher import ranks_around
 from trainfold.core.checks import count
@@ -109,6 +110,45 @@ class GlobalBatchSampler(Sampler[list[int]]):
         while positions := batches.positions(start):
             share, start = batches.share(positions, self.rank), positions.stop
             yield list(share) if order is None else order[share].tolist()
+
+
+@final
+@attrs.frozen
+class SharedOrder:
+    """The order of samples of which each rank reads a share; all ranks have the same, or they read samples twice and never.
+
+    Attributes:
+        order: what the order is a function of, as text.
+        share: the share of this rank.
+        shares: how many there are.
+    """
+
+    order: str
+    share: int
+    shares: int
+
+
+def shared_order(loader: Any) -> SharedOrder | None:
+    """The order that a loader shares with those of other ranks; None if its sampler has no shares.
+
+    Examples:
+        >>> shared_order(torch.utils.data.DataLoader(range(7), batch_sampler=GlobalBatchSampler(range(7), 4, rank=1, replicas=2)))
+        SharedOrder(order='7 samples, batch_size=4, drop_last=False, seed=0', share=1, shares=2)
+    """
+    outer, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    if isinstance(outer, GlobalBatchSampler):
+        samples = f"{outer.batches.length} samples, batch_size={outer.batch_size}"
+        return SharedOrder(_order(samples, outer), outer.rank, outer.replicas)
+    is_torchs = type(sampler).__module__.split(".")[0] in ("torch", "torchdata")
+    if isinstance(sampler, DistributedSampler) and is_torchs:
+        data: Any = sampler.dataset
+        return SharedOrder(_order(f"{len(data)} samples", sampler), sampler.rank, sampler.num_replicas)
+    return None
+
+
+def _order(samples: str, sampler: "GlobalBatchSampler | DistributedSampler[Any]") -> str:
+    seed = f"seed={sampler.seed}" if sampler.shuffle else "shuffle=False"
+    return f"{samples}, drop_last={sampler.drop_last}, {seed}"
 
 
 def _coordinates(rank: int | None, replicas: int | None) -> tuple[int, int]:

@@ -4,7 +4,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, final
 
-from trainfold.adapters.batches.feed import mismatch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainfold.adapters.batches.feed import length_of, mismatch
 from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.streams.stream_reader import StreamReader
 from trainfold.core.errors import TrainfoldError
@@ -95,3 +97,17 @@ def is_foreign(loader: Any) -> bool:
         return False
     parts = (outer, getattr(outer, "sampler", outer))
     return any(type(part).__module__.split(".")[0] not in ("torch", "torchdata") for part in parts)
+
+
+def sure_size(loader: Any) -> tuple[int, int] | None:
+    """The batches and the samples of each epoch, if the loader and its samplers are torch's, torchdata's or ours; others may end anywhere.
+
+    Examples:
+        >>> sure_size(DataLoader([1, 2, 3], batch_size=2)), sure_size(DataLoader([1, 2], sampler=[0])), sure_size([1])
+        ((2, 3), None, None)
+    """
+    is_known = isinstance(loader, DataLoader) and type(loader).__module__.split(".")[0] in ("torch", "torchdata")
+    if not is_known or isinstance(loader.dataset, IterableDataset) or is_foreign(loader):
+        return None
+    batches, samples = length_of(loader), length_of(loader.sampler)
+    return None if batches is None else (batches, samples or 0)

@@ -14,6 +14,7 @@ from trainfold.adapters.batches.worker_trace import Empty
 from trainfold.adapters.components.component import nothing
 from trainfold.adapters.streams.rng_streams import capture_streams, restore_streams, stream_problems
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
+from trainfold.core.printable import with_article
 from trainfold.core.state.state import Opaque
 
 
@@ -126,7 +127,7 @@ def unfollowed(loader: Any, found: str) -> InvalidArgument:
     return InvalidArgument(
         "attach.loader",
         expected="a DataLoader whose iterator starts its sampler, and yields one batch for each that the sampler gives",
-        found=f"{found}, from a {type(loader).__qualname__}"
+        found=f"{found}, from {with_article(type(loader).__qualname__)}"
         + (f" with {workers} that may run already" if workers else ""),
         fix="make a new loader and iterate over live.batches() only: persistent_workers keep the order that they "
         "were started with"

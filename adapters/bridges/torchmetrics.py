@@ -10,6 +10,7 @@ import torch
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.evaluate.tensor_packing import pack, unpack
 from trainfold.core.json_values import shown
+from trainfold.core.printable import with_article
 
 _REDUCTIONS = {f"dim_zero_{name}": name for name in ("sum", "min", "max", "cat")}
 _MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -193,7 +194,7 @@ def _reduction(name: str, how: Any, default: Any) -> str:
     raise InvalidArgument(
         f"TorchMetric: the state {name!r}",
         expected="a dist_reduce_fx of 'sum', 'min' or 'max' for a tensor, 'cat' or None for a list",
-        found=f"{called} for a {type(default).__name__}",
+        found=f"{called} for {with_article(type(default).__name__)}",
         fix="keep a sum and a count instead, and divide in compute(); or use a metric of trainfold.metrics",
     )
 
@@ -209,7 +210,7 @@ def _checked(metric: Any) -> Any:
     ]
     if inner or not metric.metric_state:
         raise InvalidArgument("TorchMetric.make", expected="a metric that keeps its own states",
-                              found=f"a {type(metric).__name__} around {inner or 'no state at all'}",
+                              found=f"{with_article(type(metric).__name__)} around {inner or 'no state at all'}",
                               fix="wrap the metrics in it by themselves")  # fmt: skip
     _reductions(metric)
     return metric

@@ -34,6 +34,15 @@ def _whole(_type: object, tokens: Sequence[Token]) -> int:
         raise ValueError(f'"{typed}" is not a whole number') from None
 
 
+def _numbers(_type: object, tokens: Sequence[Token]) -> tuple[int, ...]:
+    """Ints as typed, with commas between them."""
+    typed = tokens[0].value
+    try:
+        return tuple(int(each) for each in typed.split(","))
+    except ValueError:
+        raise ValueError(f'"{typed}" is not a whole number, or several such as 3,2') from None
+
+
 def _seconds(_type: object, tokens: Sequence[Token]) -> float:
     """A duration as typed."""
     return seconds_of(tokens[0].value)
@@ -76,7 +85,7 @@ app = App(
 
 
 @app.command(group=_START)
-def demo(
+def demo(  # noqa: PLR0913 - one for each option
     *,
     steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps of each of the two runs.")] = 80,
     seed: Annotated[
@@ -84,6 +93,12 @@ def demo(
     ] = 0,
     run: Annotated[Path, Parameter(help="Directory for everything that the demo writes.")] = Path("runs/demo"),
     donate: Annotated[bool, Parameter(help="Let each step write into the storage of the state before it.")] = True,
+    nproc: Annotated[
+        int,
+        Parameter(
+            converter=_whole, help="Train each run on so many processes, by torchrun: 1, 2, 4 or 8. A kill hits all."
+        ),
+    ] = 1,
     json: Json = False,
 ) -> int:
     """Train a small GPT twice, kill the second run with SIGKILL at random times, and compare the bits.
@@ -95,7 +110,7 @@ def demo(
     from trainfold.adapters.cli.demo.settings import make_settings
 
     def answer() -> Answer:
-        settings = make_settings(steps=steps, seed=seed, donate=donate)
+        settings = make_settings(steps=steps, seed=seed, donate=donate, nproc=nproc)
         import torch  # noqa: F401 - the processes of the demo need it, and would fail one by one
 
         return run_demo(run, settings)
@@ -130,9 +145,12 @@ def rehearse(  # noqa: PLR0913 - one for each option
         Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
     ] = 600.0,
     nproc: Annotated[
-        int | None,
+        tuple[int, ...] | None,
         Parameter(
-            converter=_whole, help="Start the program on so many processes, by torchrun; kill all, or one of them."
+            converter=_numbers,
+            n_tokens=1,
+            metavar="INT[,INT...]",
+            help="Start the program on so many processes, by torchrun; kill all, or one of them. With 3,2 each resume changes the number.",
         ),
     ] = None,
     directory: Annotated[

@@ -9,11 +9,12 @@ import attrs
 
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.format.leaf_texts import labelled
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, Manifest, TensorRecord
 from trainfold.core.format.structure.places import places
 from trainfold.core.state.audit import UNSAVED, unsaved_of
-from trainfold.core.state.notes import RATES
+from trainfold.core.state.notes import ORDERS, RATES
 
 NOT_SAVED = "Not saved, and changed with training"
 _SHOWN_SCALARS = 60
@@ -21,6 +22,7 @@ _LISTED_FILES = 8
 _WRITTEN_BITS = 4096
 
 
+@without_collecting
 def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
     """Describe a checkpoint.
 
@@ -66,7 +68,9 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         Table(
             "Contract",
             ("key", "value"),
-            tuple((key, _text(value)) for key, value in manifest.contract.items() if key not in (UNSAVED, RATES)),
+            tuple(
+                (key, _text(value)) for key, value in manifest.contract.items() if key not in (UNSAVED, RATES, ORDERS)
+            ),
         ),
     ]
     unsaved = unsaved_of(manifest.contract)
@@ -141,8 +145,14 @@ def _component_json(component: ComponentRecord) -> dict[str, Any]:
 
 
 def _record_json(record: TensorRecord) -> dict[str, Any]:
-    shown = attrs.asdict(record, filter=lambda field, _: field.name not in ("placement", "pieces"))
-    return {**shown, "placement": None if record.placement is None else attrs.asdict(record.placement)}
+    shards = [
+        {"file": each.file, "start": each.start, "stop": each.stop, "box": each.box, "digest": each.digest}
+        for each in record.shards
+    ]
+    placement = None if record.placement is None else attrs.asdict(record.placement)
+    return {
+        "path": record.path, "dtype": record.dtype, "shape": record.shape, "shards": shards, "placement": placement
+    }  # fmt: skip
 
 
 def _size(component: ComponentRecord) -> int:

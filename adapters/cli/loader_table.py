@@ -8,8 +8,7 @@ import attrs
 from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.structure.rebuild import rebuild
-from trainfold.core.state.state import Opaque
+from trainfold.core.format.structure.scalars import Unbuilt, read_scalars
 
 _MOST: Final = 1 << 63
 
@@ -62,10 +61,11 @@ def loader_places(manifest: Manifest) -> tuple[LoaderPlace, ...]:
     if found is None:
         return ()
     try:
-        value = rebuild(found.nodes[0], "dataset", lambda _index, _as_numpy: None)
+        value = read_scalars(found.nodes[0], "dataset")
     except TrainfoldError:
         return ()
-    return tuple(_places(value.value if isinstance(value, Opaque) else None, ""))
+    is_opaque = isinstance(value, Unbuilt) and value.kind == "trainfold.Opaque"
+    return tuple(_places(value.fields.get("value") if is_opaque else None, ""))
 
 
 def loaders_table(places: tuple[LoaderPlace, ...]) -> Table:

@@ -11,12 +11,13 @@ import attrs
 from trainfold.adapters.cli.locate import nothing_complete, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
-from trainfold.backends.runs.best_reader import read_best
+from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError
 from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.history.inventory import Entry, lineage
 from trainfold.core.history.quarantine import with_quarantined
 
@@ -67,7 +68,7 @@ def list_run(run: Path, *, clock: float | None = None) -> Answer:
     store, inventory = open_run(run)
     for entry in inventory.entries:
         if entry.is_candidate:
-            inventory = examine(store, inventory, entry.name)
+            inventory = examine(store, inventory, entry.name, needs=nothing_needed())
     inventory = with_quarantined(inventory, quarantined(store))
     present = [entry.name for entry in lineage(inventory)]
     names = _names(store)

@@ -10,13 +10,13 @@ from trainfold.adapters.cli.loader_table import loader_places, loaders_table
 from trainfold.adapters.cli.locate import error_from, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
-from trainfold.backends.ranks.in_process import SingleProcess
-from trainfold.backends.runs.load import examined, passed_over
-from trainfold.backends.runs.save import library_versions
+from trainfold.backends.library_versions import library_versions
+from trainfold.backends.runs.one_view import examined
+from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.described import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.problem import Problem
@@ -71,7 +71,7 @@ def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | 
 
 def _resume(run: Path, request: ResumeRequest) -> Answer:
     store, inventory = open_run(run)
-    known = passed_over(store, request, SingleProcess())
+    known = quarantined(store) if request.step is None else {}  # a step that is asked for overrides the quarantine
     inventory = examined(store, with_quarantined(inventory, known), request)
     inventory, target = _same_run(store, inventory, request)
     planned = plan_resume(inventory, target, request)

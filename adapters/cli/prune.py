@@ -1,7 +1,7 @@
 """`trainfold prune RUN`: deletes old checkpoints by the rules of a manager's retention, or shows what it would delete."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -12,11 +12,12 @@ from trainfold.adapters.cli.locate import nothing_complete, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.manager.retention import Pruner
-from trainfold.backends.runs.best_reader import read_best
+from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
+from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import InvalidArgument, RunLocked, TrainfoldError
+from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.problem import problem_of
@@ -25,6 +26,7 @@ from trainfold.core.save.pruning import UNFINISHED, Pruning, held_back, newest_c
 from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
 
 _COMMAND: Final = "trainfold prune"
+_WAIT: Final = "wait until it ends, or stop it: the lock ends with the process; --dry-run needs no lock"  # no other run can be used here
 _LEAST: Final = {  # the least value of each rule, and what to do about a lower one
     "--keep-last": ("0", "give how many of the newest checkpoints stay, or 0 for all"),
     "--keep-every": ("1", "give a number of steps, such as 10000"),
@@ -85,7 +87,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
     policy, left_behind = _policies(store, keep)
     pruner = Pruner(store, policy, left_behind)
     events: list[Event] = []
-    with nullcontext() if dry_run else _locked(store):
+    with nullcontext() if dry_run else locked(store, lambda _: _WAIT):
         written = _newest(store, inventory if dry_run else open_run(run)[1])
         plan = pruner.plan(written)
         damage = _damage(run, written, plan)
@@ -96,18 +98,6 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
             pruner.prune(written, events)
     deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)
     return attrs.evolve(_answer(inventory, plan, deleted, sizes, dry_run=dry_run), error=damage)
-
-
-@contextmanager
-def _locked(store: Store) -> Iterator[None]:
-    """Hold the run's lock; say what to do about another writer here, where no other run can be used."""
-    with ExitStack() as held:
-        try:
-            held.enter_context(store.lock())
-        except RunLocked as error:
-            fix = "wait until it ends, or stop it: the lock ends with the process; --dry-run needs no lock"
-            raise RunLocked(error.where, expected=error.expected, found=error.found, fix=fix) from None
-        yield
 
 
 def _policies(store: Store, keep: Keep) -> tuple[Retention, Retention | None]:

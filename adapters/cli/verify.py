@@ -1,9 +1,10 @@
 """`trainfold verify CKPT`: reads every byte, compares every digest and header, and computes every fingerprint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import attrs
 import xxhash
@@ -18,10 +19,14 @@ from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import recorded_fingerprint
-from trainfold.core.format.manifest import ComponentRecord, FileRecord, Manifest, ShardRecord
+from trainfold.core.format.manifest import PIECE_BYTES, ComponentRecord, FileRecord, Manifest, ShardRecord
 from trainfold.core.problem import Problem, problem_of
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20  # whole pieces
+Held: TypeAlias = list[tuple[ShardRecord, str]]
+"""Shards, each with its leaf."""
+Segment: TypeAlias = tuple[int, int, Held]
+"""First byte, one past the last, and the shards that are these bytes."""
 _FIX = "use an older checkpoint of the run, and check the disk"
 
 
@@ -32,6 +37,7 @@ class Advance(Protocol):
         """Add to the count."""
 
 
+@without_collecting
 def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
     """Read all files of a checkpoint, compare them with the digests in its manifest, and compute its fingerprints from these.
 
@@ -52,15 +58,17 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
     statuses: dict[str, str] = {}
     headers = HeaderCheck(checkpoint.store, checkpoint.name, checkpoint.manifest)
     damaged: set[str] = set()  # components with a damaged file
+    shards = _shards_by_file(checkpoint.manifest)
     with _progress(checkpoint.manifest.size_bytes) as advance:
         for index, file in enumerate(checkpoint.manifest.files):
-            found = _verify_file(checkpoint, index, file, advance) or _verify_header(headers, index)
+            found = _verify_file(checkpoint, file, shards.get(index, []), advance) or _verify_header(headers, index)
             problems += found
             damaged |= {file.component} if found else set()
             statuses[file.name] = "damaged" if found else "verified"
     components = []
     for component in checkpoint.manifest.components:
         wrong = _verify_fingerprint(checkpoint, component)
+        wrong += [] if component.name in damaged else _verify_shared(checkpoint, component)
         problems += wrong
         status = "wrong" if wrong else "damaged" if component.name in damaged else "verified"
         components.append((component.name, component.fingerprint, status))
@@ -97,37 +105,64 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
     return Answer(data, tuple(tables), error_from(problems[0]) if problems else None)
 
 
-def _verify_file(checkpoint: Checkpoint, index: int, file: FileRecord, advance: Advance) -> list[Problem]:
+def _shards_by_file(manifest: Manifest) -> dict[int, Held]:
+    """File -> the shards in it, each with its leaf."""
+    found: dict[int, Held] = {}
+    for component in manifest.components:
+        for record in chain.from_iterable(component.tensors):
+            for shard in record.shards:
+                found.setdefault(shard.file, []).append((shard, record.path))
+    return found
+
+
+def _verify_file(checkpoint: Checkpoint, file: FileRecord, shards: Held, advance: Advance) -> list[Problem]:
     """The problems of one file: the leaves whose bytes differ, and the file itself."""
-    shards = [
-        (shard, record.path)
-        for component in checkpoint.manifest.components
-        for table in component.tensors
-        for record in table
-        for shard in record.shards
-        if shard.file == index
-    ]
     whole = xxhash.xxh3_128()
     name = f"{checkpoint.name}/{file.name}"
     where = f"{checkpoint.store.url}/{name}"
     problems: list[Problem] = []
+
+    def read(start: int, stop: int) -> memoryview:
+        data = checkpoint.store.read(name, start=start, stop=stop)
+        whole.update(data)
+        advance(len(data))
+        return memoryview(data)
+
     try:
-        for start, stop, held in _segments(shards, file.size_bytes):
-            part = xxhash.xxh3_128()
+        for start, stop, held in _grouped(_segments(shards, file.size_bytes)):
+            if stop - start <= _CHUNK_BYTES:
+                data = read(start, stop) if start < stop else memoryview(b"")
+                for low, high, here in held:
+                    part = data[low - start : high - start]
+                    problems += _compared(
+                        where, here, xxhash.xxh3_128(part), _of_pieces(part) if _has_pieces(here) else ""
+                    )
+                continue
+            digest, pieces = xxhash.xxh3_128(), ""
             for low in range(start, stop, _CHUNK_BYTES):
-                data = checkpoint.store.read(name, start=low, stop=min(low + _CHUNK_BYTES, stop))
-                whole.update(data)
-                part.update(data)
-                advance(len(data))
-            problems += [
-                _damaged(f"{where}: {path}", shard.digest, _text(part))
-                for shard, path in held
-                if shard.digest != _text(part)
-            ]
+                data = read(low, min(low + _CHUNK_BYTES, stop))
+                digest.update(data)
+                pieces += _of_pieces(data) if _has_pieces(held[0][2]) else ""
+            problems += _compared(where, held[0][2], digest, pieces)
     except TrainfoldError as error:
         return [problem_of(error)]
     if _text(whole) != file.digest:
         problems.insert(0, _damaged(where, file.digest, _text(whole)))
+    return problems
+
+
+def _has_pieces(held: Held) -> bool:
+    return any(shard.pieces for shard, _ in held)
+
+
+def _compared(where: str, held: Held, digest: "xxhash.xxh3_128", pieces: str) -> list[Problem]:
+    """The leaves whose digests are not those of the bytes."""
+    problems, found = [], _text(digest)
+    for shard, path in held:
+        if shard.digest != found:
+            problems.append(_damaged(f"{where}: {path}", shard.digest, found))
+        elif shard.pieces and shard.pieces != pieces:  # a load of a part of it compares these
+            problems.append(_damaged(f"{where}: {path}", "the digests of its pieces", "others in the index"))
     return problems
 
 
@@ -140,7 +175,6 @@ def _verify_header(headers: HeaderCheck, index: int) -> list[Problem]:
     return []
 
 
-@without_collecting
 def _computed(manifest: Manifest, component: ComponentRecord) -> str:
     if manifest.head.schema_version == 1:
         return recorded_fingerprint(component.name, component.nodes, component.tensors)
@@ -162,11 +196,38 @@ def _verify_fingerprint(checkpoint: Checkpoint, component: ComponentRecord) -> l
     return [problem_of(CheckpointHostile(where, expected=expected, found=component.fingerprint, fix=_FIX))]
 
 
-def _segments(
-    shards: list[tuple[ShardRecord, str]], size_bytes: int
-) -> Iterator[tuple[int, int, list[tuple[ShardRecord, str]]]]:
+def _verify_shared(checkpoint: Checkpoint, component: ComponentRecord) -> list[Problem]:
+    """The problems of tensors that several ranks wrote: the digest of all of it counts in the fingerprint. The bytes of each part are verified."""
+    problems = []
+    for record in (record for table in component.tensors for record in table if len(record.shards) > 1):
+        if record.whole_digest:
+            whole = xxhash.xxh3_128()
+            for shard in record.shards:
+                name = f"{checkpoint.name}/{checkpoint.manifest.files[shard.file].name}"
+                for low in range(shard.start, shard.stop, _CHUNK_BYTES):
+                    whole.update(checkpoint.store.read(name, start=low, stop=min(low + _CHUNK_BYTES, shard.stop)))
+            if _text(whole) != record.whole_digest:
+                where = f"{checkpoint.url}/{MANIFEST}: digest of {record.path}"
+                wrong = CheckpointHostile(where, expected=_text(whole), found=record.whole_digest, fix=_FIX)
+                problems.append(problem_of(wrong))
+    return problems
+
+
+def _grouped(segments: Iterable[Segment]) -> Iterator[tuple[int, int, list[Segment]]]:
+    """Runs of segments that are read at once: as many as fit into a chunk, or a single one that does not."""
+    group: list[Segment] = []
+    for segment in segments:
+        if group and segment[1] - group[0][0] > _CHUNK_BYTES:
+            yield group[0][0], group[-1][1], group
+            group = []
+        group.append(segment)
+    if group:
+        yield group[0][0], group[-1][1], group
+
+
+def _segments(shards: Held, size_bytes: int) -> Iterator[Segment]:
     """Cut a file where tensors begin and end, so that one pass serves the file's digest and theirs."""
-    held: dict[tuple[int, int], list[tuple[ShardRecord, str]]] = {}
+    held: dict[tuple[int, int], Held] = {}
     for shard, path in shards:
         held.setdefault((shard.start, shard.stop), []).append((shard, path))
     end = 0
@@ -181,6 +242,11 @@ def _segments(
 
 def _damaged(where: str, expected: str, found: str) -> Problem:
     return problem_of(CheckpointDamaged(where, expected=expected, found=found, fix=_FIX))
+
+
+def _of_pieces(data: memoryview) -> str:
+    """The digests of a run of whole pieces, of which the last one may be shorter, as a `ShardRecord` has them."""
+    return "".join(xxhash.xxh3_128_hexdigest(data[low : low + PIECE_BYTES]) for low in range(0, len(data), PIECE_BYTES))
 
 
 def _text(digest: "xxhash.xxh3_128") -> str:

@@ -1,19 +1,23 @@
 """`ComponentAdapter`: captures one component of a live run as a value, and writes it back from one."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
+import torch
 
 from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.sharded.trees import as_leaves, as_owned, tree_cut_problems
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import SCALARS
+from trainfold.core.printable import with_article
 from trainfold.core.state.state import Opaque
 
 Undo = Callable[[], None]
+Fill = Callable[[Iterable[tuple[torch.Tensor, torch.Tensor]]], None]
+"""Writes values into the memory of live tensors, given as pairs of a tensor and its value."""
 
 
 @runtime_checkable
@@ -43,6 +47,20 @@ class Stateful(Protocol):
 
 def nothing() -> None:
     """Do nothing: the undo of a write that is never undone, because neither it nor anything after it can fail."""
+
+
+def copy_values(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy values into live tensors.
+
+    Examples:
+        >>> weight = torch.zeros(2)
+        >>> copy_values([(weight, torch.ones(2))])
+        >>> weight
+        tensor([1., 1.])
+    """
+    with torch.no_grad():
+        for memory, value in pairs:
+            memory.copy_(value)
 
 
 def copied_containers(value: Any) -> Any:
@@ -87,7 +105,7 @@ class ObjectPart:
             return [
                 InvalidState(
                     self.path,
-                    expected=f"the state of a {type(self.target).__qualname__}, with the keys {sorted(map(str, own))}",
+                    expected=f"the state of {with_article(type(self.target).__qualname__)}, with the keys {sorted(map(str, own))}",
                     found=f"the keys {sorted(map(str, saved.value))}",
                     fix="build the object as it was when the state was saved",
                 )
@@ -167,6 +185,6 @@ def wrong_kind(path: str, expected: str, found: object) -> InvalidState:
     return InvalidState(
         path,
         expected=expected,
-        found=f"a {type(found).__qualname__}",
+        found=f"{with_article(type(found).__qualname__)}",
         fix="attach the objects that the state was captured from, or leave the component out with components=",
     )

@@ -11,6 +11,7 @@ from trainfold.adapters.components.component import kind_of
 from trainfold.adapters.own_state.plain_form import to_plain
 from trainfold.core.errors import InvalidState
 from trainfold.core.json_values import SCALARS
+from trainfold.core.printable import with_article
 
 _TORCHS: Final = "torch.optim."
 _TORCHS_OWN: Final = frozenset({"state", "param_groups", "defaults"})
@@ -112,7 +113,7 @@ def own_state(optimizer: torch.optim.Optimizer) -> Any:
             f"{kind}.state_dict()",
             expected="the state of the optimizer",
             found=f"{type(error).__qualname__}: {error}",
-            fix=f"use a {type(optimizer).__qualname__} whose state_dict() works with this torch; without it no run can be resumed",
+            fix=f"use {with_article(type(optimizer).__qualname__)} whose state_dict() works with this torch; without it no run can be resumed",
         ) from error
 
 

@@ -5,7 +5,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.components.component import Undo, nothing, wrong_kind
+from trainfold.adapters.components.component import Fill, Undo, copy_values, nothing, wrong_kind
 from trainfold.adapters.sharded.dtensor import is_dtensor, leaf_of, named_shards
 from trainfold.adapters.sharded.parts import cut_differs, memory_of, part_for
 from trainfold.core.errors import InvalidState, SpecMismatch, TrainfoldError
@@ -61,11 +61,13 @@ class ModulePart:
         module: the live module; its parameter objects stay, which keeps ties and the optimizer's references intact.
         path: the component, for messages.
         can_undo: whether a write can be undone, because a later write may be refused.
+        fill: writes the values.
     """
 
     module: torch.nn.Module
     path: str = "model"
     can_undo: bool = False
+    fill: Fill = copy_values
 
     def capture(self) -> ModelState:
         """Return the module's tensors, not copied."""
@@ -93,10 +95,10 @@ class ModulePart:
         own = self.capture()
         saved = _as_named_by(saved, own)
         undo = self._undo(own) if self.can_undo else nothing
-        with torch.no_grad():
-            for mine, theirs in ((own.params, saved.params), (own.buffers, saved.buffers)):
-                for name, leaf in mine.items():
-                    memory_of(leaf).copy_(part_for(theirs[name], leaf))
+        sides = ((own.params, saved.params), (own.buffers, saved.buffers))
+        self.fill(
+            (memory_of(leaf), part_for(theirs[name], leaf)) for mine, theirs in sides for name, leaf in mine.items()
+        )
         for parameter in self.module.parameters():
             parameter.grad = None
         return undo

@@ -1,6 +1,5 @@
 """Settings of the modules of a model, as plain values for the resume contract: the ``p`` of a Dropout, a stride, an activation."""
 
-import re
 import types
 from collections.abc import Iterator
 from itertools import takewhile
@@ -10,8 +9,8 @@ import torch
 
 from trainfold.adapters.own_state.attributes import attributes
 from trainfold.adapters.sharded.dtensor import FSDP_ATTRIBUTES, own_class
-from trainfold.core.digest import digest_of
-from trainfold.core.json_values import Json, canonical_json, encode_scalar
+from trainfold.core.format.structure.united_contract import PLACES, settings_of_places
+from trainfold.core.json_values import Json, encode_scalar
 from trainfold.core.state.fqn import canonical_name
 
 _OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl", "_version"})
@@ -21,9 +20,7 @@ _OF_SHAPES: Final = frozenset(
     | {"num_embeddings", "embedding_dim", "input_size", "hidden_size", "num_layers", "num_parameters", "embed_dim"}
     | {"kdim", "vdim", "in1_features", "in2_features", "proj_size", "bidirectional", "head_dim"}
 )
-_WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
-_NUMBERED: Final = re.compile(r"(?<![^.])\d+(?![^.])")
-_MOST: Final = 256  # places in a model that get their own key
+_WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "torch.export.")
 _LONG: Final = 64
 _NUMBERS: Final = (bool, int, float)
 _TEXTS: Final = (str, type(None))
@@ -31,7 +28,7 @@ _FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType)
 _NONE: Any = object()
 
 
-def settings_of_modules(root: torch.nn.Module, path: str) -> dict[str, Json]:
+def settings_of_modules(root: torch.nn.Module, path: str, *, is_part: bool = False) -> dict[str, Json]:
     """Return contract key -> plain value, for the settings of a model's submodules when it was attached.
 
     For torch's own modules these are the class and each plain public attribute that does not show in a shape. For other classes these are
@@ -41,6 +38,7 @@ def settings_of_modules(root: torch.nn.Module, path: str) -> dict[str, Json]:
     Args:
         root: the model.
         path: the prefix of the keys.
+        is_part: whether other ranks have other parts of the model: then there is one key, and the parts are put together at a save and a load.
 
     Examples:
         >>> settings_of_modules(torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout(0.1)), "m")
@@ -48,16 +46,8 @@ def settings_of_modules(root: torch.nn.Module, path: str) -> dict[str, Json]:
         >>> settings_of_modules(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.GELU()), "m")["m.*"]["kind"]
         ['ReLU', 'GELU']
     """
-    alike: dict[str, list[dict[str, Json]]] = {}
-    for place, module in _places(root):
-        if place and (settings := dict(_settings(module))):
-            alike.setdefault(_NUMBERED.sub("*", place), []).append(settings)
-    found: dict[str, Json] = {f"{path}.{place}": _together(each) for place, each in sorted(alike.items())}
-    if len(found) > _MOST:
-        rest = dict(list(found.items())[_MOST:])
-        found = {key: value for key, value in found.items() if key not in rest}
-        found[f"{path}.(more)"] = f"{len(rest)} places, {digest_of(canonical_json(rest))}"
-    return found
+    places = {place: settings for place, module in _places(root) if place and (settings := dict(_settings(module)))}
+    return {f"{path}.{PLACES}": places} if is_part else settings_of_places(path, places)
 
 
 def settings_of_root(root: torch.nn.Module, path: str) -> dict[str, Json]:
@@ -93,20 +83,6 @@ def _settings(module: torch.nn.Module) -> Iterator[tuple[str, Json]]:
             continue
         if (plain := _plain(value, texts=is_torchs)) is not _NONE:
             yield name, plain
-
-
-def _together(each: list[dict[str, Json]]) -> Json:
-    """Return the settings of several modules: one value if they are equal, and otherwise all values in their order."""
-    merged: dict[str, Json] = {}
-    for name in sorted({name for one in each for name in one}):
-        values = [one.get(name) for one in each]
-        if all(value == values[0] for value in values):
-            merged[name] = values[0]
-        else:
-            merged[name] = (
-                values if len(values) <= _LONG else f"{len(values)} values, {digest_of(canonical_json(values))}"
-            )
-    return merged
 
 
 def _plain(value: Any, *, texts: bool) -> Any:

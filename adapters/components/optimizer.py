@@ -6,7 +6,7 @@ from typing import Any, final
 import attrs
 import torch
 
-from trainfold.adapters.components.component import Undo, copied, kind_of, nothing, wrong_kind
+from trainfold.adapters.components.component import Fill, Undo, copied, copy_values, kind_of, nothing, wrong_kind
 from trainfold.adapters.components.held_optimizers import (
     AsAttached,
     changed_attributes,
@@ -40,6 +40,7 @@ class OptimizerPart:
         path: the component, for messages.
         attached: its settings when it was attached.
         around: the optimizers that hold this one.
+        fill: writes the values of slots.
     """
 
     optimizer: torch.optim.Optimizer
@@ -47,6 +48,7 @@ class OptimizerPart:
     path: str = "optimizer"
     attached: AsAttached | None = None
     around: tuple[torch.optim.Optimizer, ...] = ()
+    fill: Fill = copy_values
 
     @property
     def has_own_way(self) -> bool:
@@ -258,17 +260,23 @@ class OptimizerPart:
                     overwritten.append((present, value))
                     slots[parameter][key] = present
                 else:
-                    slots[parameter][key] = _placed(value, _device_of(key, parameter, hyper))
-        # everything that can fail is done, and nothing has changed yet
-        for present, value in overwritten:
-            present.copy_(value)
+                    made = _placed(value, _device_of(key, parameter, hyper), parameter)
+                    overwritten += [(made, value)] if isinstance(value, torch.Tensor) and value.is_meta else []
+                    slots[parameter][key] = made
+        # everything that can fail is done, unless values are still unread, and nothing has changed yet
+        self.fill(overwritten)
         self.optimizer.state.clear()
         self.optimizer.state.update(slots)
 
     def _hypers(self, saved: OptimizerState) -> list[dict[str, Any]]:
         parameters = self._params()
-        by_members = {frozenset(group.params): group.hyper for group in saved.groups}
-        return [from_plain(copied(dict(by_members[frozenset(group)])), parameters) for group in self.groups()]
+        mine, theirs = (
+            list(map(frozenset, each)) for each in (self.groups(), [group.params for group in saved.groups])
+        )
+        hypers = [group.hyper for group in saved.groups]
+        if mine != theirs:  # groups in another order
+            hypers = [hypers[theirs.index(group)] for group in mine]
+        return [from_plain(copied(dict(hyper)), parameters) for hyper in hypers]
 
     def _set_hypers(self, hypers: list[dict[str, Any]], seen: set[int]) -> None:
         given = self.attached.groups if self.attached is not None else ()
@@ -315,8 +323,11 @@ def _device_of(key: str, parameter: torch.Tensor, hyper: Mapping[str, Any]) -> t
     return parameter.device
 
 
-def _placed(value: Any, device: torch.device) -> Any:
-    """Return a copy of a slot on the device, with its own dtype."""
+def _placed(value: Any, device: torch.device, parameter: torch.Tensor) -> Any:
+    """Return a copy of a slot on the device, with its own dtype; for values that are read later, memory in the layout of the parameter."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        like = parameter if parameter.shape == value.shape else value
+        return torch.empty_like(like, dtype=value.dtype, device=device, requires_grad=False)
     copies = tree.map_tensors(lambda tensor: tensor.detach().to(device=device, copy=True), value)
     return tree.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copied(leaf), copies)
 

@@ -10,6 +10,7 @@ from trainfold.adapters.components.field_checks import field_problems
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
 from trainfold.core.leaf_path import join
+from trainfold.core.printable import with_article
 from trainfold.core.state.state import Opaque
 
 
@@ -78,7 +79,7 @@ def _field_problems(part: ObjectPart, saved: Opaque) -> list[TrainfoldError]:
     if not isinstance(present, Mapping):
         return []
     if not isinstance(saved.value, Mapping):
-        return [wrong_kind(part.path, f"the fields of a {kind}", saved.value)]
+        return [wrong_kind(part.path, f"the fields of {with_article(kind)}", saved.value)]
     return field_problems(saved.value, present, part.path, is_torchs=kind.startswith("torch."))
 
 
@@ -93,7 +94,7 @@ def check_schedulers(schedulers: Any) -> Any:
             raise InvalidArgument(
                 path,
                 expected="an object with state_dict and load_state_dict, such as a torch LRScheduler",
-                found=f"a {kind_of(scheduler)}",
+                found=f"{with_article(kind_of(scheduler))}",
                 fix="attach the scheduler object itself; a pure function of the step needs no attaching",
             )
     return schedulers

@@ -76,7 +76,7 @@ def slot_for(part: torch.Tensor, present: Any, parameter: torch.Tensor) -> tuple
     """Return the slot for this rank's part of its values, and the memory to write them to; None if it is new and has them.
 
     Args:
-        part: the values.
+        part: the values; a meta tensor for values that are read later.
         present: the slot that the optimizer has; anything else if it has none.
         parameter: a DTensor.
     """
@@ -84,4 +84,5 @@ def slot_for(part: torch.Tensor, present: Any, parameter: torch.Tensor) -> tuple
         own = local_part(present)
         if own.shape == part.shape and own.dtype == part.dtype:
             return present, own
-    return like_parameter(part, parameter), None
+    made = like_parameter(part, parameter)
+    return made, local_part(made) if part.is_meta else None

@@ -8,6 +8,7 @@ import torch
 
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import shown
+from trainfold.core.printable import with_article
 from trainfold.core.state.state import OptimizerState, ParamGroup
 
 # Slots that every optimizer of torch.optim makes with zeros_like or full_like of the parameter or its gradient.
@@ -171,7 +172,7 @@ def _kind(value: Any) -> str:
         return f"a tensor of {value.dtype}"
     if value is None:
         return _ANYTHING
-    return _NUMBER if _is_number(value) or isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return _NUMBER if _is_number(value) or isinstance(value, torch.Tensor) else f"{with_article(type(value).__name__)}"
 
 
 def _described(value: Any) -> str:

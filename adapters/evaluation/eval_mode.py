@@ -11,7 +11,7 @@ import torch
 from trainfold.adapters.evaluation.reachability import reachable
 from trainfold.adapters.sharded.whole import is_a
 from trainfold.adapters.streams.rng_streams import bound_device, preserved_rng
-from trainfold.backends.user_warning import warn_user
+from trainfold.backends.ranks.launcher import warn_for_all
 
 _LEVELS = 4  # forward itself, a helper or a trainer that it names, and two behind that
 _SHOWN = 5
@@ -72,7 +72,7 @@ def modules_of(function: object, given: Sequence[torch.nn.Module] = ()) -> list[
     modules = [*found, *given]
     if beyond and not any(True for module in modules for _ in module.parameters()):
         names = list(dict.fromkeys(getattr(each, "__qualname__", type(each).__qualname__) for each in beyond))
-        warn_user(
+        warn_for_all(
             f"evaluate found no model in forward, and did not look into {', '.join(names[:_SHOWN])}"
             f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}: a model there stays in its mode; "
             "name it: modules=[model]"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainfold.core import tree
-from trainfold.core.errors import InvalidArgument, RankFailed, error_text
+from trainfold.core.errors import InvalidArgument, error_text, rank_failed
 from trainfold.core.evaluate.suite import Suite, Tally, no_tally, observe
 from trainfold.core.layout.world import Collectives
 
@@ -102,8 +102,8 @@ def everywhere(ranks: Collectives, work: Callable[[], tuple[L, T]]) -> tuple[L, 
     if failed or mine is None:
         found = "; ".join(f"rank {rank}: {error}" for rank, error in failed.items())
         raise Agreed(
-            RankFailed(
-                f"rank {min(failed)}",
+            rank_failed(
+                min(failed),
                 expected="every rank to evaluate its batches",
                 found=found,
                 fix="fix that rank; no rank has a result",

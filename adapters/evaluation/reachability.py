@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainfold.backends.user_warning import warn_user
+from trainfold.backends.ranks.launcher import warn_for_all
+from trainfold.core.printable import with_article
 
 T = TypeVar("T")
 _MOST = 20_000  # objects in all
@@ -74,8 +75,8 @@ def reachable(
                         if issubclass(type(part), _LEAVES) or id(part) in seen:
                             continue
                         if len(seen) >= _MOST:
-                            message = f"evaluate looked at {_MOST:,} objects behind a {type(start).__name__} and saw no deeper ones; {fix}"
-                            warn_user(message)
+                            message = f"evaluate looked at {_MOST:,} objects behind {with_article(type(start).__name__)} and saw no deeper ones; {fix}"
+                            warn_for_all(message)
                             return found, []
                         seen[id(part)] = part
                         (data if is_large else following if _is_level(part) else layer).append(part)

@@ -11,12 +11,14 @@ from trainfold.adapters.live.module_parts import as_module
 from trainfold.adapters.live.optional import optional_given
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.loaders.choose import feeds_of
+from trainfold.adapters.parallel.end_together import Uneven
+from trainfold.adapters.parallel.pipeline import PipelineStage, stages_given
 from trainfold.adapters.parallel.sharing import Shared
 from trainfold.core.layout.parallelism import Parallelism
 
 
 def attach(  # noqa: PLR0913 - keywords
-    model: torch.nn.Module | Sequence[torch.nn.Module],
+    model: torch.nn.Module | Sequence[torch.nn.Module] | PipelineStage | Sequence[PipelineStage],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     scheduler: Any = None,
@@ -27,12 +29,14 @@ def attach(  # noqa: PLR0913 - keywords
     optional: Collection[str] = (),
     sharing: Mapping[str, Shared] | None = None,
     parallelism: Parallelism | None = None,
+    uneven: Uneven = "refuse",
 ) -> Live:
     """Make the mutable objects of a loop a run that can be saved and resumed.
 
     Args:
         model: the module; wrapped (DDP, compile), sharded (``fully_shard``) or not. Or a list of modules that are parts of one model,
-            such as the chunks of a pipeline stage: each tensor has its name in its part, and no two may have the same.
+            such as a generator and a discriminator: each tensor has its name in its part, and no two may have the same. Or the
+            ``PipelineStage`` objects that this rank runs: the ranks save one model, in which each tensor has the name that it has in its stage.
         optimizer: made from the parameters of ``model``.
         scheduler: an object with ``state_dict`` and ``load_state_dict``; or a list, tuple or dict of them.
         loader: a ``DataLoader`` over a map-style dataset, or one with its own state; then iterate over ``live.batches()``.
@@ -49,6 +53,9 @@ def attach(  # noqa: PLR0913 - keywords
             the data (components only); ``"replicated"``, as without a declaration.
         parallelism: how the ranks train this model, for `Live.microbatch` and `Live.check`; None for what ``DistributedDataParallel`` or
             ``fully_shard`` has set up, and one process without them.
+        uneven: what happens on several ranks with batches that not every rank has: ``"refuse"`` raises on all of them, before the first batch
+            where the numbers of batches are known; ``"drop"`` ends each epoch on all ranks with the shortest share, leaves the rest out,
+            and warns how much that is.
 
     Returns:
         The live run.
@@ -67,9 +74,10 @@ def attach(  # noqa: PLR0913 - keywords
         >>> list(live.capture().model.params)
         ['weight', 'bias']
     """
-    objects = AttachedObjects(
-        as_module(model), optimizer, scheduler, extra or {}, sharing=sharing, parallelism=parallelism
-    )
+    stages = stages_given(model)
+    module = as_module([each.submod for each in stages] if len(stages) > 1 else stages[0].submod if stages else model)
+    objects = AttachedObjects(module, optimizer, scheduler, extra or {}, stages=stages, sharing=sharing,
+                              parallelism=parallelism, uneven=uneven)  # fmt: skip
     feed = None if loader is None else feeds_of(loader)
     watch = RunWatch(objects, loader, unsaved=unsaved, is_strict=strict)
     return Live(objects, feed, watch, optional_given(optional, objects.extra))

@@ -1,6 +1,7 @@
 """`AttachedObjects`: the objects of a live run, each with the component adapter that reads and writes it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -12,6 +13,8 @@ from trainfold.adapters.components.module import ModulePart
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_problems, own_module_parts
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
+from trainfold.adapters.parallel.end_together import Uneven
+from trainfold.adapters.parallel.pipeline import PipelineParallelism, PipelineStage, noted_divisors, stage_of
 from trainfold.adapters.parallel.share import PositionOfShare
 from trainfold.adapters.parallel.sharing import Shared, Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
@@ -20,8 +23,10 @@ from trainfold.adapters.sharded.whole import check_whole, wheres
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
 from trainfold.adapters.streams.rng_streams import RngPart, bound_device
 from trainfold.core import tree
+from trainfold.core.checks import choice
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.layout.parallelism import Parallelism
+from trainfold.core.printable import with_article
 from trainfold.core.state.components import components_of
 from trainfold.core.state.fqn import NamedTensors, check_real
 from trainfold.core.state.state import TrainState
@@ -38,6 +43,8 @@ class AttachedObjects:
         extra: the other components, by name.
         sharing: what the ranks have in common, as it was declared.
         parallelism: how the ranks train; None for what torch has set up.
+        uneven: what happens with batches that not every rank has.
+        stages: of a pipeline on this rank; none for a whole model.
 
     Raises:
         InvalidArgument: for an object that cannot be attached, or a name that is taken.
@@ -52,7 +59,10 @@ class AttachedObjects:
         *,
         sharing: Mapping[str, Shared] | None = None,
         parallelism: Parallelism | None = None,
+        uneven: Uneven = "refuse",
+        stages: Sequence[PipelineStage] = (),
     ) -> None:
+        self.uneven: Uneven = choice("attach.uneven", uneven, ("refuse", "drop"), fix="pass one of these")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(
                 "attach.optimizer",
@@ -67,9 +77,10 @@ class AttachedObjects:
         self.optimizer = optimizer
         self.scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
         self.extra = dict(extra)
-        self.ranks = ranks = TrainingRanks(parallelism, model, self.extra)
-        modules = {name: each for name, each in self._maybe_modules().items() if isinstance(each, torch.nn.Module)}
-        self.sharing = Sharing(sharing, extra=self.extra, modules=modules, ranks=lambda: ranks.parallelism)
+        self.stage = stage_of(stages)
+        around = partial(PipelineParallelism, stages, noted_divisors(stages)) if stages else None
+        self.ranks = ranks = TrainingRanks(parallelism, model, self.extra, around=around)
+        self.sharing = Sharing(sharing, objects=self._maybe_modules(), ranks=lambda: ranks.parallelism)
         self._as_attached = Attached()
         self._own_states = {name: own_module_parts(name, each) for name, each in self._maybe_modules().items()}
         components_of(TrainState(extra=self.extra))  # checks the names
@@ -187,7 +198,18 @@ class AttachedObjects:
         parts["rng"] = RngPart(bound_device(params), mesh_of(params))
         return self.sharing.parts(parts)
 
-    def new_parts(self, name: str, target: Any, named: Mapping[str, NamedTensors]) -> dict[str, ComponentAdapter]:
+    def new_sharing(self, name: str, target: Any, declared: Mapping[str, Shared] | None) -> Sharing:
+        """What was declared of an object that is not attached yet.
+
+        Raises:
+            InvalidArgument: for a declaration of something else, or a way that there is not.
+        """
+        ranks = self.ranks
+        return Sharing(declared, objects={name: target}, ranks=lambda: ranks.parallelism)
+
+    def new_parts(
+        self, name: str, target: Any, named: Mapping[str, NamedTensors], sharing: Sharing
+    ) -> dict[str, ComponentAdapter]:
         """The components that an object not attached yet would add.
 
         Raises:
@@ -196,11 +218,14 @@ class AttachedObjects:
         components_of(TrainState(extra={name: target}))  # checks the name
         reshard(*([target] if isinstance(target, torch.nn.Module) else []))
         check_whole([(f"register({name!r})", target)])
-        return {name: self._part(name, target, self.names_of_parameters(named)), **own_module_parts(name, target)}
+        part = self._part(name, target, self.names_of_parameters(named))
+        return sharing.parts({name: part, **own_module_parts(name, target)})
 
-    def add(self, name: str, target: Any, parts: Mapping[str, ComponentAdapter]) -> None:
+    def add(self, name: str, target: Any, parts: Mapping[str, ComponentAdapter], sharing: Sharing) -> None:
         """Attach one more object, with its components as `new_parts` returns them."""
         self.extra[name] = target
+        self.sharing.add(sharing)
+        self.ranks.registered()
         self._own_states[name] = {each: part for each, part in parts.items() if isinstance(part, OwnModulePart)}
 
     def optimizer_parts(self) -> dict[str, OptimizerPart]:
@@ -247,6 +272,6 @@ class AttachedObjects:
         raise InvalidArgument(
             f"extra[{name!r}]",
             expected="a module, an optimizer, an object with state_dict and load_state_dict, or (get, set)",
-            found=f"a {type(target).__qualname__}",
+            found=f"{with_article(type(target).__qualname__)}",
             fix="pass a pair of functions that return its tree and take it back",
         )

@@ -39,6 +39,15 @@ class Counters:
         """Optimizer steps."""
         return self._counted.step
 
+    @property
+    def samples(self) -> int:
+        """Samples trained on."""
+        return self._counted.samples
+
+    def add_samples(self, samples: int) -> None:
+        """Count samples that other ranks have trained on."""
+        self._counted = attrs.evolve(self._counted, samples=self._counted.samples + samples)
+
     def advance(self, samples: Samples, *, tokens: int, steps: int) -> int:
         """Count steps, and the batches that they were trained on; return the samples that were counted.
 

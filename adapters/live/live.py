@@ -1,6 +1,6 @@
 """`Live`: the mutable objects of a training loop, read as one `TrainState` and written back from one."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 from trainfold.adapters.batches.feed import Feed
@@ -9,14 +9,20 @@ from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.live.counters import Counters, check_increments
 from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop.loop_data import LoopData
+from trainfold.adapters.live.loop.loops_over_data import LoopsOverData
 from trainfold.adapters.live.pending import PendingComponents
 from trainfold.adapters.live.recorder import Recorder, check_values
-from trainfold.adapters.live.restore import accepted, on_ranks, write_all
+from trainfold.adapters.live.restore import checked, checked_by_all, read_in_place, write_all
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
+from trainfold.adapters.parallel.end_together import end_together
 from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
+from trainfold.adapters.parallel.sharing import Shared
 from trainfold.adapters.script.attached_settings import attached_settings
+from trainfold.backends.formats.native.unread import UnreadTensors
+from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
 from trainfold.core.errors import CaptureRefused, InvalidArgument
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
@@ -26,7 +32,7 @@ from trainfold.core.state.state import Origin, Progress, TrainState
 
 
 @final
-class Live(GradientWindows):
+class Live(LoopsOverData, GradientWindows):
     """A mutable run. Make it with `attach`.
 
     Law: run k steps, `capture`, build every object again, `restore`, run n steps = run k + n steps, bit for bit.
@@ -36,22 +42,24 @@ class Live(GradientWindows):
         recorder: of a rehearsal; set by a manager that was made in one.
         share: which share of the data this rank reads; None if only the caller knows.
         saved_in: run id -> its checkpoint that this run comes from, or was saved as.
+        unread: what a restore reads in place; set by a manager.
     """
 
     def __init__(
         self, objects: AttachedObjects, feed: Feed | FeedGroup | None, watch: RunWatch, optional: Collection[str]
     ) -> None:
-        self._objects = objects
+        self._objects, self._watch = objects, watch
         self._feed, self.share = feed, None if feed is None else feed.share
-        self._watch = watch
         self._data = None if feed is None else LoopData(feed, self._parts_now)
         self.optional = frozenset(optional)
         self.recorder: Recorder | None = None
         self.saved_in: dict[str, ParentCheckpoint] = {}
+        self.unread: UnreadTensors | None = None
         self._counters = Counters(self._data)
         self._microbatches = Microbatches(objects.ranks, objects, self._counters)
         self._pending = PendingComponents()
         self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all
+        self._has_met = False  # whether the loaders of the ranks were compared
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
         self._extras = objects.loader_extras()  # components that batches may be drawn from
         if feed is not None:
@@ -95,7 +103,7 @@ class Live(GradientWindows):
                 with them; 0 is a step on no data. With several loaders, pass the number of all batches or of one loader's, or a dict of
                 numbers by loader name. On several ranks, pass the number of this rank's batches if all shares have as many, or the sum
                 over all ranks: all ranks save one count, so it must be the same on each.
-            tokens: valid tokens among them.
+            tokens: valid tokens among them; on several ranks those of all ranks, such as the weight that `check` returns.
             steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved. None for 0 inside a
                 window of `microbatch`, and else 1.
 
@@ -135,10 +143,8 @@ class Live(GradientWindows):
     def record(self, **values: Any) -> None:
         """Give `trainfold rehearse` values to compare, such as the loss; call it in each step, before `advance`.
 
-        Outside a rehearsal nothing is kept, and nothing waits for a GPU.
-
         Args:
-            values: numbers, or tensors without dimensions, by name.
+            values: numbers, or tensors without dimensions, by name. Outside a rehearsal nothing is kept, and nothing waits for a GPU.
 
         Raises:
             InvalidArgument: for any other value.
@@ -148,12 +154,9 @@ class Live(GradientWindows):
             self.recorder.record(self._counters.step + 1, values)
 
     def drop_window(self) -> Progress:
-        """Discard an accumulation window that the end of the data, or an error, left open.
+        """Discard an accumulation window that the end of the data, or an error, left open, and return the counters.
 
         Its samples count as consumed, its gradients are cleared, and no step is counted.
-
-        Returns:
-            The counters.
         """
         self._counters.drop()
         self._objects.clear_gradients()
@@ -161,106 +164,38 @@ class Live(GradientWindows):
         self._watch.window.close()
         return self.progress
 
-    def batches(
-        self, loader: str | None = None, /, *, epochs: int | None = None, steps: int | None = None
-    ) -> Iterator[Any]:
-        """Yield the loader's batches from the position on, also from the middle of an epoch, and epoch after epoch.
-
-        ``set_epoch`` is called on samplers that have it, before the sampler is started. If ``epochs`` or ``steps`` are
-        reached already, no batch is drawn and no iterator is made; for ``epochs`` a warning is logged.
-
-        In the body of a loop over `epochs` it yields the batches of that epoch. If random streams have moved since a
-        restore, they are put back at the first batch, and a warning names them.
-
-        Args:
-            loader: its name, if several are attached.
-            epochs: stop when the run has had so many, from its beginning; None for no limit.
-            steps: stop when the run has had so many optimizer steps, from its beginning; None for no limit.
-
-        Yields:
-            What the loader yields.
-
-        Raises:
-            InvalidArgument: if no loader was attached.
-            DataPositionMismatch: if the loader turns out not to be able to take the position.
-        """
-
-        def is_done() -> bool:
-            return (steps is not None and self._counters.step >= steps) or self._is_over()
-
-        return self._loop_data("live.batches").batches(loader, epochs=epochs, until=steps, done=is_done)
-
-    def epochs(self, n: int) -> Iterator[int]:
-        """Yield the epochs still to do, for a nested loop over epochs and batches.
-
-        Inside, ``live.batches()`` yields the rest of that epoch. Leaving it early begins the next epoch, as it does in a
-        plain loop, and so does a resume from a save after that. A resume from a save at an epoch's last batch comes back to
-        that epoch: no batch is left, and the body does what follows them.
-
-        A resume inside an epoch runs the start of its body again, although that ran before the save. What this changes of the
-        run is put back at the first batch, and a warning names it. What moved between the restore and this loop is put back
-        before the loop begins.
-
-        Args:
-            n: how many epochs the run has, from its beginning.
-
-        Yields:
-            The number of each, from the one that the run is in.
-
-        Raises:
-            InvalidArgument: if no loader was attached.
-            RestoreRefused: at the first batch, if what the start of a body has changed cannot be put back.
-
-        Examples:
-            >>> import torch
-            >>> from trainfold import attach
-            >>> loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
-            >>> live = attach(torch.nn.Linear(1, 1), loader=loader)
-            >>> for epoch in live.epochs(2):
-            ...     for batch in live.batches():
-            ...         progress = live.advance(samples=len(batch))
-            >>> epoch, progress.step
-            (1, 4)
-        """
-        return self._loop_data("live.epochs").epochs(n, done=self._is_over)
-
-    def _is_over(self) -> bool:
-        return self.recorder is not None and self.recorder.is_over(self._counters.step)
-
-    def _loop_data(self, where: str) -> LoopData:
-        if self._data is None:
-            raise InvalidArgument(where, expected="an attached loader", found="none", fix="attach(..., loader=loader)")
-        return self._data
+    def _is_over(self, steps: int | None = None) -> bool:
+        step, recorder = self._counters.step, self.recorder
+        return (steps is not None and step >= steps) or (recorder is not None and recorder.is_over(step))
 
     # --- capture and restore -----------------------------------------------------------------------------------------
 
     def capture(self) -> TrainState:
         """Return the run as a value; call it at a boundary.
 
-        Its tensors are the live ones, not copies: save it before training goes on. Nothing changes or moves: no random
-        stream, no gradient, no mode, no position.
-
-        Returns:
-            A state of all components. Those that wait for `register` are in it as they were restored.
+        Its tensors are the live ones, not copies: save it before training goes on. Nothing moves: no stream, gradient, mode or position.
+        Components that wait for `register` are in it as they were restored.
 
         Raises:
             SwappedWeights: while the averaged weights of an attached object stand in the model.
             HiddenStateRefused: if the run was attached with ``strict=True`` and holds state that no component saves.
-            IncompleteWindow: inside an accumulation window, as far as it shows: a batch was handed out, or the optimizer
-                stepped, without `advance`; `advance` with ``steps=0``; gradients that changed since `advance`.
+            IncompleteWindow: inside an accumulation window, as far as it shows: after a batch or an optimizer step without `advance`, after
+                `advance` with ``steps=0``, or if gradients changed since `advance`.
         """
-        return self._read().state
+        found = self.read(view=False)
+        warn_of_left_out(texts_of_left_out([found.left_out]), ALONE)
+        return found.state
 
-    def view(self) -> LiveView:
-        """A no-copy view of the run, valid only during a save call."""
-        return self._read(view=True)
+    def read(self, *, view: bool) -> LiveView:
+        """The run at a boundary, and the optional components that cannot be saved, for which nothing was warned yet.
 
-    def _read(self, *, view: bool = False) -> LiveView:
+        Args:
+            view: True for no copy, valid only during a save call; False for the state that `capture` returns.
+        """
         self.check_boundary()
-        values, named, streams = read_objects(self._objects, self._parts, self.optional, view=view)
-        if not view:
-            return LiveView(self._state_of({**values, "rng": streams()}), named)
-        return LiveView(self._state_of(values), named, streams)
+        values, named, streams, left_out = read_objects(self._objects, self._parts, self.optional, view=view)
+        state = self._state_of(values if view else {**values, "rng": streams()})
+        return LiveView(state, named, streams if view else None, left_out)
 
     def restore(
         self,
@@ -269,28 +204,29 @@ class Live(GradientWindows):
         components: Iterable[str] | None = None,
         policy: Mapping[str, DriftAction] | None = None,
         collectives: Collectives | None = None,
+        without: Collection[str] = (),
     ) -> None:
         """Write a state into the live objects: all of it, or nothing if any part does not fit.
 
-        Everything is checked first. Parameters are overwritten in place, so ties and references survive. Gradients are cleared, or set to
-        zeros where an optimizer had one at the capture. ``scheduler.step()`` is not called. Random streams come last. The state is copied.
+        Everything is checked first. Parameters are overwritten in place, so ties and references survive. Gradients are cleared, or set to zeros
+        where an optimizer had one at the capture. ``scheduler.step()`` is not called. Random streams come last. The state is copied.
 
         Args:
             state: from a checkpoint, or captured.
             components: which of them; None for all that this run has, which must all be there.
             policy: what to do about a difference that only the live loader sees: ``num_workers``, ``data_probe``.
             collectives: the ranks, all of which call: all are restored or none is. None for this process alone.
+            without: optional components that keep their state, and of which the user has been warned.
 
         Raises:
             RestoreRefused: with every reason; nothing was changed. On the other ranks it is `RankFailed`.
             UnknownComponent: for a name that neither this run nor the state has.
             HalfRestored: if memory could not be overwritten: end the process.
         """
-        found: list[Any] = []
-        on_ranks(collectives, lambda: found.append(self._checked(state, components, policy)), doing="check the state")
-        parts, saved, chosen = found[0]
-        wanted = {name: part for name, part in parts.items() if chosen is None or name in chosen}
-        write_all(wanted, saved, optional=self.optional, world=collectives, begins=self._watch.overwrites)
+        world = ALONE if collectives is None else collectives
+        (parts, saved, chosen), out = checked_by_all(world, lambda: self._checked(state, components, policy, without))
+        wanted = {each: part for each, part in parts.items() if each not in out and (chosen is None or each in chosen)}
+        write_all(wanted, saved, self.optional, world, begins=self._watch.overwrites, unread=self.unread)
         self._watch.restored(state.contract, chosen, self._counters.step)
         self._counters.restored()
         self._microbatches.drop()
@@ -299,34 +235,44 @@ class Live(GradientWindows):
         if self._data is not None:
             self._data.restored(chosen)
         self._pending.restored(state, saved, parts, chosen)
+        if chosen is None or "dataset" in chosen:
+            self.meet(world, again=True)
 
-    def _checked(self, state: TrainState, components: Iterable[str] | None, policy: Any) -> tuple[Any, Any, Any]:
-        parts, saved = self._parts_now(), components_of(state)
+    def _checked(
+        self, state: TrainState, components: Iterable[str] | None, policy: Any, without: Collection[str]
+    ) -> Any:
+        parts = {name: part for name, part in self._parts_now().items() if name not in without}
+        saved = {name: value for name, value in components_of(state).items() if name not in without}
         chosen = validate_components(components, declared=(*self.names, *state.extra))
         self._pending.policy = check_policy(policy)
         if self._feed is not None:
             self._feed.policy = self._pending.policy
         saved, unknown = self._watch.adapted(saved, parts, state.origin.adapts, chosen)
-        return accepted(parts, saved, chosen, unknown=unknown, optional=self.optional), saved, chosen
+        left_out = checked(parts, saved, chosen, unknown=unknown, optional=self.optional)
+        return (parts, saved, chosen), left_out
 
-    def register(self, name: str, target: Any) -> None:
+    def register(self, name: str, target: Any, *, sharing: Mapping[str, Shared] | None = None) -> None:
         """Add a component to a run that may have been restored already.
 
         Args:
             name: its stable name.
             target: as under ``extra`` of `attach`. If the restored state has a component of this name, the target gets it now.
+            sharing: what ranks do not have alike of it, as in `attach`: ``{"meter": "each_rank"}`` for the component ``meter``, or ``{"average.buffers":
+                "rank_0"}`` for the buffers of a module.
 
         Raises:
-            InvalidArgument: if the name is taken or cannot be one.
+            InvalidArgument: if the name is taken or cannot be one, or for a declaration of something else.
             RestoreRefused: if the target cannot take its state; it is not registered then.
         """
         named = self._objects.named()
-        if name in self._parts(named):
-            raise InvalidArgument("register.name", expected="a new name", found=name, fix="choose another name")
-        parts = self._objects.new_parts(name, target, named)
+        taken, declared = self._parts(named), self._objects.new_sharing(name, target, sharing)
+        for each in (name, *declared.names):
+            if each in taken:
+                raise InvalidArgument("register.name", expected="a new name", found=each, fix="choose another name")
+        parts = self._objects.new_parts(name, target, named, declared)
         settings = attached_settings({name: target}, None)
         self._pending.give(name, parts, settings)
-        self._objects.add(name, target, parts)
+        self._objects.add(name, target, parts, declared)
         self._extras.update(self._objects.loader_extras())
         self._watch.registered(name, target, settings)
         self._is_tried = False
@@ -336,6 +282,23 @@ class Live(GradientWindows):
     def will_save(self, components: Iterable[str] | None) -> None:
         """Set which components the manager of this run saves, None for all; the others need not be save-able."""
         self._selection = None if components is None else tuple(components)
+
+    def meet(self, world: Collectives, *, again: bool = False) -> None:
+        """Compare the loaders with those of the other ranks, which all call, so that their epochs end together.
+
+        Args:
+            world: the ranks.
+            again: whether they have other positions since the last time, after a restore. The first time is at the first boundary at the latest.
+        """
+        if self._has_met and not again:
+            return
+        self._has_met, feeds = True, {} if self._data is None else self._data.feeds()
+        is_late = not again and self._counters.step > 0
+        end_together(self, feeds, world, self._objects.uneven, self._counters, is_late=is_late)
+
+    def may_stay_unread(self, components: Iterable[str] | None) -> UnreadTensors:
+        """What a restore of these components can read in place; None for all."""
+        return read_in_place(self._parts_now(), components)
 
     def check_whole(self) -> None:
         """Raise `InvalidArgument` if an attached object holds only a part of its state on each rank, but looks whole."""
@@ -367,9 +330,9 @@ class Live(GradientWindows):
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside the state itself.
 
-        Hyperparameters and frozen parameters are those that the script gave, as they were at the attach: what the loop sets as it goes is not
-        compared. Where an attached scheduler works on a group, its base (``initial_lr``, ``max_lr``) is compared. What the scheduler
-        makes of it is written as ``"live"``, and continues with the saved value.
+        Hyperparameters and frozen parameters are those of the script at the attach: what the loop sets as it goes is not compared. Where
+        an attached scheduler works on a group, its base (``initial_lr``, ``max_lr``) is compared. What the scheduler makes of it is written as
+        ``"live"``, and continues with the saved value.
         """
         found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
         return {**found, **self._watch.contract(), **self._pending.settings, **self._watch.settings()}
@@ -390,7 +353,7 @@ class Live(GradientWindows):
         self._watch.check_saved(state, self._counters.step, self._selection)
         if self._data is not None:
             self._data.was_saved()
-        return state.evolve(contract={**late, **self.contract()}, origin=self.origin)
+        return state.evolve(contract={**late, **self.contract()}, origin=self.origin, stage=self._objects.stage)
 
     def _parts_now(self) -> dict[str, ComponentAdapter]:
         return self._parts(self._objects.named())

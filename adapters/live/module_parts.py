@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.printable import with_article
 
 
 @final
@@ -58,7 +59,7 @@ def as_module(model: Any) -> Any:
         raise InvalidArgument(
             "attach.model",
             expected="a module, or a list of different modules",
-            found=f"a {type(model).__name__} of {[type(each).__qualname__ for each in model]}",
+            found=f"{with_article(type(model).__name__)} of {[type(each).__qualname__ for each in model]}",
             fix="pass the modules themselves, each once; other objects belong under extra=",
         )
     return ModuleParts(model)

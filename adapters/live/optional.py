@@ -1,12 +1,11 @@
-"""Handles optional components: one that cannot be saved or restored is left out with a warning that names it."""
+"""Handles optional components: one that cannot be saved or restored is left out, and the reason is returned for a warning."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter
-from trainfold.backends.user_warning import warn_user
 from trainfold.core.checks import names_given
-from trainfold.core.errors import InvalidArgument, OptionalLeftOut, error_text
+from trainfold.core.errors import InvalidArgument, error_text
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.validate import check_kinds
 
@@ -29,14 +28,15 @@ def optional_given(names: Collection[str], extra: Collection[str]) -> frozenset[
     return given
 
 
-def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -> dict[str, Any]:
-    """The value of each component, without optional ones that cannot be saved; a warning names these.
+def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The value of each component, without optional ones that cannot be saved; and why these are left out.
 
     Args:
         parts: the components.
         optional: names of those that need not be saved.
     """
     found: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
     for name, part in parts.items():
         if name not in optional:
             found[name] = part.capture()
@@ -46,24 +46,22 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
             described, _ = describe(value, name)
             check_kinds(described.node, name)
         except Exception as error:  # noqa: BLE001 (the user's code; whatever it raises, the run continues)
-            warn_left_out(name, f"cannot be saved: {error_text(error)}")
+            left_out[name] = f"cannot be saved: {error_text(error)}"
         else:
             found[name] = value
-    return found
+    return found, left_out
 
 
-def fitting(
-    parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str]
-) -> dict[str, ComponentAdapter]:
-    """The components to restore, without optional ones that the state lacks or that cannot take its values; a warning names these.
+def unfit(parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str]) -> dict[str, str]:
+    """The optional components that the state lacks or that cannot take its values, each with the reason.
 
     Args:
         parts: the components.
         saved: the components of the state.
         optional: names of those that need not be restored.
     """
-    found = dict(parts)
-    for name in optional:
+    found: dict[str, str] = {}
+    for name in sorted(optional):
         if name not in parts:
             continue
         try:
@@ -71,12 +69,5 @@ def fitting(
         except Exception as error:  # noqa: BLE001 (as above)
             reasons = [error_text(error)]
         if reasons:
-            warn_left_out(name, f"cannot be restored: {reasons[0]}")
-            del found[name]
+            found[name] = f"cannot be restored: {reasons[0]}"
     return found
-
-
-def warn_left_out(name: str, why: str) -> None:
-    """Warn that an optional component is left out."""
-    text = f"the optional component {name} is left out: it {why}; its object keeps the state that it has now"
-    warn_user(text, OptionalLeftOut)

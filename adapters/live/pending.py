@@ -7,6 +7,7 @@ from typing import Any, Final, final
 from trainfold.adapters.components.component import ComponentAdapter, copied
 from trainfold.adapters.live.restore import write_all
 from trainfold.adapters.script.attached_settings import changed_settings, saved_settings, warn_changed
+from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.errors import InvalidState, RestoreRefused
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.state import TrainState
@@ -43,10 +44,10 @@ class PendingComponents:
         leftover = [name for name in saved if name not in parts and (chosen is None or name in chosen)]
         kept = {name: copied(saved[name]) for name in leftover if name in state.extra}
         if kept:
-            _LOG.warning("the state has %s, not registered here: kept until live.register()", list(kept))
+            log_for_all("the state has %s, not registered here: kept until live.register()", list(kept))
         if len(kept) < len(leftover):
             ignored = [name for name in leftover if name not in kept]
-            _LOG.warning("the state has %s, and no attached object takes it: ignored", ignored)
+            log_for_all("the state has %s, and no attached object takes it: ignored", ignored)
         unchosen = {} if chosen is None else {name: each for name, each in self.values.items() if name not in chosen}
         self.values = {**unchosen, **kept}
         self.settings = {key: value for name in kept for key, value in saved_settings(state.contract, name).items()}

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.printable import with_article
 
 
 class Recorder(Protocol):
@@ -38,7 +39,7 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise InvalidArgument(
             f"live.record({name}=)",
             expected="a number, or a tensor without dimensions",
-            found=f"a {type(value).__qualname__}" + ("" if shape is None else f" of shape {shape}"),
+            found=f"{with_article(type(value).__qualname__)}" + ("" if shape is None else f" of shape {shape}"),
             fix="record one number, such as loss.mean(); give each of several numbers a name",
         )
 

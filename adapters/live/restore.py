@@ -1,12 +1,18 @@
 """Writes a state into live objects: first every reason against it, then all of it or nothing, on all ranks or on none."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
 
 from trainfold.adapters.components.component import ComponentAdapter, Undo
+from trainfold.adapters.components.module import ModulePart
 from trainfold.adapters.components.optimizer import OptimizerPart
-from trainfold.adapters.live.optional import fitting, warn_left_out
+from trainfold.adapters.live.optional import unfit
+from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.all_ranks import on_all_ranks
+from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
 from trainfold.core.errors import (
     HalfRestored,
     InvalidArgument,
@@ -14,9 +20,11 @@ from trainfold.core.errors import (
     RestoreRefused,
     TrainfoldError,
     error_text,
+    place,
 )
 from trainfold.core.layout.world import Collectives
 
+T = TypeVar("T")
 _DEPENDS = {
     "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups"),
     "dataset": ("trainer", "a position belongs to a run that continues with its counters"),
@@ -57,15 +65,15 @@ def refusals(
     return tuple(found)
 
 
-def accepted(
+def checked(
     parts: Mapping[str, ComponentAdapter],
     saved: Mapping[str, Any],
     chosen: Collection[str] | None,
     *,
     unknown: Sequence[TrainfoldError],
     optional: Collection[str],
-) -> dict[str, ComponentAdapter]:
-    """The parts that take their values; optional ones that do not are left out.
+) -> dict[str, str]:
+    """The optional components that do not take their values, each with the reason; every other one does.
 
     Args:
         parts: the components of the run.
@@ -77,41 +85,69 @@ def accepted(
     Raises:
         RestoreRefused: with every reason.
     """
-    found = fitting(parts, saved, [name for name in optional if chosen is None or name in chosen])
-    reasons = (*unknown, *refusals(found, saved, chosen))
+    left_out = unfit(parts, saved, [name for name in optional if chosen is None or name in chosen])
+    needed = {name: part for name, part in parts.items() if name not in left_out}
+    reasons = (*unknown, *refusals(needed, saved, chosen))
     if reasons:
         raise RestoreRefused("live", reasons)
-    return found
+    return left_out
 
 
-def on_ranks(world: Collectives | None, action: Callable[[], object], *, doing: str) -> None:
-    """Run an action, on every rank of a world: if it fails on one, it raises on all."""
-    if world is None or world.world_size == 1:
-        action()
-    else:
-        on_all_ranks(world, lambda: action() and None, doing=doing)
+def checked_by_all(world: Collectives, check: Callable[[], tuple[T, dict[str, str]]]) -> tuple[T, dict[str, str]]:
+    """What a check returns on this rank, with the optional components that any rank leaves out; rank 0 has warned of these."""
+    found: list[T] = []
+
+    def left_out() -> dict[str, str]:
+        mine, reasons = check()
+        found.append(mine)
+        return reasons
+
+    texts = texts_of_left_out(on_all_ranks(world, left_out, doing="check the state"))
+    warn_of_left_out(texts, world)
+    return found[0], texts
 
 
-def write_all(
+def read_in_place(parts: Mapping[str, ComponentAdapter], components: Iterable[str] | None) -> UnreadTensors:
+    """What a resume can leave unread: the tensors of modules and optimizers that are written when nothing refuses any more.
+
+    Args:
+        parts: the parts of the run, those that may refuse first.
+        components: those to restore; None for all.
+    """
+    chosen = None if components is None else frozenset(components)
+    parts = {name: part for name, part in parts.items() if chosen is None or name in chosen}
+    last = _last_that_may_refuse(parts)
+    return UnreadTensors(
+        [name for name in list(parts)[last + 1 :] if isinstance(parts[name], ModulePart | OptimizerPart)]
+    )
+
+
+def _last_that_may_refuse(parts: Mapping[str, ComponentAdapter]) -> int:
+    return max((index for index, part in enumerate(parts.values()) if getattr(part, "may_refuse", True)), default=-1)
+
+
+def write_all(  # noqa: PLR0913 - keywords
     parts: Mapping[str, ComponentAdapter],
     saved: Mapping[str, Any],
-    *,
     optional: Collection[str] = (),
-    world: Collectives | None = None,
+    world: Collectives = ALONE,
+    *,
     begins: Callable[[], None] = lambda: None,
+    unread: UnreadTensors | None = None,
 ) -> None:
     """Write every part that is in ``saved``, on all ranks or on none.
 
     First those that may refuse, which a user's own code loads. If one raises, on any rank, they are undone on every rank; if it is optional, it
-    is left out. Then the others, whose values were checked: they overwrite the memory of the objects and keep no copy of what was there, so a
-    failure among them leaves the process half restored. Gradients come last, because every module clears its own.
+    alone is, on every rank. Then the others, whose values were checked: they overwrite the memory of the objects and keep no copy of what was
+    there, so a failure among them leaves the process half restored. Gradients come last, because every module clears its own.
 
     Args:
         parts: the parts, those that may refuse first.
         saved: their values.
         optional: names of those that may be left out.
-        world: the ranks; all of them call. None for one process.
+        world: the ranks; all of them call.
         begins: called when memory is about to be overwritten.
+        unread: what is read now, straight into the memory of the objects; None if everything was read.
 
     Raises:
         RestoreRefused: with what the part raised; nothing was changed.
@@ -119,44 +155,55 @@ def write_all(
         HalfRestored: on every rank, if memory could not be overwritten on one.
     """
     wanted = {name: part for name, part in parts.items() if name in saved}
-    last = max((index for index, part in enumerate(wanted.values()) if getattr(part, "may_refuse", True)), default=-1)
+    last = _last_that_may_refuse(wanted)
+    for name, part in wanted.items():
+        if unread is not None and name in unread.components and isinstance(part, ModulePart | OptimizerPart):
+            wanted[name] = attrs.evolve(part, fill=unread.write)
     names = list(wanted)
-    undos: list[Undo] = []
+    undos: dict[str, Undo] = {}
     try:
-        on_ranks(
+        told = on_all_ranks(
             world,
             lambda: _write_refusable({name: wanted[name] for name in names[: last + 1]}, saved, optional, undos),
             doing="restore what may refuse",
         )
+        texts = texts_of_left_out(told)
+        for name in texts.keys() & undos.keys():
+            undos.pop(name)()
+        warn_of_left_out(texts, world)
     except BaseException:
-        for undo in reversed(undos):
+        for undo in reversed(undos.values()):
             undo()
         raise
     begins()
     try:
-        on_ranks(
+        on_all_ranks(
             world,
             lambda: _write_checked({name: wanted[name] for name in names[last + 1 :]}, wanted, saved),
             doing="overwrite its objects",
         )
     except Exception as error:
-        raise HalfRestored(
+        half = HalfRestored(
             "live",
             expected="a restore that ends on every rank once it has begun to overwrite memory",
             found=error_text(error),
             fix="end this process, on every rank, and start again from the checkpoint: the objects hold parts of two states",
-        ) from error
+        )
+        place(half, rank=None if world.world_size == 1 else getattr(error, "rank", world.rank))
+        raise half from error
 
 
 def _write_refusable(
-    parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str], undos: list[Undo]
-) -> None:
+    parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str], undos: dict[str, Undo]
+) -> dict[str, str]:
+    """Write them; returns the optional ones that raised, each with the reason."""
+    left_out: dict[str, str] = {}
     for name, part in parts.items():
         try:
-            undos.append(part.write(saved[name]))
+            undos[name] = part.write(saved[name])
         except Exception as error:
             if name in optional:
-                warn_left_out(name, f"cannot be restored: {error_text(error)}")
+                left_out[name] = f"cannot be restored: {error_text(error)}"
                 continue
             reason = InvalidState(
                 name,
@@ -165,6 +212,7 @@ def _write_refusable(
                 fix="build the object as it was when the state was saved",
             )
             raise RestoreRefused("live", (reason,)) from error
+    return left_out
 
 
 def _write_checked(

@@ -7,6 +7,8 @@ from typing import Any, Final, final
 from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
 from trainfold.adapters.live.attached_objects import AttachedObjects
+from trainfold.adapters.parallel.gradient_order import GradientOrder
+from trainfold.adapters.parallel.parallel_settings import settings_of_parallel
 from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.adapters.script.rates import Rates
 from trainfold.adapters.script.schedules import Schedules
@@ -16,9 +18,11 @@ from trainfold.adapters.watch.audit import Audit
 from trainfold.adapters.watch.swapped import SwapProbe
 from trainfold.adapters.watch.unattached import StepWatch
 from trainfold.adapters.watch.window_probe import WindowProbe
+from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.errors import HalfRestored, IncompleteWindow, TrainfoldError
+from trainfold.core.format.structure.united_contract import FROZEN, FROZEN_NAMES, shown_frozen
 from trainfold.core.state.audit import UNSAVED, unsaved_of
-from trainfold.core.state.notes import TRAINED, put_back_text, trained_of
+from trainfold.core.state.notes import ORDERS, TRAINED, gradient_orders_of, put_back_text, trained_of
 from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
@@ -55,13 +59,18 @@ class RunWatch:
         scheduled = {name for name in optimizers if self._schedulers.covers(name, objects.schedulers, objects.extra)}
         self._script = hyperparameters(optimizers, scheduled=scheduled)
         if objects.optimizer is not None:
-            self._script["attached.optimizer.frozen"] = frozen(objects.model)
+            names = frozen(objects.model)
+            self._script |= (
+                {FROZEN: shown_frozen(names)} if objects.stage is None else {FROZEN_NAMES: dict.fromkeys(names, True)}
+            )
         self._check_schedulers("attach.scheduler")
         self._schedules = Schedules(objects.scheduler, optimizers, objects.extra)
         self._script |= self._schedules.contract
         self._script |= settings_of_root(objects.model, "attached.model")
-        self._script |= settings_of_modules(objects.model, "attached.model")
-        self._script |= attached_settings(objects.extra, loader)
+        is_part = objects.stage is not None
+        self._script |= settings_of_modules(objects.model, "attached.model", is_part=is_part)
+        self._script |= settings_of_parallel(objects.model, "attached.model")
+        self._script |= attached_settings(objects.extra, loader, is_part=is_part)
         self.window = WindowProbe({"model": objects.model, "optimizer": objects.optimizer, **objects.extra})
         self._steps_of_others = StepWatch(objects.attached, objects.names_of_parameters)
         mine, watch = objects.schedulers, self._schedulers
@@ -77,6 +86,7 @@ class RunWatch:
         )
         self._trained = Trained(objects.attached())
         self._averages = SwapProbe(objects.model, objects.extra)
+        self._orders = GradientOrder(objects.attached, objects.stage)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -162,6 +172,8 @@ class RunWatch:
         found |= self._rates.contract()
         if trained := self._trained.contract():
             found[TRAINED] = trained
+        if orders := self._orders.contract():
+            found[ORDERS] = orders
         return found
 
     def settings(self) -> dict[str, Any]:
@@ -176,7 +188,9 @@ class RunWatch:
 
     def stepped(self) -> None:
         """Note that an optimizer step was counted."""
-        self.window.close()
+        if self._orders.unknown != {}:
+            self._orders.stepped()
+        self.window.close()  # after DDP may have moved gradients into other buckets
         self._audit.stepped()
         self._rates.stepped()
         self._averages.stepped()
@@ -212,9 +226,11 @@ class RunWatch:
         self.window.close()
         self._audit.restored(step, unsaved_of(contract))
         if changed := self._trained.put_back(trained_of(contract, chosen)):
-            _LOG.warning("%s", put_back_text(changed))
+            log_for_all("%s", put_back_text(changed))
         self._rates.restored(contract, step)
         self._averages.stepped()
+        if chosen is None or "optimizer" in chosen:
+            self._orders.take(gradient_orders_of(contract))
 
     def registered(self, name: str, target: Any, settings: Mapping[str, Any]) -> None:
         """Watch an object attached later, with its settings."""
@@ -223,6 +239,7 @@ class RunWatch:
         self._steps_of_others.forget()
         self._audit.attach(name, target)
         self._trained.attach(name, target)
+        self._orders.attach()
         self._averages = SwapProbe(self._objects.model, self._objects.extra)
         if name in self._objects.optimizers:
             self._schedulers.add(name, target)

@@ -26,11 +26,13 @@ class LiveView:
         modules: the tensors of the attached modules, by component.
         rng: makes the component of the random streams, which were read already; may be called in any thread. None if
             the state has the streams.
+        left_out: optional components that cannot be saved, each with the reason.
     """
 
     state: TrainState
     modules: Mapping[str, NamedTensors] = attrs.field(factory=dict)
     rng: Callable[[], Any] | None = None
+    left_out: Mapping[str, str] = attrs.field(factory=dict)
 
 
 def read_objects(
@@ -39,7 +41,7 @@ def read_objects(
     optional: Collection[str],
     *,
     view: bool,
-) -> tuple[dict[str, Any], dict[str, NamedTensors], Callable[[], Any]]:
+) -> tuple[dict[str, Any], dict[str, NamedTensors], Callable[[], Any], dict[str, str]]:
     """Read every component once.
 
     Args:
@@ -49,14 +51,15 @@ def read_objects(
         view: whether modules are read without making values of their parameters.
 
     Returns:
-        The values without the random streams, the tensors of the modules, and what makes the value of the streams.
+        The values without the random streams, the tensors of the modules, what makes the value of the streams, and why optional components
+        are left out.
     """
     named = objects.named()
     parts = parts_of(named)
     rng = parts.pop("rng")
     assert isinstance(rng, RngPart)
     late = named.keys() - set(optional)  # read after the user's code
-    found = captured({name: part for name, part in parts.items() if name not in late}, optional)
+    found, left_out = captured({name: part for name, part in parts.items() if name not in late}, optional)
     streams = rng.read()  # last, because the user's objects may draw to return their state
     if any(isinstance(part, ObjectPart | TreePart | OwnModulePart | SharedPart) for part in parts.values()):
         named = objects.named()  # the user's code has run, and may have put other tensors into the modules
@@ -65,4 +68,4 @@ def read_objects(
         for name in parts
         if name in late or name in found
     }
-    return values, named, streams
+    return values, named, streams, left_out

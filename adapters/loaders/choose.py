@@ -34,6 +34,7 @@ from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.adapters.loaders.prepared import PreparedFeed
 from trainfold.adapters.loaders.stateful import StatefulFeed
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.printable import with_article
 
 
 def feeds_of(loader: Any) -> Feed | FeedGroup:
@@ -94,7 +95,7 @@ def feed_of(loader: Any) -> Feed:
         raise InvalidArgument(
             "attach.loader",
             expected="workers that restart in each epoch, for an iterable dataset",
-            found=f"persistent_workers over a {type(loader.dataset).__qualname__}",
+            found=f"persistent_workers over {with_article(type(loader.dataset).__qualname__)}",
             fix="make the loader with persistent_workers=False: a persistent worker carries what it has read ahead, and its "
             "random streams, into the next epoch, and no state contains them",
         )
@@ -112,7 +113,7 @@ def feed_of(loader: Any) -> Feed:
     raise InvalidArgument(
         "attach.loader",
         expected="a DataLoader over a map-style dataset, or an iterable with state_dict and load_state_dict",
-        found=f"a {kind}{over}, whose position cannot be known",
+        found=f"{with_article(kind)}{over}, whose position cannot be known",
         fix="use torchdata's StatefulDataLoader; or give the dataset __len__ and __getitem__; "
         "or attach without a loader and save the position yourself, under extra=",
     )
@@ -126,7 +127,8 @@ def _prepared(loader: Any) -> Feed:
         raise InvalidArgument(
             "attach.loader",
             expected="a prepared loader of one process, over a DataLoader over a map-style dataset",
-            found=f"a {kind_of(loader)} over a {kind_of(base)}" + (", of several processes" if several else ""),
+            found=f"{with_article(kind_of(loader))} over {with_article(kind_of(base))}"
+            + (", of several processes" if several else ""),
             fix="attach the DataLoader that you passed to accelerator.prepare"
             + (", with a DistributedSampler, so that each rank reads its share" if several else "")
             + ", and move its batches to the device in the loop",
@@ -160,7 +162,7 @@ def _refuse_datasets_read_ahead(loader: "DataLoader[Any]") -> None:
         raise InvalidArgument(
             "attach.loader",
             expected="workers that restart in each epoch, for a sampler and a dataset that both have a state",
-            found=f"persistent_workers, a {type(own[0]).__qualname__} and a {type(loader.dataset).__qualname__}",
+            found=f"persistent_workers, {with_article(type(own[0]).__qualname__)} and {with_article(type(loader.dataset).__qualname__)}",
             fix="make the loader with persistent_workers=False",
         )
 
@@ -176,7 +178,7 @@ def _indexed(loader: "DataLoader[Any]") -> Feed:
     raise InvalidArgument(
         "attach.loader",
         expected="a sampler whose position can be known, because the dataset has its own state",
-        found=f"a {kind_of(order)} without state_dict, and a {type(loader.dataset).__qualname__} with one",
+        found=f"{with_article(kind_of(order))} without state_dict, and {with_article(type(loader.dataset).__qualname__)} with one",
         fix="give the sampler state_dict and load_state_dict; or pass batch_size= and shuffle= or sampler= to "
         "StatefulDataLoader instead of batch_sampler=, so that it keeps the order",
     )

@@ -25,7 +25,11 @@ class FeedGroup:
         self.feeds = dict(feeds)
         self._first = next(iter(self.feeds.values()))
         self.share = self._first.share
-        self.counts_over_ranks = any(feed.counts_over_ranks for feed in self.feeds.values())
+
+    @property
+    def counts_over_ranks(self) -> bool:
+        """Whether a loader counts the samples of all ranks."""
+        return any(feed.counts_over_ranks for feed in self.feeds.values())
 
     @property
     def policy(self) -> Mapping[str, DriftAction]:

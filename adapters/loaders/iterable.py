@@ -10,6 +10,7 @@ from trainfold.adapters.batches.feed import END, mismatch
 from trainfold.adapters.streams.rng_streams import capture_streams, preserved_rng, restore_streams
 from trainfold.backends.derived_streams import derive_streams
 from trainfold.core.digest import digest_of
+from trainfold.core.printable import with_article
 from trainfold.core.state.state import Opaque
 
 
@@ -62,7 +63,7 @@ class Replay:
         if drawn < batches or self.digest != digest:
             raise mismatch(
                 "state.dataset.digest",
-                f"the {batches} batches that the epoch had, from a {self._kind} whose position is not known",
+                f"the {batches} batches that the epoch had, from {with_article(self._kind)} whose position is not known",
                 "others" if drawn == batches else f"{drawn} batches",
                 "give it the data that the run was started with; if it yields other samples each time that it is "
                 "iterated, give it state_dict and load_state_dict",

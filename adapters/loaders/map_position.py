@@ -71,12 +71,21 @@ class MapPosition:
         counted = 0
         for each in taken:
             size = each.samples or 0
-            counted += size * self.shares if self.shared is None else self.shared.consume(size)
+            if self.shared is not None:
+                counted += self.shared.consume(size)
+            else:
+                counted += size * self.shares if each.everywhere is None else each.everywhere
             self.samples, self.batches = self.samples + size, self.batches + 1
             self.draws.consume(each.drawn, size)
             if each.last:
+                self.leave_out(each.left)
                 self.end_epoch()
         return counted
+
+    def leave_out(self, left: Iterable[Delivery]) -> None:
+        """Leave out the rest of an epoch: persistent workers have drawn it, and continue after it."""
+        for each in left:
+            self.draws.absorb(each.drawn)
 
     def own_samples(self, samples: int) -> int:
         """This rank's share of samples of whole batches that wait; any other number is this rank's own.
@@ -84,7 +93,10 @@ class MapPosition:
         All waiting batches come first: with two ranks, two shares have as many samples as one batch of all ranks.
         """
         sizes = [each.samples or 0 for each in self.deliveries.waiting]
-        everywhere = [size * self.shares for size in sizes] if self.shared is None else self.shared.sizes(sizes)
+        if self.shared is None:
+            everywhere = [each.over_shares(self.shares) for each in self.deliveries.waiting]
+        else:
+            everywhere = self.shared.sizes(sizes)
         own, total = sum(sizes), sum(everywhere)
         while sizes and samples not in (own, total):
             own, total = own - sizes.pop(), total - everywhere.pop()

@@ -1,17 +1,31 @@
 """`MapFeed`: the feed for an ordinary DataLoader over a map-style dataset, with a position in samples."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, final
 
 import attrs
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.batches.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
+from trainfold.adapters.batches.feed import (
+    END,
+    OPENED,
+    AtPosition,
+    Delivery,
+    Ended,
+    length_of,
+    mismatch,
+    no_batch,
+    stale,
+    warn_if_old,
+)
+from trainfold.adapters.batches.global_sampler import SharedOrder, shared_order
+from trainfold.adapters.batches.pull_watch import sure_size
 from trainfold.adapters.batches.sampler_tap import unfollowed
 from trainfold.adapters.components.component import Undo, copied, kind_of
 from trainfold.adapters.loaders.map_iterators import MapIterators, not_none
 from trainfold.adapters.loaders.map_position import MapPosition
-from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.errors import TrainfoldError
 from trainfold.core.state.state import Opaque
 
 
@@ -42,6 +56,21 @@ class MapFeed(AtPosition):
         self._drawing = 0  # the epoch that batches are read from
         self._run = 0
         self._living: Iterator[Any] | None = None  # the iterator of persistent workers, inside an epoch
+
+    @property
+    def sure_size(self) -> tuple[int, int] | None:
+        """The batches and the samples of each epoch, if they are certain."""
+        return sure_size(self._loader)
+
+    @property
+    def shared_order(self) -> SharedOrder | None:
+        """The order of samples that its sampler shares with those of other ranks; None without one."""
+        return shared_order(self._loader)
+
+    def count_shares(self, shares: int) -> None:
+        """Count the samples of equally long shares, unless a sampler of several shares has them counted already."""
+        if self._counts and not self.counts_over_ranks:
+            self._at.shares, self.counts_over_ranks = shares, shares > 1
 
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
@@ -136,16 +165,12 @@ class MapFeed(AtPosition):
                 is_opened = True
                 yield OPENED
             while not last and not done():
-                made = self._drawer.draw(iterator)
-                if made is END:
-                    last = self._end_late(tap)
+                delivery, batch = self.take(partial(self._draw_next, iterator, tap))
+                if isinstance(delivery, Ended):
+                    last = self._end_late(delivery)
                     break
-                batch, drawn = made
-                self._at.orders[self._drawing] = not_none(self._iterators.tap.started_from)
-                size, last = tap.passed.popleft() if tap.passed else (-1, True)
-                if size < 0 or (last and self._drawer.draw(iterator) is not END):
-                    raise unfollowed(self._loader, "an iterator that yields more batches than its sampler")
-                self._deliveries.waiting.append(Delivery(size, last, drawn))
+                last = delivery.last
+                self._deliveries.waiting.append(delivery)
                 yield batch
                 if self._run != run:
                     raise stale()
@@ -154,19 +179,26 @@ class MapFeed(AtPosition):
             self._living = None if last else self._living
             self._drawing += int(last)
 
-    def _end_late(self, tap: Any) -> bool:
-        """End an epoch whose sampler gave fewer than its ``len()``: that shows one call after the last batch."""
-        if not tap.given:
-            raise InvalidArgument(
-                "attach.loader",
-                expected="at least one batch an epoch",
-                found="none",
-                fix="make the batch size smaller than the dataset, or set drop_last=False",
-            )
+    def _draw_next(self, iterator: Iterator[Any], tap: Any) -> tuple[Delivery | Ended, Any]:
+        made = self._drawer.draw(iterator)
+        if made is END:
+            if not tap.given:
+                raise no_batch("make the batch size smaller than the dataset, or set drop_last=False")
+            return Ended(), END
+        batch, drawn = made
+        self._at.orders[self._drawing] = not_none(self._iterators.tap.started_from)
+        size, last = tap.passed.popleft() if tap.passed else (-1, True)
+        if size < 0 or (last and self._drawer.draw(iterator) is not END):
+            raise unfollowed(self._loader, "an iterator that yields more batches than its sampler")
+        return Delivery(size, last, drawn), batch
+
+    def _end_late(self, ended: Ended) -> bool:
+        """End an epoch one call after its last batch: its sampler gave fewer than its ``len()``, or another rank has no more."""
         waiting = self._deliveries.waiting
         if waiting:
-            waiting[-1] = attrs.evolve(waiting[-1], last=True)
+            waiting[-1] = attrs.evolve(waiting[-1], last=True, left=ended.left)
         else:
+            self._at.leave_out(ended.left)
             self._at.end_epoch()
         return True
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from trainfold.adapters.batches.feed import END, OPENED, OTHER, AtPosition, mismatch
+from trainfold.adapters.batches.global_sampler import SharedOrder
 from trainfold.adapters.components.component import Undo
 from trainfold.adapters.loaders.map_style import MapFeed
 from trainfold.core.errors import InvalidArgument, TrainfoldError
@@ -29,6 +30,19 @@ class PreparedFeed(AtPosition):
         self._run = 0
         self._iteration = _iteration(loader)
         self._at = 0  # the epoch in which it was read
+
+    @property
+    def sure_size(self) -> tuple[int, int] | None:
+        """The batches and the samples of each epoch of the inner loader, if they are certain."""
+        return self._inner.sure_size
+
+    @property
+    def shared_order(self) -> SharedOrder | None:
+        """The order of samples that its sampler shares with those of other ranks; None without one."""
+        return self._inner.shared_order
+
+    def count_shares(self, shares: int) -> None:
+        """Do nothing: it is the loader of one process."""
 
     def undelivered(self) -> int:
         """How many batches the loop has received and not counted."""

@@ -1,6 +1,7 @@
 """`StatefulFeed`: the feed for a loader that knows its own position, such as torchdata's StatefulDataLoader."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, final
 
 import attrs
@@ -9,10 +10,22 @@ from torch.utils.data import DataLoader, DistributedSampler
 from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
 from trainfold.adapters.batches.draw_batches import unpaired
 from trainfold.adapters.batches.draws import Drawn
-from trainfold.adapters.batches.feed import END, OPENED, AtPosition, Delivery, length_of, mismatch, stale, warn_if_old
+from trainfold.adapters.batches.feed import (
+    END,
+    OPENED,
+    AtPosition,
+    Delivery,
+    Ended,
+    length_of,
+    mismatch,
+    no_batch,
+    stale,
+    warn_if_old,
+)
+from trainfold.adapters.batches.global_sampler import SharedOrder, shared_order
 from trainfold.adapters.batches.hand_out import HandedOut, Mark, Unreported
 from trainfold.adapters.batches.loader_extras import KEY
-from trainfold.adapters.batches.pull_watch import PullWatch, is_foreign
+from trainfold.adapters.batches.pull_watch import PullWatch, is_foreign, sure_size
 from trainfold.adapters.batches.sampler_tap import capture_order, restore_order
 from trainfold.adapters.components.component import Undo, copied, kind_of
 from trainfold.adapters.loaders.iterable import torchdatas
@@ -51,6 +64,21 @@ class StatefulFeed(AtPosition):
         )  # all of them are equally long
         self.counts_over_ranks = self._shares > 1
 
+    @property
+    def sure_size(self) -> tuple[int, int] | None:
+        """The batches and the samples of each epoch, if they are certain."""
+        return sure_size(self._loader)
+
+    @property
+    def shared_order(self) -> SharedOrder | None:
+        """The order of samples that its sampler shares with those of other ranks; None without one."""
+        return shared_order(self._loader)
+
+    def count_shares(self, shares: int) -> None:
+        """Count the samples of equally long shares, unless a sampler of several shares has them counted already."""
+        if not self.counts_over_ranks:
+            self._shares, self.counts_over_ranks = shares, shares > 1
+
     def undelivered(self) -> int:
         """How many batches were handed out and not consumed."""
         return len(self._deliveries.waiting)
@@ -75,7 +103,7 @@ class StatefulFeed(AtPosition):
         self._at.count(taken)
         if any(each.samples is None for each in taken):
             return samples or 0
-        return sum(each.samples or 0 for each in taken) * self._shares
+        return sum(each.over_shares(self._shares) for each in taken)
 
     def check_samples(self, samples: int | None) -> None:
         """Raise what `advance` would raise."""
@@ -83,11 +111,15 @@ class StatefulFeed(AtPosition):
 
     def _own(self, samples: int | None) -> int | None:
         """This rank's share of the samples of all ranks in whole batches that wait; any other number is this rank's own."""
-        sizes = [each.samples for each in self._deliveries.waiting]
-        if samples is None or self._shares == 1 or None in sizes:
+        waiting = list(self._deliveries.waiting)
+        if samples is None or not self.counts_over_ranks or any(each.samples is None for each in waiting):
             return samples
-        ends = [sum(each or 0 for each in sizes[:count]) for count in range(len(sizes), 0, -1)]
-        return next((own for own in ends if samples in (own, own * self._shares)), samples)
+        firsts = [waiting[:count] for count in range(len(waiting), 0, -1)]
+        ends = [
+            (sum(each.samples or 0 for each in one), sum(each.over_shares(self._shares) for each in one))
+            for one in firsts
+        ]
+        return next((own for own, total in ends if samples in (own, total)), samples)
 
     def waiting_samples(self) -> int | None:
         """Samples of the batches handed out but not consumed."""
@@ -137,10 +169,10 @@ class StatefulFeed(AtPosition):
                 yield OPENED
             while not last and not done():
                 mark = mark or self._mark()
-                delivery, batch = self._give_next(iterator, mark)
+                delivery, batch = self.take(partial(self._give_next, iterator, mark))
                 mark = None
-                if delivery is None:
-                    self._end_late()
+                if isinstance(delivery, Ended):
+                    self._end_late(delivery)
                     break
                 last = delivery.last
                 self._deliveries.waiting.append(delivery)
@@ -159,23 +191,23 @@ class StatefulFeed(AtPosition):
             return None
         return Mark(at.place(), at.again[0] if at.again else capture_order(at.generators, at.extras))
 
-    def _give_next(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | None, Any]:
-        """The next batch and its delivery; no delivery at the end. A batch that is delivered again is drawn as it was."""
+    def _give_next(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | Ended, Any]:
+        """The next batch and its delivery, or the end. A batch that is delivered again is drawn as it was."""
         at = self._at
         if not at.again:
             return self._drawn_now(iterator, mark)
         with self._iterators.apart():
             restore_order(at.again[0], at.generators, at.extras)
             delivery, batch = self._drawn_now(iterator, mark)
-            if delivery is None:
-                return None, END
+            if isinstance(delivery, Ended):
+                return delivery, END
             at.again.popleft()
             if at.again_ends and not at.again and not delivery.last and self._draw(iterator) is END:
                 # the loop has reached the end, and a stream may have drawn for that
                 delivery = attrs.evolve(delivery, last=True)
         return delivery, batch
 
-    def _drawn_now(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | None, Any]:
+    def _drawn_now(self, iterator: Iterator[Any], mark: Mark | None) -> tuple[Delivery | Ended, Any]:
         at = self._at
         is_replayed = at.replay is not None and at.began is None
         before = None if is_replayed else at.states_before.now(is_first=not at.drawn)
@@ -186,7 +218,9 @@ class StatefulFeed(AtPosition):
         streams = {} if reader is None else {**reader.streams, KEY: held} if held else reader.streams
         batch = self._draw(iterator)
         if batch is END:
-            return None, END
+            if not at.drawn:
+                raise no_batch("check the dataset")
+            return Ended(), END
         at.drawn += 1
         drawn, samples = None, None
         if isinstance(iterator, Unreported):
@@ -207,18 +241,14 @@ class StatefulFeed(AtPosition):
             return self._watch.pull(lambda: next(iterator, END), is_first=False)
         return next(iterator, END)
 
-    def _end_late(self) -> None:
-        """End an epoch of unknown length: that shows one call after its last batch."""
-        at = self._at
-        if at.drawn == 0:
-            raise InvalidArgument(
-                "attach.loader", expected="at least one batch an epoch", found="none", fix="check the dataset"
-            )
+    def _end_late(self, ended: Ended) -> None:
+        """End an epoch one call after its last batch: its length is not known, or another rank has no more."""
+        at, waiting = self._at, self._deliveries.waiting
         at.iterator, at.drawing, at.drawn = None, at.drawing + 1, 0
-        if self._deliveries.waiting:
-            waiting = self._deliveries.waiting
-            waiting[-1] = attrs.evolve(waiting[-1], last=True)
+        if waiting:
+            waiting[-1] = attrs.evolve(waiting[-1], last=True, left=ended.left)
         else:
+            at.leave_out(ended.left)
             at.end_epoch()
             at.digest = at.digest_now()
 

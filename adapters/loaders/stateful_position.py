@@ -1,7 +1,7 @@
 """`StatefulPosition`: tracks where a loop is in a loader with its own state, and checks that a saved position fits the loader."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 from torch.utils.data import DataLoader
@@ -78,9 +78,16 @@ class StatefulPosition:
             if handed.drawn is not None:
                 self.draws.consume(handed.drawn, delivery.samples or 0)
             if delivery.last:
+                self.leave_out(delivery.left)
                 self.end_epoch()
         if not self.deliveries.waiting:
             self.digest = self.digest_now()
+
+    def leave_out(self, left: Iterable[Delivery]) -> None:
+        """Leave out the rest of an epoch: persistent workers have drawn it, and continue after it."""
+        for each in left:
+            if each.drawn.drawn is not None:
+                self.draws.absorb(each.drawn.drawn)
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""

@@ -72,6 +72,19 @@ def save_options(  # noqa: PLR0913 - keywords
     )
 
 
+def alike(options: SaveOptions, every: object, every_secs: float | None, *, at_end: bool) -> dict[str, object]:
+    """The arguments by name that all ranks must give alike, or some would save where others train."""
+    return {
+        "every": every,
+        "every_secs": every_secs,
+        "at_end": at_end,
+        "mode": "async" if options.is_async else "sync",
+        "when_busy": "skip" if options.skips else "wait",
+        "components": None if options.components is None else sorted(options.components),
+        "replica_check": options.replica_check,
+    }
+
+
 def triggers_given(every: object, every_secs: float | None, *, at_end: bool) -> tuple[Triggers, bool]:
     """The triggers, and whether the cadence is to be chosen."""
     if isinstance(every, str) and every != "auto":

@@ -13,6 +13,7 @@ from trainfold.adapters.parallel.ddp_buffers import sent_buffers
 from trainfold.adapters.sharded.dtensor import local_part
 from trainfold.backends.hold.steady import leased_leaves, steady_leaves
 from trainfold.backends.hold.write_watch import LeafName
+from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
 from trainfold.backends.runs.snapshot import Snapshot, describe_state
 from trainfold.core import tree
 from trainfold.core.format.structure.describe import Describer
@@ -79,10 +80,11 @@ class RunContents:
         names = validate_components(names, declared=run.names) if isinstance(run, Live) else names
         found = describe_state(view.state, components=names, contract=self._contract, describe=self._describer.describe)
         if self._world.world_size == 1:
+            warn_of_left_out(texts_of_left_out([view.left_out]), self._world)
             return found
         sent: Mapping[str, str] = {}
         if isinstance(run, Live):
-            found = attrs.evolve(found, optional=run.optional)
+            found = attrs.evolve(found, optional=run.optional, left_out=view.left_out)
             sent = {
                 **sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world),
                 **run.sharing.sent(view.modules),
@@ -133,4 +135,4 @@ def _steady_of_state(state: TrainState, leaves: Mapping[LeafName, torch.Tensor])
 
 def view_of(run: Live | TrainState) -> LiveView:
     """The view of a live run; a state is its own view."""
-    return run.view() if isinstance(run, Live) else LiveView(run)
+    return run.read(view=True) if isinstance(run, Live) else LiveView(run)

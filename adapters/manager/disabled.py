@@ -103,9 +103,11 @@ class DisabledManager:
         del decision
         return self.restore(run) if isinstance(run, Live) else run
 
-    def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None) -> Restored:
+    def restore(
+        self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None, in_place: bool = False
+    ) -> Restored:
         """Leave the run as it is."""
-        del step, reset
+        del step, reset, in_place
         return Restored("", live.progress.step, is_fresh=True)
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:

@@ -1,7 +1,8 @@
 """`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: does so for a manager."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 import attrs
@@ -10,21 +11,22 @@ from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.adapters.guards.unused_manager import UnusedManager
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.optional import warn_left_out
 from trainfold.adapters.manager.arguments import check_decision
 from trainfold.adapters.manager.protocol import LoadDecision, Restored, load_decision
 from trainfold.adapters.manager.saving import SaveRunner
 from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.adapters.parallel.share import share_of_rank
 from trainfold.backends.event_log import EventLog
+from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.all_ranks import on_rank_zero
-from trainfold.backends.runs.best_reader import measured_best
+from trainfold.backends.runs.best.best_reader import measured_best
 from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_load
 from trainfold.backends.runs.snapshot import describe_state, prove_alike
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import mapping_given
-from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused
+from trainfold.core.errors import HalfRestored, InvalidArgument, InvalidState, ResumeRefused, TrainfoldError, place
 from trainfold.core.format.file_names import step_of
+from trainfold.core.history.quarantine import outcome_of, worst_outcome
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.fall_back import decided, disagreement
@@ -62,11 +64,10 @@ class RunLoader:
 
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
         """Decide whether there is something to resume; loads nothing."""
-        names, like = self._like(run)
+        names, like, optional = self._like(run)
         request = resume_request(step=step, components=names, policy=self.policy)
-        outcome = plan_load(
-            self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
-        )
+        outcome = plan_load(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
+                            optional=optional)  # fmt: skip
         mine = load_decision(outcome, step=step)
         told = self.collectives.gather((mine, decided(outcome)), doing="decide what to load")
         error = disagreement(self.store.url, [each for _, each in told], outcome)
@@ -74,43 +75,61 @@ class RunLoader:
             raise error
         return next((each for each, _ in told if not each), mine)
 
-    def load(self, run: Live | TrainState, *, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
-        """Load a state, and write a live run in place.
+    def load(
+        self, run: Live | TrainState, *, step: int | None, reset: Mapping[str, str] | None, in_place: bool = False
+    ) -> TrainState:
+        """Load a state, and write it into a live run.
+
+        Args:
+            run: the live run, or a state like the one to load.
+            step: an explicit step; None for the newest.
+            reset: component -> why it starts fresh on purpose.
+            in_place: whether the tensors of a live run are read straight into its memory; the result has meta tensors for them.
 
         Raises:
+            HalfRestored: if a read in place fails.
             ResumeRefused: with every reason why a resume would not be exact, or if there is nothing.
             RestoreRefused: if the live objects cannot take the state.
             RankFailed: if those of another rank cannot; it names the rank.
         """
-        names, like = self._like(run)
+        names, like, optional = self._like(run)
+        request = resume_request(step=step, components=names, policy=self.policy, reset=reset)
         share = share_of_rank(run, self.collectives) if isinstance(run, Live) else None
-        try:
-            loaded = self._loaded(like, names, step, reset, share)
-        except ResumeRefused as refused:
-            owing = refused.refusal.about_optional(run.optional if isinstance(run, Live) else ())
-            if not owing:
-                raise
-            for name in owing:
-                warn_left_out(name, f"cannot be restored: {refused.refusal.reasons[0]}")
-            loaded = self._loaded(like, names, step, {**(reset or {}), **dict.fromkeys(owing, "it is optional")}, share)
+        unread = run.may_stay_unread(names) if isinstance(run, Live) and in_place else None
+        loaded = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
+                          quarantine=Quarantine(), share=share, unread=unread, optional=optional)  # fmt: skip
         if isinstance(run, Live):
-            run.restore(loaded.state, components=names, policy=self.policy, collectives=self.collectives)
+            with self._read_in_place(run, loaded, unread):
+                try:
+                    run.restore(loaded.state, components=names, policy=self.policy, collectives=self.collectives, without=loaded.left_out)  # fmt: skip
+                except TrainfoldError as error:
+                    place(error, step=step_of(loaded.checkpoint))
+                    raise
             if self.proves and self.collectives.world_size > 1:
                 prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
         return loaded.state
 
-    def _loaded(
-        self,
-        like: TrainState,
-        names: tuple[str, ...] | None,
-        step: int | None,
-        reset: Mapping[str, str] | None,
-        share: int | None,
-    ) -> Loaded:
-        request = resume_request(step=step, components=names, policy=self.policy, reset=reset)
-        return load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
-                        quarantine=Quarantine(), share=share)  # fmt: skip
+    @contextmanager
+    def _read_in_place(self, run: Live, loaded: Loaded, unread: UnreadTensors | None) -> Iterator[None]:
+        """Let the run read what was left unread, and then end the attempt to load, so that a damaged checkpoint is passed over next time."""
+        run.unread, attempt, store = unread, Quarantine(), self.store
+        try:
+            yield
+        except HalfRestored as error:  # on every rank
+            if unread is not None:
+                ended = self.collectives.gather(outcome_of(error.__cause__), doing="compare how the restore ended")
+                attempt.end(store, self.collectives, loaded.checkpoint, worst_outcome(ended))
+            raise
+        except BaseException as error:
+            if unread is not None:
+                attempt.leave(store, self.collectives, loaded.checkpoint, error)
+            raise
+        else:
+            if unread is not None:
+                attempt.end(store, self.collectives, loaded.checkpoint, outcome_of(None))
+        finally:
+            run.unread = None
 
     def load_best(self, run: Live | TrainState) -> tuple[TrainState, int]:
         """Load the model of the checkpoint that ``best.json`` names, and nothing else; return the state and the best's step.
@@ -123,7 +142,7 @@ class RunLoader:
             raise InvalidState(
                 f"{self.store.url}/best.json", expected="a best", found="none", fix="call save_best first"
             )
-        _, like = self._like(run)
+        _, like, _ = self._like(run)
         step = step_of(name)
         assert step is not None  # the name was made from it
         request = resume_request(step=step, components=["model"], policy=self.policy)
@@ -134,17 +153,20 @@ class RunLoader:
             run.restore(state, components=["model"], collectives=self.collectives)
         return state, step
 
-    def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState]:
-        """The components to load, and the state to load them for."""
+    def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState, Mapping[str, str | None]]:
+        """The components to load, the state to load them for, and the optional ones with why this rank cannot capture them, if it cannot."""
         if isinstance(run, TrainState):
-            return self.components, run
+            return self.components, run, {}
         run.will_save(self.components)
-        captured = run.capture()
+        read = run.read(view=False)
+        captured = read.state
         # This run does not want what is pending, or its settings, yet: `register` compares them.
         extra = {name: value for name, value in captured.extra.items() if name not in run.pending}
         theirs = tuple(f"attached.{name}." for name in run.pending)
         contract = {key: value for key, value in captured.contract.items() if not key.startswith(theirs)}
-        return validate_components(self.components, declared=run.names), captured.evolve(extra=extra, contract=contract)
+        names = validate_components(self.components, declared=run.names)
+        optional = {name: read.left_out.get(name) for name in sorted(run.optional) if names is None or name in names}
+        return names, captured.evolve(extra=extra, contract=contract), optional
 
 
 @final
@@ -174,9 +196,13 @@ class LoadRunner:
         """Decide whether there is something to load; see `CheckpointManager.should_load`."""
         if self.first.start_over:
             reason = "start_over=True: it starts from the beginning on purpose"
-            return LoadDecision(can_load=False, step=step, reason=reason)
-        self.saves.settle()  # what it decides on must be there afterwards, and be the newest
-        return self.loader.decide(run, step=step)
+            decision = LoadDecision(can_load=False, step=step, reason=reason)
+        else:
+            self.saves.settle()  # what it decides on must be there afterwards, and be the newest
+            decision = self.loader.decide(run, step=step)
+        if not decision and isinstance(run, Live):
+            run.meet(self.loader.collectives)  # nothing is restored before the loop
+        return decision
 
     def load(self, run: Live | TrainState, decision: LoadDecision | None) -> TrainState | Restored:
         """Load what was decided, or the newest; see `CheckpointManager.load`."""
@@ -184,12 +210,14 @@ class LoadRunner:
         state = self._load(run, step, None)
         return self._restored(run) if isinstance(run, Live) else state
 
-    def restore(self, live: Live, step: int | None, reset: Mapping[str, str] | None) -> Restored:
+    def restore(
+        self, live: Live, step: int | None, reset: Mapping[str, str] | None, *, in_place: bool = False
+    ) -> Restored:
         """Restore a live run, or start fresh; see `CheckpointManager.restore`."""
         if self.first.start_over:
             return self._start_over(live, step, reset)
         try:
-            self._load(live, step, mapping_given("reset", reset))
+            self._load(live, step, mapping_given("reset", reset), in_place=in_place)
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
@@ -223,12 +251,14 @@ class LoadRunner:
                                   fix="call should_load again; with step= it is for one checkpoint, whatever comes after")  # fmt: skip
         return None
 
-    def _load(self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None) -> TrainState:
+    def _load(
+        self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None, *, in_place: bool = False
+    ) -> TrainState:
         self.saves.settle()
         if self.rehearsal is not None:
             self.rehearsal.watch(run)
         try:
-            state = self.loader.load(run, step=step, reset=reset)
+            state = self.loader.load(run, step=step, reset=reset, in_place=in_place)
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 self.events.report("refused", step=step, detail=str(refused))
@@ -256,5 +286,6 @@ class LoadRunner:
             _LOG.warning(text, *about)
 
     def _restored(self, live: Live, *, is_fresh: bool = False) -> Restored:
+        live.meet(self.loader.collectives)
         self.asked.watch(live)
         return Restored(self.loader.store.url, live.progress.step, is_fresh=is_fresh)

@@ -19,7 +19,7 @@ from trainfold.adapters.manager.triggers import SaveTriggers, auto_cadence
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import mapping_given
 from trainfold.core.layout.world import Collectives
@@ -44,26 +44,23 @@ class CheckpointManager:
 
     Args:
         run: a directory, or a store.
-        every: save at each multiple of so many optimizer steps; None for no such cadence. ``"auto"`` chooses one from what a save
-            costs and how long a step takes, and logs it; the first save is due after a minute. With ``every_secs`` that is
-            the only cadence.
+        every: save at each multiple of so many optimizer steps; None for no such cadence. ``"auto"`` chooses one from what a save costs and how
+            long a step takes, and logs it; the first save is due after a minute. With ``every_secs`` that is the only cadence.
         every_secs: save when so many seconds have passed since the last save, by rank 0's clock; None for no such cadence.
         at_end: whether `step` with ``is_last`` and `finish` save the last state.
-        start_over: whether this program starts from the beginning on purpose, and leaves the run's checkpoints behind in a timeline of
-            their own. Leave it out of a command that restarts by itself: it would start over each time.
+        start_over: whether this program starts from the beginning on purpose, and leaves the run's checkpoints behind in a timeline of their own.
+            Leave it out of a command that restarts by itself: it would start over each time.
         keep_last: keep so many of the newest complete checkpoints, beside what ``save_best`` named; 0 or None for all.
         keep: what else to keep, such as ``keep_every(10_000)``. The newest checkpoint is always kept.
         keep_left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
         mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
-        max_extra_bytes: memory that an async save may use beside the state, 8 MiB of it for the writer; None for as much as the
-            state. With 0 an update waits until everything is written.
-        hold_check: whether an async save compares the bytes that it holds with those that it commits, to find writers that neither a
-            hook nor a version counter shows. It reads the state twice more.
-        replica_check: how much is compared of what all ranks should have alike. ``"quick"``: everything at the first save, then a
-            piece of each tensor, so that 16 saves compare all; ``"tensor"``: everything at each save; ``"full"``: also after each
-            restore; ``"none"``: only structures and contracts.
-        when_busy: what a save does while another one is under way: ``"wait"`` for it, or ``"skip"``, which leaves its cadence due. The
-            best state so far and the last state always wait.
+        max_extra_bytes: memory that an async save may use beside the state, 8 MiB of it for the writer; None for as much as the state.
+            With 0 an update waits until everything is written.
+        hold_check: whether an async save compares the bytes that it holds with those that it commits, to find writers that neither a hook nor a
+            version counter shows. It reads the state twice more.
+        replica_check: how much is compared of what all ranks should have alike. ``"quick"``: everything at the first save, then a 16th of each
+            tensor; ``"tensor"``: everything at each save; ``"full"``: also after each restore; ``"none"``: only structures and contracts.
+        when_busy: what a save does while another is under way: ``"wait"`` for it, or ``"skip"``, which leaves its cadence due; best and last wait.
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the run says itself.
@@ -77,15 +74,14 @@ class CheckpointManager:
         UnknownComponent: for a name in ``components`` that nearly is that of a built-in component.
         UnsupportedLeaf: for a value of the contract that has no exact form.
         CheckpointForeign: if the place holds something other than a run; nothing is written there.
-        RunLocked: if another process saves into this run.
+        RunLocked: if another process saves into this run. RanksDisagree: if some ranks have another cadence or mode, or other components.
         SaveFailed: if the place cannot be read or written, or the subclass that fits.
 
     Examples:
         >>> import torch, trainfold
-        >>> from trainfold import attach
         >>> from trainfold.stores import MemoryStore
         >>> with CheckpointManager(MemoryStore(), every=2, keep_last=1) as manager:
-        ...     live = attach(torch.nn.Linear(1, 1))
+        ...     live = trainfold.attach(torch.nn.Linear(1, 1))
         ...     fresh = manager.restore(live).is_fresh
         ...     saved = [manager.step(live) for _ in range(4) if live.advance(samples=1)]
         >>> fresh, [outcome and outcome.step for outcome in saved]
@@ -137,7 +133,7 @@ class CheckpointManager:
             self._events = events = EventLog(store.url, on_event, logs=world.rank == 0)
             lease.before_release(events.report_deferred)
             auto = auto_cadence(events, world) if is_auto else None
-            self._due = due = SaveTriggers(triggers, requests, world, auto=auto)
+            self._due = due = SaveTriggers(triggers, requests, world, auto=auto, alike=given.alike(options, every, every_secs, at_end=at_end))  # fmt: skip
             self._asked = asked = UnusedManager(store.url)
             self._saves = SaveRunner(store, world, options, due=due, first=first, events=events, rehearsal=rehearsal, lease=lease,
                                      pruner=Pruner(store, retention, left_behind))  # fmt: skip
@@ -173,8 +169,7 @@ class CheckpointManager:
             What was saved, or None; `should_stop` says whether the loop ends.
 
         Raises:
-            IncompleteWindow: if a save is due and the run is not at a boundary; or if an optimizer has stepped and `Live.advance` has
-                not counted it.
+            IncompleteWindow: if a save is due inside a window, or an optimizer has stepped and `Live.advance` has not counted it.
             RunNotRestored: if the run has checkpoints, and none of them was restored.
             SaveFailed: if this save failed; or the one before, in the background: then what is due was done all the same.
         """
@@ -260,8 +255,7 @@ class CheckpointManager:
         """Wait for the save under way and release the run; calling it again does nothing. It saves nothing new: see `finish`.
 
         Raises:
-            SaveFailed: if the save in the background failed; the run is released all the same. While another exception is handled,
-                as in a ``finally``, the failure is logged instead, and becomes a note on that one.
+            SaveFailed: if the save in the background failed; the run is released all the same. While another exception is handled, it is logged, and a note on that.
         """
         self._lease.close(self._end, primary=self._lease.in_flight())
 
@@ -269,6 +263,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._due.explain(error)
         self._lease.close(self._end, primary=error)
 
     def should_load(self, run: Live | TrainState, *, step: int | None = None) -> LoadDecision:
@@ -303,23 +298,27 @@ class CheckpointManager:
         self._check(run, asks=False)
         return self._loads.load(run, decision)
 
-    def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None) -> Restored:
+    def restore(
+        self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None, in_place: bool = False
+    ) -> Restored:
         """Restore a live run from its newest whole checkpoint. If there is none, leave the run as it is and log a warning.
 
         Args:
             live: the attached objects; unchanged if anything is wrong.
             step: an explicit step; one that is not there is an error.
             reset: component -> why it starts fresh on purpose.
+            in_place: read parameters, buffers and slots straight into their memory; if that fails, they hold two states, and the process must end.
 
         Raises:
             InvalidArgument: for an invalid argument.
+            HalfRestored: with ``in_place``, on every rank, if a read failed: end the process. The next one passes over a damaged checkpoint.
             ResumeRefused: with every reason why a resume would not be exact.
             RestoreRefused: if the live objects cannot take the state.
             SaveFailed: if a save was under way and failed.
         """
         self._check()
         self._check_run(live, kinds=Live)
-        return self._loads.restore(live, step, reset)
+        return self._loads.restore(live, step, reset, in_place=given.flag("restore.in_place", in_place))
 
     @overload
     def load_best(self, run: Live) -> Restored: ...

@@ -5,7 +5,7 @@ from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 import attrs
 
 from trainfold.adapters.live.live import Live
-from trainfold.backends.runs.save import SaveResult
+from trainfold.backends.runs.commit import SaveResult
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.state import TrainState

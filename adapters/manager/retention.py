@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, final
 
-from trainfold.backends.runs.best_lock import best_json_lock
-from trainfold.backends.runs.best_reader import (
+from trainfold.backends.runs.best.best_reader import (
     BEST_POINTER,
     best_bytes,
+    best_json_lock,
     parsed_best,
     read_best,
 )
@@ -22,11 +22,19 @@ from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.problem import Problem
 from trainfold.core.save.events import Event
-from trainfold.core.save.pruning import Pruning, best_still_there, may_be_torn, parts_of, plan_pruning, to_prove
+from trainfold.core.save.pruning import (
+    Pruning,
+    best_still_there,
+    deletes_none,
+    may_be_torn,
+    parts_of,
+    plan_pruning,
+    to_prove,
+)
 from trainfold.core.save.retention import Retention, Saved
 
 if TYPE_CHECKING:  # it imports torch, and `trainfold prune` needs none
-    from trainfold.backends.runs.save import SaveResult
+    from trainfold.backends.runs.commit import SaveResult
 
 _LOG = logging.getLogger("trainfold")
 
@@ -78,7 +86,8 @@ class Pruner:
             CheckpointError: if there is a best that cannot be read.
         """
         inventory = read_inventory(self._store)
-        return self._plan(written, with_quarantined(inventory, quarantined(self._store)), read_best(self._store))
+        inventory = with_quarantined(inventory, quarantined(self._store))
+        return self._plan(written, inventory, read_best(self._store), proves=True)
 
     def prune(self, written: Saved, events: list[Event]) -> None:
         """Delete what may be deleted now.
@@ -99,7 +108,8 @@ class Pruner:
         data = best_bytes(self._store)
         best = None if data is None else parsed_best(self._store, data)
         self._lead_best_back(inventory, best)
-        plan = self._plan(written, with_quarantined(inventory, quarantined(self._store)), best)
+        inventory = with_quarantined(inventory, quarantined(self._store))
+        plan = self._plan(written, inventory, best, proves=not deletes_none(self._policy, self._left_behind))
         if plan.deleted and data is not None and data != self._durable_best:
             self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
             self._durable_best = data
@@ -132,9 +142,9 @@ class Pruner:
             _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` leads to %s, the best of those that are kept",
                          self._store.url, best.name, found)  # fmt: skip
 
-    def _plan(self, written: Saved, inventory: Inventory, best: BestFile | None) -> Pruning:
-        """Look at what the decision needs, and decide."""
-        names = to_prove(inventory, written, with_left_behind=self._left_behind is not None)
+    def _plan(self, written: Saved, inventory: Inventory, best: BestFile | None, *, proves: bool) -> Pruning:
+        """Look at what the decision needs, and decide. Without proofs, no checkpoint is deleted."""
+        names = to_prove(inventory, written, with_left_behind=self._left_behind is not None) if proves else ()
         problems = {name: problem for name in names if (problem := self._problem(inventory, name)) is not None}
         whole = (*(name for name in names if name not in problems), written.name)
         entries = [entry for name in whole if (entry := inventory.entry(name)) is not None]

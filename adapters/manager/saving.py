@@ -19,14 +19,15 @@ from trainfold.backends.event_log import EventLog
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.job import Job
 from trainfold.backends.runs.background import BackgroundSave, background_action
-from trainfold.backends.runs.save import SaveResult, save_snapshot
+from trainfold.backends.runs.commit import SaveResult
+from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import error_text
+from trainfold.core.errors import error_text, place
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.triggers import Verdict
-from trainfold.core.state.contract import STEP_PREFIX
+from trainfold.core.state.contract_kinds import STEP_PREFIX
 from trainfold.core.state.leaves import leaves_in
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
@@ -158,8 +159,10 @@ class SaveRunner:
         return outcome
 
     def check_first(self, run: Live | TrainState) -> None:
-        """Refuse a run that does not come from the checkpoints that are there. It looks once, so every rank calls."""
+        """Refuse a run that does not come from the checkpoints that are there, or whose loaders differ. It looks once, so every rank calls."""
         self.descends_from = self._first.check(run) or self.descends_from
+        if isinstance(run, Live):
+            run.meet(self._world)
 
     # --- the save under way ------------------------------------------------------------------------------------------
 
@@ -253,7 +256,7 @@ class SaveRunner:
             del under_way
             if raised is failure:
                 return None
-            self._events.report("failed", step=before.step, detail=error_text(failure))
+            self._failed(before.step, failure)
             try:
                 raise failure
             finally:
@@ -264,6 +267,10 @@ class SaveRunner:
         self._under_way = None
         self._committed(result)
         return result
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        place(error, step=step)
+        self._events.report("failed", step=step, detail=error_text(error))
 
     def _delete_old(self) -> None:
         """Start to delete old checkpoints, in the background: in the call this would delay the save that starts there."""
@@ -309,7 +316,7 @@ class SaveRunner:
             result = save_snapshot(lambda: self._contents.whole_snapshot(run), self._store, collectives=self._world, lock=False,
                                    descends_from=self.descends_from)  # fmt: skip
         except Exception as error:
-            self._events.report("failed", step=step, detail=error_text(error))
+            self._failed(step, error)
             raise
         self.descends_from = self._saved_in[result.run_id] = result.descent
         self._due.begun(step)
@@ -331,7 +338,7 @@ class SaveRunner:
                     leaves, unannounced=apart, max_extra_bytes=self._options.room, check=self._options.hold_check
                 )
         except Exception as error:
-            self._events.report("failed", step=step, detail=error_text(error))
+            self._failed(step, error)
             if self._world.world_size > 1:  # the other ranks wait in their threads for this one's report
                 self._start(_raising(error), Hold({}), step, raised=error)
             raise

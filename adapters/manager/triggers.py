@@ -1,18 +1,25 @@
 """`SaveTriggers`: decides what is due at the boundaries of a run; `AutoCadence`: the cadence of ``every="auto"``, chosen from measurements."""
 
+import logging
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, final
 
 import attrs
 
+from trainfold.adapters.parallel.end_together import by_rank
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.core.layout.world import Collectives, PendingRows
-from trainfold.core.save.boundary import Boundary, agreed_boundary
+from trainfold.backends.ranks.process_group import is_of_transport
+from trainfold.core.errors import RankFailed, RanksDisagree, place
+from trainfold.core.json_values import shown
+from trainfold.core.layout.world import Bulletin, Collectives, HasBulletin, PendingRows
+from trainfold.core.save.boundary import Boundary, agreed_boundary, flag_missing, without_flag
 from trainfold.core.save.cadence import choose_cadence, describe_cadence
 from trainfold.core.save.requests import StopRequest, merge_requests
 from trainfold.core.save.triggers import (
@@ -25,6 +32,9 @@ from trainfold.core.save.triggers import (
 )
 
 _REMEMBERED: Final = 64
+_LOG: Final = logging.getLogger("trainfold")
+PATIENCE_SECS: Final = 10.0
+_LOOK_SECS: Final = 1.0  # how often a rank that waits looks whether the others have passed
 
 
 @final
@@ -94,6 +104,17 @@ def auto_cadence(events: EventLog, world: Collectives) -> AutoCadence:
     return AutoCadence(lambda detail: events.report("cadence", detail=detail) if world.rank == 0 else None)
 
 
+def _check_alike(told: Sequence[Mapping[str, object]]) -> None:
+    for name, value in told[0].items():
+        if any(each.get(name) != value for each in told):
+            raise RanksDisagree(
+                f"CheckpointManager.{name}",
+                expected="the same on every rank, because all save together",
+                found=by_rank([shown(each.get(name)) for each in told]),
+                fix="pass the same everywhere; only rank 0 commits and deletes, whatever the others pass",
+            )
+
+
 @final
 @attrs.frozen
 class Before:
@@ -119,6 +140,10 @@ class SaveTriggers:
         requests: where requests come from; None for nowhere.
         world: the ranks; all of them make this object at the same point.
         auto: chooses the cadence; None if one is given.
+        alike: the arguments of the manager that all ranks must give alike, or some would save where others train.
+
+    Raises:
+        RanksDisagree: on every rank, if they do not.
 
     Attributes:
         stops: whether a boundary decided that the loop ends.
@@ -135,6 +160,7 @@ class SaveTriggers:
         world: Collectives,
         *,
         auto: AutoCadence | None = None,
+        alike: Mapping[str, object] | None = None,
     ) -> None:
         self.stops = False
         self.is_aborted = False
@@ -150,10 +176,13 @@ class SaveTriggers:
         self._pending: PendingRows | None = None
         self._is_outdated = False  # a save or a load came after the row that is on its way
         self._failure: Exception | None = None  # of the source of requests, for the next boundary
+        self._passed = world.bulletin() if world.world_size > 1 and isinstance(world, HasBulletin) else None
         by_clock = auto is not None or triggers.every_secs is not None
-        self._always_sends = world.world_size > 1 and (
-            any(world.gather(requests is not None, doing="make its manager")) or by_clock
-        )
+        told = [(False, alike)]
+        if world.world_size > 1:
+            told = world.gather((requests is not None, alike), doing="make its manager")
+            _check_alike([each or {} for _, each in told])
+        self._always_sends = world.world_size > 1 and (any(has_source for has_source, _ in told) or by_clock)
 
     def arrive(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         """What all ranks agree on at a boundary; every rank calls, and calls `leave` when it has acted on it.
@@ -170,6 +199,10 @@ class SaveTriggers:
             RanksDisagree: if the ranks were at different steps, or differ in ``is_last`` or ``is_best``.
             RankFailed: if another rank's source of requests failed; on that rank, its own exception.
         """
+        with _at(step):
+            return self._arrive(step, is_last=is_last, is_best=is_best, has_ended=has_ended)
+
+    def _arrive(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         if self.auto is not None:
             self.auto.arrive(step)
         if self._world.world_size == 1:
@@ -177,10 +210,13 @@ class SaveTriggers:
             self._raise_failure()
             self._every, self._asked = mine.every, merge_requests([self._asked, mine.asked])
             return mine
+        if self._passed is not None and self._pending is None:
+            self._passed.check()
         found = self._agreed() or Boundary(step)
         if is_last or is_best:
             self._send(self._here(step, is_last=is_last, is_best=is_best, has_ended=has_ended))
-            found = self._agreed() or found
+            with _say_what_is_missing(step, "is_last" if is_last else "is_best", self._world, self._passed):
+                found = self._agreed() or found
         return attrs.evolve(found, step=step, is_last=is_last, is_best=is_best)
 
     def leave(self, step: int, *, has_ended: bool, is_saving: bool) -> None:
@@ -193,6 +229,8 @@ class SaveTriggers:
         """
         if self._always_sends or (is_saving and self._world.world_size > 1):
             self._send(self._here(step, is_last=False, is_best=False, has_ended=has_ended))
+        elif self._passed is not None:
+            self._passed.put(step)
 
     def _here(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         """What this rank knows now, with the requests that have come."""
@@ -228,6 +266,11 @@ class SaveTriggers:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def explain(self, error: BaseException | None) -> None:
+        """Let an error of the training's communication name the rank that has ended, and why."""
+        if error is not None and self._world.world_size > 1 and is_of_transport(error):
+            self._world.fail(error)
 
     def decide(self, boundary: Boundary) -> Verdict:
         """Decide what happens at a boundary, and remember whether the loop ends."""
@@ -283,3 +326,54 @@ class SaveTriggers:
         """Note that the run continues from a checkpoint, as another try."""
         self.stops = self.is_aborted = False
         self.last_saved, self._seen, self._saved_at, self._is_outdated = step, step, time.monotonic(), True
+
+
+@final
+@attrs.frozen
+class _at:  # noqa: N801 (used as a function; a generator would cost each boundary more)
+    """Give an error of a block the step of the boundary."""
+
+    step: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            place(error, step=self.step)
+
+
+@contextmanager
+def _say_what_is_missing(step: int, flag: str, world: Collectives, passed: Bulletin | None) -> Iterator[None]:
+    """Fail if other ranks have passed a boundary without a flag for which they are waited for; where that does not show, log it soon.
+
+    Without a flag a rank does not come here, and it may wait for this one in the training.
+    """
+    where = f"rank {world.rank} was given {flag}=True at step {step}, and waits there for all ranks: give it on every rank at this boundary"
+    found: list[RanksDisagree] = []
+    is_over = threading.Event()
+
+    def look() -> None:
+        began = time.monotonic()
+        while not is_over.wait(min(_LOOK_SECS, PATIENCE_SECS)):
+            ranks = [] if passed is None else without_flag(passed.numbers(), world.rank, step)
+            if ranks:
+                found.append(flag_missing(flag, world.rank, ranks))
+                world.fail(found[0])  # ends the wait
+                return
+            if time.monotonic() - began >= PATIENCE_SECS:
+                _LOG.warning("%s, which some have not reached for %g s", where, PATIENCE_SECS)
+                break
+
+    watch = threading.Thread(target=look, daemon=True, name="trainfold-flag")
+    watch.start()
+    try:
+        yield
+    except RankFailed as error:
+        error.add_note(where)
+        if found:
+            raise found[0] from error
+        raise
+    finally:
+        is_over.set()
+        watch.join()  # it could be the last to hold the group of the ranks, and freeing that while Python shuts down aborts the process

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from trainfold.core.printable import with_article
+
 MANY: Final = 64  # a larger container is data: only its ends are read
 END: Final = 8
 SEQUENCES: Final = (list, tuple, deque)
@@ -81,7 +83,11 @@ def _ends(items: list[Any]) -> list[Any]:
 
 
 def _key(key: object) -> str:
-    return repr(key) if isinstance(key, str | int | float | bool | type(None)) else f"a {type(key).__qualname__}"
+    return (
+        repr(key)
+        if isinstance(key, str | int | float | bool | type(None))
+        else f"{with_article(type(key).__qualname__)}"
+    )
 
 
 def _of_function(function: Any, *, names: bool) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.format.codec import as_tensor, is_tensor_leaf
 from trainfold.core.json_values import shown
 from trainfold.core.leaf_path import join
+from trainfold.core.printable import with_article
 from trainfold.core.tensor_memory import byte_view
 
 Difference: TypeAlias = tuple[str, str, str]
@@ -74,4 +75,4 @@ def _text_of(value: Any) -> str:
 
 def _keys(level: tree.OneLevel) -> str:
     kind, entries, _ = level
-    return f"a {kind.__name__} of {shown(sorted(map(str, entries)))}"
+    return f"{with_article(kind.__name__)} of {shown(sorted(map(str, entries)))}"

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import is_
 from typing import Protocol, final
 
 import attrs
 import torch
 
+from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
@@ -84,6 +87,7 @@ class Microbatches:
         self.done = 0
         self.ramp: BatchRamp | None = None
         self._of = 1
+        self._known: tuple[list[object], list[torch.nn.Parameter]] = [], []
 
     @property
     def parallelism(self) -> Parallelism:
@@ -149,8 +153,18 @@ class Microbatches:
         )
         divisor = ranks.gradient_divisor
         totals = exchange(mine, trained if divisor is None else [], ranks)
+        is_weighted, is_part = weight is not None, isinstance(ranks, PipelineParallelism)
+        if isinstance(ranks, PipelineParallelism):
+            totals, is_weighted = ranks.from_last_stage(totals, is_weighted=is_weighted)
+            if is_weighted and ranks.schedule_divisor != 1:
+                raise InvalidArgument(
+                    "live.check.weight",
+                    expected="gradients of sums, which the weight divides once",
+                    found=f"gradients that the schedule has divided by its {ranks.schedule_divisor} microbatches",
+                    fix="pass scale_grads=False to the schedule, and a loss function that returns a sum; or leave out weight=",
+                )
         divide_by: Number | None = None
-        if weight is not None:
+        if is_weighted:
             divide_by = totals.weight if divisor is None else totals.weight / divisor
         elif divisor is None:
             divide_by = ranks.coordinates.data.size
@@ -163,6 +177,7 @@ class Microbatches:
                 where=f"step {step}",
                 fix=_FIX,
                 local=ranks.local,
+                is_part=is_part,
             )
         except TrainfoldError as error:
             place(error, step=step)
@@ -173,15 +188,18 @@ class Microbatches:
         return CheckedStep(loss=result.loss, grad_norm=result.grad_norm, weight=float(result.weight))
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that attached optimizers step, in the order of the modules."""
-        stepped = {
-            id(each): each
-            for optimizer in self.objects.optimizers.values()
-            for group in optimizer.param_groups
-            for each in group["params"]
-        }
-        named = [each for module in self.objects.modules for each in module.parameters() if id(each) in stepped]
-        return list({id(each): each for each in (*named, *stepped.values())}.values())
+        """The parameters that attached optimizers step, in the order of the modules; found again when optimizers or modules have others."""
+        modules = self.objects.modules
+        groups = [group["params"] for each in self.objects.optimizers.values() for group in each.param_groups]
+        now: list[object] = [*modules, *chain.from_iterable(groups)]
+        known, trained = self._known
+        if len(now) == len(known) and all(map(is_, now, known)):
+            return trained
+        stepped = {id(each): each for params in groups for each in params}
+        named = [each for module in modules for each in module.parameters() if id(each) in stepped]
+        trained = list({id(each): each for each in (*named, *stepped.values())}.values())
+        self._known = now, trained
+        return trained
 
 
 class GradientWindows:

@@ -26,8 +26,7 @@ class Sharing:
 
     Args:
         declared: component, ``component.buffers``, or the leaf path of a buffer -> how it is shared.
-        extra: the components that may be declared.
-        modules: component -> its module.
+        objects: the objects of components that may be declared. Of a module, buffers may be; of an optimizer, nothing.
         ranks: returns how the ranks train, for shares of the data.
 
     Raises:
@@ -38,19 +37,19 @@ class Sharing:
         self,
         declared: Mapping[str, Shared] | None,
         *,
-        extra: Mapping[str, Any],
-        modules: Mapping[str, torch.nn.Module],
+        objects: Mapping[str, Any],
         ranks: Callable[[], Parallelism],
     ) -> None:
         self._ranks = ranks
-        self._modules = dict(modules)
+        self._modules = modules = {name: each for name, each in objects.items() if isinstance(each, torch.nn.Module)}
         self._components: dict[str, str] = {}
         self._buffers: dict[str, str] = {}
         if not isinstance(declared, Mapping | None):
             raise InvalidArgument(
                 "sharing", expected="a dict", found=shown(declared), fix='pass such as {"meter": "each_rank"}'
             )
-        plain = [name for name, each in extra.items() if not isinstance(each, torch.nn.Module | torch.optim.Optimizer)]
+        closed = torch.nn.Module | torch.optim.Optimizer
+        plain = [name for name, each in objects.items() if not isinstance(each, closed)]
         for name, how in (declared or {}).items():
             of_module = name.partition(".buffers")[0] if ".buffers" in name else None
             where = f"sharing[{name!r}]"
@@ -68,13 +67,19 @@ class Sharing:
                     fix="declare what is under extra= and is neither a module nor an optimizer; those are replicated or cut over the ranks",
                 )
         for component in self._modules:
-            if self._of_each_rank(component) and f"{component}_buffers" in extra:
+            if self._of_each_rank(component) and f"{component}_buffers" in objects:
                 raise InvalidArgument(
                     f"extra['{component}_buffers']",
                     expected="a name that is free",
                     found="the name of the component for the buffers of each rank",
                     fix="choose another name",
                 )
+
+    def add(self, other: "Sharing") -> None:
+        """Take what was declared of one more object."""
+        self._modules |= other._modules  # noqa: SLF001
+        self._components |= other._components  # noqa: SLF001
+        self._buffers |= other._buffers  # noqa: SLF001
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,15 +1,16 @@
 """`TorchParallelism`: how modules train under DistributedDataParallel, FSDP2 or on one process, as torch has set them up."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from trainfold.adapters.sharded.dtensor import device_of_mesh, is_dtensor, local_part
-from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factor, fsdp2_modules, param_groups, synchronised
+from trainfold.adapters.sharded.dtensor import device_of_mesh, is_dtensor, local_part, total_norm
+from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factors, fsdp2_modules, param_groups, synchronised
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.format.codec import DENSE
 from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.layout.world import World
 
@@ -48,6 +49,11 @@ class TorchParallelism:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors are that ranks exchange."""
+        return self._device
+
+    @property
     def is_known(self) -> bool:
         """Whether the modules say how they are trained, or there is one rank."""
         if self._groups or self._is_cut or not torch.distributed.is_available():
@@ -68,9 +74,21 @@ class TorchParallelism:
 
     @property
     def gradient_divisor(self) -> float:
-        """The number of shares, or what ``set_gradient_divide_factor`` has set."""
-        factor = divide_factor(param_groups(self._sharded))
-        return float(self.coordinates.data.size if factor is None else factor)
+        """The number of shares, or what ``set_gradient_divide_factor`` has set.
+
+        Raises:
+            InvalidArgument: if the gradients of some parameters are divided by another number than those of others.
+        """
+        size = self.coordinates.data.size
+        factors = {float(size if each is None else each) for each in divide_factors(param_groups(self._sharded))}
+        if len(factors) > 1:
+            raise InvalidArgument(
+                "parallelism.gradient_divisor",
+                expected="one number by which the gradients of all parameters are divided",
+                found=" and ".join(f"{each:g}" for each in sorted(factors)),
+                fix="call set_gradient_divide_factor on every module that fully_shard has sharded: it sets that module, and not those inside it",
+            )
+        return next(iter(factors), float(size))
 
     @contextmanager
     def gradient_sync(self, *, enabled: bool) -> Iterator[None]:
@@ -101,14 +119,18 @@ class TorchParallelism:
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """With the bits of ``torch.nn.utils.clip_grad_norm_``; gradients that are cut over other meshes are added to them."""
+        if set(map(type, gradients)) <= DENSE:  # nearly always, but for FSDP2
+            return torch.nn.utils.get_total_norm(gradients)
         kinds: dict[Any, list[torch.Tensor]] = {}
         for each in gradients:
             kinds.setdefault(each.device_mesh if is_dtensor(each) else None, []).append(each)  # type: ignore[attr-defined]
-        norms = [_whole(torch.nn.utils.get_total_norm(each)) for each in kinds.values()]
+        norms = [
+            torch.nn.utils.get_total_norm(each) if mesh is None else total_norm(each) for mesh, each in kinds.items()
+        ]
         if len(norms) > 1:
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
             return total
-        return norms[0] if norms else torch.zeros(())
+        return norms[0]
 
     def local(self, leaf: torch.Tensor) -> torch.Tensor:
         """The local part of a DTensor; any other tensor itself."""
@@ -126,17 +148,30 @@ class TrainingRanks:
         parallelism: what `attach` was given; None if nothing.
         model: of the run.
         extra: the other components; modules may be registered later.
+        around: makes the parallelism of a pipeline of that of its stages; None without a pipeline.
     """
 
-    def __init__(self, parallelism: Parallelism | None, model: torch.nn.Module, extra: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        parallelism: Parallelism | None,
+        model: torch.nn.Module,
+        extra: Mapping[str, Any],
+        *,
+        around: Callable[[TorchParallelism], Parallelism] | None = None,
+    ) -> None:
         self._given = parallelism
+        self._around = around
         self._found: Parallelism | None = None
         self._model = model
         self._extra = extra
 
+    def registered(self) -> None:
+        """Note that the run has one more component, which may be a wrapped or sharded module."""
+        self._found = None
+
     @property
     def parallelism(self) -> Parallelism:
-        """How the ranks train; found at the first use, because a run may register modules.
+        """How the ranks train; found at the first use after a registration.
 
         Raises:
             InvalidArgument: if there are several ranks, and nothing says how they train.
@@ -146,6 +181,9 @@ class TrainingRanks:
         if self._found is None:
             modules = [self._model, *(each for each in self._extra.values() if isinstance(each, torch.nn.Module))]
             found = TorchParallelism(*modules)
+            if self._around is not None:
+                self._found = self._around(found)
+                return self._found
             if not found.is_known:
                 raise InvalidArgument(
                     "attach.parallelism",
@@ -182,7 +220,3 @@ def _device(modules: Iterable[torch.nn.Module]) -> torch.device:
     parameters = [each for module in modules for each in module.parameters()]
     found = device_of_mesh(parameters)
     return found or (parameters[0].device if parameters else torch.device("cpu"))
-
-
-def _whole(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]

@@ -17,8 +17,8 @@ from trainfold.adapters.loaders.choose import loaders_by_path
 from trainfold.adapters.script.script_contract import bare
 from trainfold.adapters.streams.generator import is_generator
 from trainfold.adapters.streams.rng_streams import preserved_rng
+from trainfold.backends.ranks.launcher import warn_for_all
 from trainfold.backends.runs.load import ResumeDrift
-from trainfold.backends.user_warning import warn_user
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import Drift, DriftAction, make_drift
@@ -30,7 +30,7 @@ _SHARES: Final = ("num_replicas", "world_size", "rank")  # attributes of a sampl
 _KNOWN: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)  # the contract has more about these
 
 
-def attached_settings(extra: Mapping[str, Any], loader: Any) -> dict[str, Json]:
+def attached_settings(extra: Mapping[str, Any], loader: Any, *, is_part: bool = False) -> dict[str, Json]:
     """Contract key -> plain value, for the objects under ``extra`` and for the samplers and datasets of the loaders.
 
     Nothing changes: if an object's code draws random numbers to return its state, the random streams are put back.
@@ -38,6 +38,7 @@ def attached_settings(extra: Mapping[str, Any], loader: Any) -> dict[str, Json]:
     Args:
         extra: the other attached objects of the run.
         loader: a loader, several by name, or None.
+        is_part: whether other ranks have other parts of the modules.
 
     Examples:
         >>> attached_settings({"scaler": torch.amp.GradScaler("cpu")}, None)["attached.scaler.growth_interval"]
@@ -55,7 +56,7 @@ def attached_settings(extra: Mapping[str, Any], loader: Any) -> dict[str, Json]:
             ):
                 found |= settings_of_object(target, f"attached.{name}")
             if isinstance(target, torch.nn.Module):
-                found |= settings_of_modules(target, f"attached.{name}")
+                found |= settings_of_modules(target, f"attached.{name}", is_part=is_part)
     for path, each in loaders_by_path(loader).items():
         found |= {f"attached.{path}.{key}": value for key, value in _samples(each).items()}
     return found
@@ -93,7 +94,7 @@ def warn_changed(drifts: tuple[Drift, ...]) -> None:
     """Warn about each drift that the policy neither refuses nor accepts."""
     for drift in drifts:
         if drift.verdict == "warn":
-            warn_user(str(drift), ResumeDrift)
+            warn_for_all(str(drift), ResumeDrift)
 
 
 def _samples(loader: Any) -> dict[str, Json]:

@@ -5,7 +5,7 @@ from typing import Any, final
 
 import torch
 
-from trainfold.backends.user_warning import warn_user
+from trainfold.backends.ranks.launcher import warn_for_all
 from trainfold.core.errors import HiddenState
 from trainfold.core.state.notes import RATES, restarts, with_rate
 
@@ -81,4 +81,4 @@ class Rates:
             "began: the schedule restarts at a resume, because no attached object holds its counter. Attach it as scheduler=, with state_dict "
             "and load_state_dict; or compute the rate from live.progress.step. If the rate is meant to return to this value, ignore this warning"
         )
-        warn_user(text, HiddenState)
+        warn_for_all(text, HiddenState)

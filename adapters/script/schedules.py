@@ -21,6 +21,7 @@ from trainfold.adapters.script.script_contract import SCHEDULED, bare
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import Json
+from trainfold.core.printable import with_article
 from trainfold.core.state.contract_kinds import BASE_RATES
 from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState
 
@@ -184,7 +185,7 @@ def _common_count(stepped: list[_Made], states: Mapping[str, Any]) -> float:
         count = counts[made.path]
         if count is None or count < 0 or not isinstance(made.scheduler, LRScheduler):
             name = type(made.scheduler).__qualname__
-            raise _NotKnown(made, f"a step count of a {name} that can be replayed")
+            raise _NotKnown(made, f"a step count of {with_article(name)} that can be replayed")
     first, *others = (count for count in counts.values() if count is not None)
     if any(other != first for other in others):
         raise _NotKnown(stepped[0], f"schedulers of one optimizer that were stepped equally often, not {counts}")

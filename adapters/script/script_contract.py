@@ -9,13 +9,11 @@ import torch
 from trainfold.adapters.components.component import kind_of
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.optimizer_state import groups_of
-from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.fqn import named_tensors
 
-_FROZEN_SHOWN = 64
 # The key that a torch scheduler adds to a param group -> the hyperparameters that it then changes at each step.
 SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
@@ -140,7 +138,7 @@ def _setting(value: Any) -> Any:
 
 
 def frozen(model: torch.nn.Module) -> list[str]:
-    """The names of the frozen parameters; if there are many, the first of them and a digest of all.
+    """The names of the frozen parameters.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -148,11 +146,7 @@ def frozen(model: torch.nn.Module) -> list[str]:
         >>> frozen(model)
         ['bias']
     """
-    names = sorted(name for name, parameter in named_tensors(model).params.items() if not parameter.requires_grad)
-    if len(names) <= _FROZEN_SHOWN:
-        return names
-    digest = digest_of("\n".join(names).encode("utf-8", "surrogatepass"))
-    return [*names[:_FROZEN_SHOWN], f"and {len(names) - _FROZEN_SHOWN} more: {digest}"]
+    return sorted(name for name, parameter in named_tensors(model).params.items() if not parameter.requires_grad)
 
 
 def bare(target: Any) -> Any:

@@ -81,16 +81,17 @@ def cut_problem(tensor: Any) -> str | None:
 
 
 def like_parameter(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a new DTensor with these values on this rank, cut as a parameter is, such as a slot of it. No rank waits for another one.
+    """Return a new DTensor for these values on this rank, cut as a parameter is, such as a slot of it. No rank waits for another one.
 
     As torch's optimizers make their slots: its memory is where the parameter's is, also if FSDP2 keeps that on the CPU.
 
     Args:
-        value: this rank's part.
+        value: this rank's part; a meta tensor for values that are written later.
         parameter: a DTensor.
     """
     made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    local_part(made).copy_(value)
+    if not value.is_meta:
+        local_part(made).copy_(value)
     return made
 
 
@@ -101,6 +102,30 @@ def is_cut_like(tensor: Any, parameter: Any) -> bool:
         and tensor.device_mesh == parameter.device_mesh
         and tensor.placements == parameter.placements
     )
+
+
+def total_norm(gradients: list[Any]) -> torch.Tensor:
+    """Return the 2-norm of DTensors over one mesh, with the bits of ``torch.nn.utils.get_total_norm``.
+
+    Gradients that are cut alike are reduced as plain local tensors: an operation on each DTensor would cost ten times as much.
+
+    Args:
+        gradients: at least one.
+    """
+    kinds = {(each.placements, each.dtype, each.device) for each in gradients}
+    if len(kinds) > 1:
+        return _whole(torch.nn.utils.get_total_norm(gradients))
+    from torch.distributed.tensor import DTensor
+
+    smallest = min(gradients, key=lambda each: local_part(each).numel())
+    like: Any = torch._foreach_norm([smallest])[0]  # noqa: SLF001  # its placements are those of all norms
+    norms = torch.stack(torch._foreach_norm([local_part(each) for each in gradients]))  # noqa: SLF001
+    found: Any = DTensor.from_local(norms, smallest.device_mesh, like.placements, run_check=False)
+    return _whole(torch.linalg.vector_norm(found))
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    return norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
 
 
 def device_of_mesh(tensors: Iterable[torch.Tensor]) -> torch.device | None:

@@ -51,9 +51,9 @@ def data_mesh(groups: Iterable[Any]) -> Any:
     return next((group.mesh_info.mesh for group in groups), None)
 
 
-def divide_factor(groups: Iterable[Any]) -> float | None:
-    """Return what ``set_gradient_divide_factor`` has set; None for the default, the number of ranks."""
-    return next((group.gradient_divide_factor for group in groups), None)
+def divide_factors(groups: Iterable[Any]) -> list[float | None]:
+    """Return what ``set_gradient_divide_factor`` has set, each number once; None for the default, the number of ranks. It sets one module, not those inside it."""
+    return list(dict.fromkeys(group.gradient_divide_factor for group in groups))
 
 
 def are_held_back(groups: Iterable[Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from trainfold.adapters.sharded.dtensor import cut_problem, is_dtensor
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.printable import with_article
 
 _NOT_CUT = {
     "Adafactor": "torch's own step fails on them",
@@ -37,7 +38,7 @@ def check_whole_module(module: torch.nn.Module, where: str) -> None:
             raise InvalidArgument(
                 where,
                 expected="a module that keeps no state of its own on each rank",
-                found=f"a communication hook with a {type(hook_state).__qualname__}{f' at {name!r}' if name else ''}: it keeps the part of the gradients that it did not send",
+                found=f"a communication hook with {with_article(type(hook_state).__qualname__)}{f' at {name!r}' if name else ''}: it keeps the part of the gradients that it did not send",
                 fix="register a hook without state, such as fp16_compress_hook with state=None: the state of this hook cannot be saved yet",
             )
     for name, parameter in module.named_parameters():
@@ -76,7 +77,7 @@ def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
         raise InvalidArgument(
             where,
             expected="an optimizer whose slots are cut as its parameters are",
-            found=f"a {name} for DTensors: {_NOT_CUT[name]}",
+            found=f"{with_article(name)} for DTensors: {_NOT_CUT[name]}",
             fix="use another optimizer, such as AdamW, or DistributedDataParallel",
         )
 

@@ -10,6 +10,7 @@ import torch
 from trainfold.adapters.components.component import Undo, copied, kind_of, wrong_kind
 from trainfold.adapters.streams.stream_states import check_numpy_state, check_python_state, check_torch_state
 from trainfold.core.errors import InvalidState, TrainfoldError
+from trainfold.core.printable import with_article
 from trainfold.core.state.state import Opaque
 
 _KINDS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -52,11 +53,11 @@ class GeneratorPart:
         if not isinstance(saved, Opaque) or not isinstance(saved.value, dict) or "state" not in saved.value:
             return [wrong_kind(self.path, "the saved state of a random generator", saved)]
         if saved.value.get("kind") != self._kind():
-            return [self._refused(f"the state of a {self._kind()}", str(saved.value.get("kind"))[:80])]
+            return [self._refused(f"the state of {with_article(self._kind())}", str(saved.value.get("kind"))[:80])]
         try:
             _check(self.target, saved.value["state"])
         except Exception as error:  # noqa: BLE001 - generators raise exceptions of any class
-            return [self._refused(f"a state that a {self._kind()} accepts", str(error)[:200])]
+            return [self._refused(f"a state that {with_article(self._kind())} accepts", str(error)[:200])]
         return []
 
     def write(self, saved: Any) -> Undo:

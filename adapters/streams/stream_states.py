@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trainfold.core.json_values import shown
+from trainfold.core.printable import with_article
 
 _WORDS: Final = 624  # of a Mersenne Twister, which python, numpy and torch have
 _PYTHON_VERSION: Final = 3
@@ -73,7 +74,9 @@ def check_numpy_state(value: Any, kind: str) -> None:
     _check(type(value) is dict, "the state of a numpy generator", value)
     found = value.get("bit_generator")
     if type(found) is not str or found != kind:
-        raise ValueError(f"the state of a {_short(found)}, and numpy's global generator is a {kind}")
+        raise ValueError(
+            f"the state of {with_article(_short(found))}, and numpy's global generator is {with_article(kind)}"
+        )
     if kind in _POSITIONS:
         place, name, most = _POSITIONS[kind]
         held = value if place is None else value.get(place)

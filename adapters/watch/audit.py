@@ -19,7 +19,7 @@ from trainfold.adapters.watch.facts import (
     token_of_value,
     values_in,
 )
-from trainfold.backends.user_warning import warn_user
+from trainfold.backends.ranks.launcher import log_for_all, warn_for_all
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import HiddenState, HiddenStateRefused, InvalidArgument
 from trainfold.core.json_values import shown
@@ -295,7 +295,7 @@ def _address(value: torch.Tensor) -> set[int]:
 
 def _warn(text: str) -> None:
     """Warn, and log the names if the program has a log. Without one, Python would print both to the terminal."""
-    warn_user(text, HiddenState)
+    warn_for_all(text, HiddenState)
     if _LOG.hasHandlers():
         lines = [each.strip() for each in text.splitlines() if each.startswith("  ")]
-        _LOG.warning("state that no component saves: %s", "; ".join(lines))
+        log_for_all("state that no component saves: %s", "; ".join(lines))

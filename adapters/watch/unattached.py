@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainfold.adapters.components.component import kind_of
 from trainfold.adapters.own_state.attributes import held_by
 from trainfold.core.errors import UnattachedOptimizer
+from trainfold.core.printable import with_article
 
 _LOOKED_AT: Final = 20_000
 _DEPTH: Final = 8
@@ -90,7 +91,8 @@ class StepWatch:
         if not self._steps:
             return
         found = [
-            f"{steps} by a {kind_of(optimizer)} on {self._shown(optimizer)}" for optimizer, steps in self._steps.items()
+            f"{steps} by {with_article(kind_of(optimizer))} on {self._shown(optimizer)}"
+            for optimizer, steps in self._steps.items()
         ]
         raise UnattachedOptimizer(
             where,

@@ -82,6 +82,8 @@ class HeldLeaf:
         copied_from: the first byte of the copy.
         copy: the bytes from there on.
         home: the address of the live tensor's memory when it was held; None if it is unknown.
+        first: the first byte that the writer needs.
+        end: one past the last byte that it needs.
     """
 
     name: LeafName
@@ -97,6 +99,8 @@ class HeldLeaf:
     copied_from: int = _UNREAD
     copy: torch.Tensor | None = None
     home: int | None = None
+    first: int = 0
+    end: int = attrs.field(default=attrs.Factory(lambda leaf: leaf.size_bytes, takes_self=True))
     _moving: tuple[Move, int] | None = None
     _array: tuple[torch.Tensor, int, Bytes] | None = None
 
@@ -142,36 +146,49 @@ class HeldLeaf:
         self.is_flat = self.is_flat or copy.is_cpu  # first: an interrupt may come in between
         self.copy, self.copied_from, self._moving = copy, start, None
 
+    def narrow(self, first: int, end: int) -> None:
+        """Note that the writer needs these bytes only; other ranks write the rest. A leaf whose bytes are not in order is still copied whole."""
+        self.first, self.end = first, end
+        if self.is_flat and self.moving_from is None:
+            self.read = first
+            if self.copy is None:
+                self.copied_from = end
+
     def release(self) -> None:
         """Read nothing more from the leaf."""
         self.live = self.copy = self._array = None
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
 
-    def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
-        """The bytes of the leaf as they were when it was held, in order; they can be read once.
+    def pieces(self, piece_bytes: int, place: Place | None = None, *, until: int | None = None) -> Iterator[memoryview]:
+        """The bytes of the leaf that the writer needs, as they were when it was held, in order; they can be read once.
 
         Args:
             piece_bytes: the largest piece. Each is used before the next one is asked for.
             place: returns the memory to write a piece into; None for a buffer made here. Pieces from a device come from its ring.
+            until: the byte before which to stop; a later call continues there. None for all.
 
         Raises:
             SaveFailed: if the leaf was written to without `Hold.protect`.
         """
+        end = self.end if until is None else until
         if not self.is_flat:
             self._flatten()
+        with self.handover.mutex:
+            self.read = max(self.read, self.first)
         if self.ring is not None:
-            for host in self.ring.pieces(self._begin_piece):
+            for host in self.ring.pieces(lambda: self._begin_piece(end)):
                 yield memoryview(host.numpy())  # type: ignore[arg-type]  # an array is a buffer; this memory is the ring's own
             return
-        place = place or _scratch(min(piece_bytes, self.size_bytes))
-        while self.read < self.size_bytes:
-            wanted = place(min(piece_bytes, self.size_bytes - self.read))  # first, because it may have to wait
+        place = place or _scratch(min(piece_bytes, end - self.read))
+        while self.read < end:
+            wanted = place(min(piece_bytes, end - self.read))  # first, because it may have to wait
             taken = self._take_piece(wanted)
             if taken is not None:
                 yield taken
-        with self.handover.mutex:
-            self.release()
+        if end == self.end:
+            with self.handover.mutex:
+                self.release()
         self.handover.owner.ring()
 
     @contextmanager
@@ -210,14 +227,14 @@ class HeldLeaf:
             handover.check(self.name)
         return taken if is_taken else None
 
-    def _begin_piece(self) -> Begun | None:
+    def _begin_piece(self, end: int) -> Begun | None:
         """Begin to read the next piece on a device; a write that comes later waits for it there."""
-        if self.read == self.size_bytes or self.ring is None:
+        if self.read >= end or self.ring is None:
             return None
         with self._unmoved():
             self.handover.watch.look_at(self.name)
             self.handover.check(self.name)
-            source, start, stop = self._next_bytes(self.ring.piece_bytes)
+            source, start, stop = self._next_bytes(min(self.ring.piece_bytes, end - self.read))
             begun = self.ring.begin(byte_view(source)[self.read - start : stop - start])
             self.read = stop
         self.handover.owner.ring()

@@ -41,7 +41,7 @@ class Hold:
             without room have been read.
         max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy. See `CopyRoom`.
         check: whether the bytes are digested now and at the last look, and compared with what was written, to find a writer that
-            moves no version counter.
+            moves no version counter. Of a leaf that other ranks write too, only the writer of the first elements compares what was written.
 
     Examples:
         >>> weight = torch.zeros(4)
@@ -103,14 +103,23 @@ class Hold:
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
 
-    def read_in_order(self, names: Iterable[LeafName]) -> None:
-        """Name the leaves in the order in which they will be read; the others are released."""
+    def read_in_order(
+        self, names: Iterable[LeafName], *, parts: Mapping[LeafName, tuple[int, int]] | None = None
+    ) -> None:
+        """Name the leaves in the order in which they will be read; the others are released.
+
+        Args:
+            names: of the leaves.
+            parts: the first byte and the end of those of which only some bytes will be read.
+        """
         with self._mutex:
             self._unpack()
             chosen = {name: self._leaves[name] for name in names}
             for name, leaf in self._leaves.items():
                 if name not in chosen:
                     leaf.release()
+            for name, (first, end) in (parts or {}).items():
+                chosen[name].narrow(first, end)
             self._order = list(chosen.values())
             self._watch.keep(chosen.keys())
 
@@ -159,6 +168,10 @@ class Hold:
 
     def check_written(self, component: str, digests: Mapping[str, str]) -> None:
         """Compare the written bytes of a component, path by path, with the held ones; without ``check`` nothing is compared.
+
+        Args:
+            component: its name.
+            digests: path -> digest, of leaves that were read whole.
 
         Raises:
             SaveFailed: if the bytes of a leaf are not those that it had in the call.

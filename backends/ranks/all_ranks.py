@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainfold.core.errors import RankFailed, TrainfoldError, place
+from trainfold.core.errors import RankFailed, TrainfoldError, place, rank_failed
 from trainfold.core.layout.world import Collectives
 from trainfold.core.problem import Problem, problem_of
 
@@ -28,26 +28,15 @@ def on_all_ranks(world: Collectives, action: Callable[[], T], *, doing: str = ""
         >>> run_threads(2, lambda world: on_all_ranks(world, lambda: world.rank * 10))
         [[0, 10], [0, 10]]
     """
-    value: T | None = None
-    failure: Exception | None = None
-    try:
-        value = action()
-    except Exception as error:  # noqa: BLE001 - it is raised below, and reported to the other ranks
-        failure = error
+    value, failure = _tried(action)
     found: list[tuple[T | None, Problem | None]] = world.gather(
         (value, None if failure is None else _problem(failure)), doing=doing, is_vote=is_vote
     )
     if failure is not None:
-        if world.world_size > 1:
-            place(failure, rank=world.rank)
-        raise failure
+        raise _placed(failure, world)
     for rank, (_, problem) in enumerate(found):
         if problem is not None:
-            elsewhere = RankFailed(
-                f"rank {rank}", expected="every rank to succeed", found=str(problem), fix=problem.fix
-            )
-            elsewhere.rank = rank
-            raise elsewhere
+            raise _elsewhere(rank, problem)
     return [value for value, _ in found]  # type: ignore[misc] # no rank failed, so each has its T
 
 
@@ -63,8 +52,32 @@ def on_rank_zero(world: Collectives, action: Callable[[], T], *, doing: str = ""
         >>> run_threads(2, lambda world: on_rank_zero(world, lambda: world.rank))
         [0, 0]
     """
-    mine = action if world.rank == 0 else lambda: None
-    return on_all_ranks(world, mine, doing=doing, is_vote=is_vote)[0]  # type: ignore[return-value]
+    value, failure = _tried(action) if world.rank == 0 else (None, None)
+    found: tuple[T | None, Problem | None] = world.broadcast(
+        (value, None if failure is None else _problem(failure)), doing=doing, is_vote=is_vote
+    )
+    if failure is not None:
+        raise _placed(failure, world)
+    if found[1] is not None:
+        raise _elsewhere(0, found[1])
+    return found[0]  # type: ignore[return-value] # rank 0 did not fail, so it is a T
+
+
+def _tried(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001 - it is raised by the caller, and reported to the other ranks
+        return None, error
+
+
+def _placed(failure: Exception, world: Collectives) -> Exception:
+    if world.world_size > 1:
+        place(failure, rank=world.rank)
+    return failure
+
+
+def _elsewhere(rank: int, problem: Problem) -> RankFailed:
+    return rank_failed(rank, expected="every rank to succeed", found=str(problem), fix=problem.fix)
 
 
 def _problem(error: Exception) -> Problem:

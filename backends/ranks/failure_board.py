@@ -6,7 +6,8 @@ posted one, the ranks call the roll there.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, final
 
 import attrs
@@ -51,12 +52,14 @@ class Fault:
     def error(self) -> RankFailed:
         """The error that every other rank raises."""
         some = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        return RankFailed(
+        error = RankFailed(
             some if self.ranks else "the ranks",
             expected="every rank to take part",
             found=self.found,
             fix=f"{self._fix()}; no rank has gone on alone",
         )
+        error.rank = self.ranks[0] if len(self.ranks) == 1 else None
+        return error
 
     def _fix(self) -> str:
         if not self.ranks:
@@ -64,6 +67,39 @@ class Fault:
         return "fix that rank" + (
             ", or raise timeout_secs or vote_secs if it was only slow" if self.found.startswith(_NO_SIGN) else ""
         )
+
+
+@final
+@attrs.frozen(eq=False)
+class StoreBulletin:
+    """A `Bulletin` in a store.
+
+    Args:
+        store: shared by the ranks.
+        name: of this bulletin.
+        rank: this rank.
+        world_size: the number of ranks.
+        check: raises if a rank has reported a failure; one request.
+    """
+
+    store: KeyValues
+    name: str
+    rank: int
+    world_size: int
+    check: Callable[[], None]
+
+    def put(self, number: int) -> None:
+        """Set that of this rank; the request is not waited for."""
+        with suppress(RuntimeError):  # the store has gone with its host: the next call reports it
+            self.store.set(f"{self.name}/{self.rank}", str(number))
+
+    def numbers(self) -> list[int]:
+        """The number of each rank; -1 where there is none."""
+        keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
+        try:
+            return [int(self.store.get(key)) if self.store.check([key]) else -1 for key in keys]
+        except RuntimeError:  # as above
+            return [-1] * self.world_size
 
 
 @final
@@ -82,6 +118,10 @@ class NoticeBoard:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._grace_secs = grace_secs
+
+    def bulletin(self, name: str, check: Callable[[], None]) -> StoreBulletin:
+        """A bulletin beside the notices."""
+        return StoreBulletin(self._store, name, self._rank, len(self._others) + 1, check)
 
     def has_trouble(self) -> bool:
         """Whether a fault was posted or a roll call has started; one request to the store."""

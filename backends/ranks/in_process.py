@@ -3,14 +3,14 @@
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Final, Generic, TypeVar, final
 
 import attrs
 import torch
 
 from trainfold.backends.ranks.call import Call, check_broadcast
 from trainfold.backends.ranks.ordered_sum import added
-from trainfold.backends.ranks.thread_room import Room, rank_failed
+from trainfold.backends.ranks.thread_room import Room, left_by
 from trainfold.core.errors import InvalidArgument, RankFailed, TrainfoldError
 from trainfold.core.state.spec import dtype_name
 
@@ -60,6 +60,9 @@ class SingleProcess:
     def duplicate(self) -> "SingleProcess":
         """Itself, because no call waits."""
         return self
+
+
+ALONE: Final = SingleProcess()
 
 
 @final
@@ -119,7 +122,7 @@ class ThreadCollectives:
         self.schedule: list[Call] = []
         self._room = room
         self._fault = fault
-        self._copies = 0
+        self._copies = self._boards = 0
 
     def __repr__(self) -> str:
         return f"ThreadCollectives(rank={self.rank}, world_size={self.world_size})"
@@ -166,6 +169,11 @@ class ThreadCollectives:
         self._copies += 1
         return ThreadCollectives(self.rank, self._room.copy(numbers[0]), None)
 
+    def bulletin(self) -> "_RoomBulletin":
+        """A new bulletin."""
+        self._boards += 1
+        return _RoomBulletin(self._room, self.rank, self._room.bulletin(self._boards))
+
     def _meet(self, call: Call, payload: Any, *, timeout_secs: float | None = None, is_vote: bool = False) -> list[Any]:
         secs = self._room.vote_secs if is_vote else timeout_secs
         return self._room.wait(self.rank, self._arrive(call, payload), secs)
@@ -179,6 +187,23 @@ class ThreadCollectives:
             )
         self._room.arrive(self.rank, index, call, payload)
         return index
+
+
+@final
+@attrs.frozen(eq=False)
+class _RoomBulletin:
+    room: Room
+    rank: int
+    board: list[int]
+
+    def put(self, number: int) -> None:
+        self.board[self.rank] = number
+
+    def check(self) -> None:
+        self.room.check()
+
+    def numbers(self) -> list[int]:
+        return list(self.board)
 
 
 @final
@@ -263,7 +288,7 @@ def thread_outcomes(
         while thread.is_alive():
             thread.join(timeout_secs)
             if thread.is_alive() and room.failure is not None and not room.is_waiting(rank):
-                errors[rank] = rank_failed(rank, "to end after another rank failed", f"it still runs: {room.failure}")
+                errors[rank] = left_by(rank, "to end after another rank failed", f"it still runs: {room.failure}")
                 break
     return [
         RankOutcome(rank, values.get(rank), errors.get(rank), tuple(collectives.schedule))

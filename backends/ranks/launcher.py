@@ -1,12 +1,18 @@
 """Whether this process is one of several ranks, according to torch.distributed or to a launcher such as torchrun."""
 
+import logging
+import os
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 
 from trainfold.backends.ranks.in_process import SingleProcess
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.world import Collectives
+
+_LOG: Final = logging.getLogger("trainfold")
 
 
 def ranks_around(environment: Mapping[str, str]) -> str | None:
@@ -34,6 +40,24 @@ def is_first_rank(environment: Mapping[str, str]) -> bool:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return bool(torch.distributed.get_rank() == 0)
     return environment.get("RANK", "0") == "0"
+
+
+def log_for_all(text: str, *about: object) -> None:
+    """Log a warning about the run, which each rank finds alike, once a run: as a warning in the process that speaks for all ranks, in the others for debugging.
+
+    Args:
+        text: as for a logger.
+        about: its arguments.
+    """
+    _LOG.log(logging.WARNING if is_first_rank(os.environ) else logging.DEBUG, text, *about)
+
+
+def warn_for_all(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn the user once a run of what each rank finds alike; see `log_for_all`."""
+    if is_first_rank(os.environ):
+        warn_user(text, category)
+    else:
+        _LOG.debug("%s", text)
 
 
 def restart_trap(environment: Mapping[str, str]) -> str | None:

@@ -1,7 +1,11 @@
 """What `TorchCollectives` asks of torch.distributed: the group and the store to use, and what an error of the transport says."""
 
+import ctypes
+import hashlib
 import os
-from typing import Any, Final
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final, final
 
 import torch
 
@@ -25,13 +29,37 @@ def initialised() -> Any:
     return dist
 
 
-def not_made(error: RuntimeError) -> RankFailed:
+@final
+class Arrivals:
+    """Records in the store at which the ranks have met that this rank makes its collectives, for the error if another one does not.
+
+    Args:
+        dist: torch.distributed.
+        group: the group that the collectives are made for; None for all ranks.
+    """
+
+    def __init__(self, dist: Any, group: Any) -> None:
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        self._keys: Final = [f"trainfold/made/{name}/{rank}" for rank in ranks]
+        self._store: Final = default_store(dist)
+        self._times: Final[int] = self._store.add(self._keys[ranks.index(dist.get_rank())], 1)
+
+    def missing(self) -> list[int]:
+        """The ranks of the group that have made theirs less often than this one; none if the store has gone with its host."""
+        try:
+            return [rank for rank, key in enumerate(self._keys) if self._store.add(key, 0) < self._times]
+        except RuntimeError:
+            return []
+
+
+def not_made(error: RuntimeError, missing: Sequence[int]) -> RankFailed:
     """The error of a rank whose group cannot be made."""
-    trap = restart_trap(os.environ)
+    trap, said = restart_trap(os.environ), first_sentence(error).splitlines()[0]
     return RankFailed(
-        "the ranks",
+        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "the ranks",
         expected="every rank to make its TorchCollectives",
-        found=first_sentence(error).splitlines()[0],
+        found=f"no call in time: {said}" if missing else said,
         fix="make them at the same point on every rank; look at the ranks that did not come"
         + (f"; {trap}" if trap else ""),
     )
@@ -62,6 +90,13 @@ def default_store(dist: Any) -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to the store of its groups
 
 
+def is_of_tcp(dist: Any, store: Any) -> bool:
+    """Whether a store is a server, of which a request costs microseconds."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return bool(isinstance(store, dist.TCPStore))
+
+
 def is_of_transport(error: BaseException) -> bool:
     """Whether an error comes from the transport because another rank ended; it may be from a model that communicates."""
     import torch.distributed as dist
@@ -78,3 +113,49 @@ def first_sentence(error: BaseException | str) -> str:
 def padded_bytes(data: bytes, size_bytes: int) -> torch.Tensor:
     """Bytes as a tensor of a given size."""
     return torch.frombuffer(bytearray(data.ljust(size_bytes, b"\0")), dtype=torch.uint8)
+
+
+def start_all_gather(
+    group: Any, tensor: torch.Tensor, world_size: int, timeout_secs: float
+) -> tuple[Any, torch.Tensor]:
+    """Start to gather the bytes of all ranks; the exchange, and one row for each rank."""
+    rows = tensor.new_empty(world_size, tensor.numel())
+    return group.allgather([list(rows)], [tensor], _timed(_c10d().AllgatherOptions(), timeout_secs)), rows
+
+
+def start_broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_secs: float) -> Any:
+    """Start to overwrite a tensor with that of one rank."""
+    options = _timed(_c10d().BroadcastOptions(), timeout_secs)
+    options.rootRank, options.rootTensor = source, 0
+    return group.broadcast([tensor], options)
+
+
+def start_all_reduce(group: Any, tensor: torch.Tensor, timeout_secs: float) -> Any:
+    """Start to overwrite a tensor with the sum over the ranks."""
+    return group.allreduce([tensor], _timed(_c10d().AllreduceOptions(), timeout_secs))
+
+
+def start_all_to_all(group: Any, received: torch.Tensor, given: torch.Tensor, timeout_secs: float) -> Any:
+    """Start to exchange equal parts: part i of each rank goes to rank i."""
+    return group.alltoall_base(received, given, [], [], _timed(_c10d().AllToAllOptions(), timeout_secs))
+
+
+def keep_exchange(exchange: Any) -> None:
+    """Keep an exchange, and so its tensors, until `release_exchange`: see `TorchCollectives._wait`."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(exchange))
+
+
+def release_exchange(exchange: Any) -> None:
+    """Undo `keep_exchange`."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(exchange))
+
+
+def _timed(options: Any, timeout_secs: float) -> Any:
+    options.timeout = timedelta(seconds=timeout_secs)
+    return options
+
+
+def _c10d() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d

@@ -39,6 +39,7 @@ class Room:
         self._waiting: set[int] = set()
         self._left: set[int] = set()
         self._copies: dict[int, Room] = {}
+        self._bulletins: dict[int, list[int]] = {}
 
     def copy(self, number: int) -> "Room":
         """The copy with a number, which is the same for all ranks."""
@@ -46,6 +47,16 @@ class Room:
             room = self._copies.setdefault(number, Room(self.world_size, self._timeout_secs))
             room.failure = room.failure or self.failure
             return room
+
+    def bulletin(self, number: int) -> list[int]:
+        """The bulletin with a number, which is the same for all ranks: the numbers that they have put up."""
+        with self._changed:
+            return self._bulletins.setdefault(number, [-1] * self.world_size)
+
+    def check(self) -> None:
+        """Raise what has ended the room."""
+        with self._changed:
+            self._raise_failure()
 
     def arrive(self, rank: int, index: int, call: Call, payload: Any) -> None:
         """Give what a rank has for its call number ``index``."""
@@ -71,7 +82,7 @@ class Room:
                     missing = sorted(set(range(self.world_size)) - set(here.calls))
                     call = here.calls[rank]
                     self._fail(
-                        rank_failed(
+                        left_by(
                             missing[0], f"all ranks in {call}", f"ranks {missing} missing in time: {call.late(secs)}"
                         )
                     )
@@ -101,7 +112,7 @@ class Room:
             self._left.add(rank)
             if self.failure is None:
                 self._cause = (rank, error)
-                self._fail(rank_failed(rank, "every rank to take part", error_text(error)))
+                self._fail(left_by(rank, "every rank to take part", error_text(error)))
             copies = list(self._copies.values())
         for room in copies:
             room.fail(rank, error)
@@ -137,8 +148,9 @@ class Room:
             raise copy.copy(self.failure) from (self._cause[1] if self._cause else None)
 
 
-def rank_failed(rank: int, expected: str, found: str) -> RankFailed:
+def left_by(rank: int, expected: str, found: str) -> RankFailed:
     """The error of the ranks that a failed one has left behind."""
-    return RankFailed(
-        f"rank {rank}", expected=expected, found=found, fix="fix that rank; no rank has gone on without it"
-    )
+    fix = "fix that rank; no rank has gone on without it"
+    error = RankFailed(f"rank {rank}", expected=expected, found=found, fix=fix)
+    error.rank = rank
+    return error

@@ -1,6 +1,5 @@
 """`TorchCollectives`: ranks that are processes, over torch.distributed on the CPU. They fail together and name the rank that failed."""
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -17,17 +16,25 @@ import attrs
 import torch
 
 from trainfold.backends.ranks.call import Call, Deadline, check_broadcast
-from trainfold.backends.ranks.failure_board import Fault, NoticeBoard
+from trainfold.backends.ranks.failure_board import Fault, NoticeBoard, StoreBulletin
 from trainfold.backends.ranks.launcher import restart_trap
 from trainfold.backends.ranks.ordered_sum import sum_plan
 from trainfold.backends.ranks.process_group import (
+    Arrivals,
     checked_group,
     default_store,
     first_sentence,
     initialised,
+    is_of_tcp,
     is_of_transport,
+    keep_exchange,
     not_made,
     padded_bytes,
+    release_exchange,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_broadcast,
 )
 from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
@@ -42,7 +49,8 @@ _INLINE_BYTES: Final = _HEAD_BYTES - _HEAD.size  # larger values need a second e
 _HEAD_FIELDS: Final = 3
 _NUMBER_BYTES: Final = 8
 _TOKEN_BYTES: Final = 8
-_PAUSE_SECS: Final = 5e-5
+_PAUSES_SECS: Final = (5e-5, 5e-3)  # the shortest and the longest between two looks at an exchange
+_PAUSE_SHARE: Final = 1 / 16  # of what was waited so far, so that an exchange is seen at most so much later
 _LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
 
 
@@ -51,7 +59,7 @@ class TorchCollectives:
     """The collectives of the rank of this process. The constructor is a collective call: every rank of the group makes it at the same point.
 
     Each call starts with one small all-gather, in which the ranks check that all make the same call; values of more than half a KiB follow in a
-    second one. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises
+    second exchange: an all-gather, or a broadcast of what one rank gives. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises
     `RankFailed`, with the same text everywhere. A rank that posted no error is named after a roll call of ``grace_secs``; a rank that is only
     busy elsewhere cannot be distinguished from it and is named too. Afterwards every call raises that error again: restart the job.
 
@@ -71,7 +79,7 @@ class TorchCollectives:
 
     Raises:
         InvalidArgument: if torch.distributed is not initialised, or the group has no CPU backend, or this process is not in it.
-        RankFailed: if not all ranks call it.
+        RankFailed: if not all ranks call it, naming those that do not.
     """
 
     def __init__(
@@ -88,20 +96,22 @@ class TorchCollectives:
         self._timeout_secs = timeout_secs
         self._vote_secs = vote_secs
         self._grace_secs = grace_secs
-        self._calls = 0
+        self._calls = self._bulletins = 0
         self._faults: list[Fault] = []  # at most one
         self._own: Any = None
         self._latest: Any = None
+        if group is not None:
+            checked_group(dist, group)
+        arrivals = Arrivals(dist, group)
         try:
             if group is None:
-                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
-                self._own = group
-            self._group = checked_group(dist, group)
+                self._own = group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
+            self._group = group
             self.rank: int = dist.get_rank(group)
             self.world_size: int = dist.get_world_size(group)
             token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
         except RuntimeError as error:
-            raise not_made(error) from error
+            raise not_made(error, arrivals.missing()) from error
         if self.rank == 0 and (trap := restart_trap(os.environ)):
             _LOG.warning(trap)
         store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", default_store(dist))
@@ -143,9 +153,7 @@ class TorchCollectives:
             return [tensor.detach().clone() for tensor in tensors]
         mine = plan.cut(tensors)
         parts = torch.empty_like(mine)
-        options = self._dist.distributed_c10d.AllToAllOptions()
-        options.timeout = timedelta(seconds=until.left())
-        self._wait(self._group.alltoall_base(parts, mine, [], [], options), call, until)
+        self._wait(start_all_to_all(self._group, parts, mine, until.left()), call, until)
         sums = plan.join(self._all_gather(plan.add(parts), call, until))
         return [total.to(tensor.device) for total, tensor in zip(sums, tensors, strict=True)]
 
@@ -158,9 +166,11 @@ class TorchCollectives:
             InvalidArgument: if there is no such rank, or the value cannot be encoded.
         """
         check_broadcast(source, self.world_size)
-        call = Call("broadcast", f"source={source}", doing)
-        given = self._meet(call, self._bytes_of(value) if self.rank == source else b"", self._deadline(is_vote))
-        found: T = from_wire(given[source])
+        call, until = Call("broadcast", f"source={source}", doing), self._deadline(is_vote)
+        given = self._bytes_of(value) if self.rank == source else b""
+        sizes, starts = self._heads(call, given, until)
+        rest = self._broadcast(given[_INLINE_BYTES:], sizes[source] - _INLINE_BYTES, source, call, until)
+        found: T = from_wire(starts[source] + rest)
         return found
 
     def gather(self, value: T, *, doing: str = "", is_vote: bool = False) -> list[T]:
@@ -184,8 +194,8 @@ class TorchCollectives:
         payload = struct.pack(f"<{len(numbers)}q", *numbers)
         head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload
         self._calls += 1
-        work, rows = self._begin_all_gather(padded_bytes(head, _HEAD_BYTES), self._timeout_secs)
-        _keep(work)
+        work, rows = start_all_gather(self._group, padded_bytes(head, _HEAD_BYTES), self.world_size, self._timeout_secs)
+        keep_exchange(work)
         return _PendingGather(self, call, work, rows)
 
     def barrier(self, *, timeout_secs: float) -> None:
@@ -221,7 +231,7 @@ class TorchCollectives:
         copy = object.__new__(TorchCollectives)
         copy._dist, copy._grace_secs = self._dist, self._grace_secs
         copy._timeout_secs, copy._vote_secs = self._timeout_secs, self._vote_secs
-        copy._calls, copy._faults, copy._own, copy._latest = 0, [], None, None
+        copy._calls, copy._bulletins, copy._faults, copy._own, copy._latest = 0, 0, [], None, None
         copy.rank, copy.world_size = self.rank, self.world_size
         store = self._dist.PrefixStore(f"trainfold/{name}", default_store(self._dist))
         timeout = timedelta(seconds=self._timeout_secs)
@@ -234,13 +244,23 @@ class TorchCollectives:
         copy._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=self._grace_secs)
         return copy
 
+    def bulletin(self) -> StoreBulletin | None:
+        """A new bulletin, in the store at which the ranks have met; None if that is a file, which would grow with each number."""
+        self._bulletins += 1
+        is_cheap = is_of_tcp(self._dist, default_store(self._dist))
+        return self._board.bulletin(f"bulletin/{self._bulletins}", self._check) if is_cheap else None
+
+    def _check(self) -> None:
+        if self._faults:
+            raise self._faults[0].error()
+        if self._board_says_trouble():
+            self._call_roll("another rank had trouble", None)
+
     def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: Deadline) -> list[torch.Tensor]:
         """The sums of integers, which do not depend on the order."""
         total = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
-        options = self._dist.distributed_c10d.AllreduceOptions()
-        options.timeout = timedelta(seconds=until.left())
         if total.numel():
-            self._wait(self._group.allreduce([total], options), call, until)
+            self._wait(start_all_reduce(self._group, total, until.left()), call, until)
         parts = torch.split(total, [tensor.numel() for tensor in tensors])
         pairs = zip(parts, tensors, strict=True)
         return [part.clone().view(tensor.shape).to(tensor.device) for part, tensor in pairs]
@@ -249,6 +269,15 @@ class TorchCollectives:
 
     def _meet(self, call: Call, payload: bytes, until: Deadline) -> list[bytes]:
         """Check that all ranks make this call, and exchange their payloads."""
+        sizes, starts = self._heads(call, payload, until)
+        if max(sizes) <= _INLINE_BYTES:
+            return starts
+        rest = self._all_gather(padded_bytes(payload[_INLINE_BYTES:], max(sizes) - _INLINE_BYTES), call, until)
+        rows = [start + bytes(row.numpy()) for start, row in zip(starts, rest, strict=True)]
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    def _heads(self, call: Call, payload: bytes, until: Deadline) -> tuple[list[int], list[bytes]]:
+        """Check that all ranks make this call; return the size of each payload, and the part of it that lies in the head."""
         if self._faults:
             raise self._faults[0].error()
         head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[:_INLINE_BYTES]
@@ -258,10 +287,15 @@ class TorchCollectives:
         if len({each[:2] for each in fields}) > 1:
             self._disagree(call, until)
         sizes = [size for _, _, size in fields]
-        if max(sizes) > _INLINE_BYTES:
-            rest = self._all_gather(padded_bytes(payload[_INLINE_BYTES:], max(sizes) - _INLINE_BYTES), call, until)
-            heads = [one + bytes(other.numpy()) for one, other in zip(heads, rest, strict=True)]
-        return [each[_HEAD.size : _HEAD.size + size] for each, size in zip(heads, sizes, strict=True)]
+        return sizes, [each[_HEAD.size : _HEAD.size + size] for each, size in zip(heads, sizes, strict=True)]
+
+    def _broadcast(self, data: bytes, size: int, source: int, call: Call, until: Deadline) -> bytes:
+        """The bytes that rank ``source`` has. A rank receives them once, however many ranks there are."""
+        if size <= 0:
+            return b""
+        tensor = padded_bytes(data, size)
+        self._wait(start_broadcast(self._group, tensor, source, until.left()), call, until)
+        return bytes(tensor.numpy())
 
     def _rows_of(self, pending: "_PendingGather") -> list[tuple[int, ...]]:
         """The numbers of all ranks, of a gather that was started."""
@@ -269,7 +303,7 @@ class TorchCollectives:
             raise self._faults[0].error()
         until = Deadline(self._timeout_secs)
         self._wait(pending.work, pending.call, until)
-        _release(pending.work)
+        release_exchange(pending.work)
         fields = pending.rows.view(torch.int64)
         if not bool((fields[:, :_HEAD_FIELDS] == fields[0, :_HEAD_FIELDS]).all()):
             self._disagree(pending.call, until)
@@ -281,18 +315,12 @@ class TorchCollectives:
     ) -> torch.Tensor:
         """The bytes of all ranks, one row each."""
         if call is None or until is None:
-            work, rows = self._begin_all_gather(tensor, self._timeout_secs)
+            work, rows = start_all_gather(self._group, tensor, self.world_size, self._timeout_secs)
             work.wait()
         else:  # with a deadline, or it would outlive this call
-            work, rows = self._begin_all_gather(tensor, until.left())
+            work, rows = start_all_gather(self._group, tensor, self.world_size, until.left())
             self._wait(work, call, until)
         return rows
-
-    def _begin_all_gather(self, tensor: torch.Tensor, timeout_secs: float) -> tuple[Any, torch.Tensor]:
-        rows = tensor.new_empty(self.world_size, tensor.numel())
-        options = self._dist.distributed_c10d.AllgatherOptions()
-        options.timeout = timedelta(seconds=timeout_secs)
-        return self._group.allgather([list(rows)], [tensor], options), rows
 
     def _wait(self, work: Any, call: Call, until: Deadline) -> None:
         """Wait for an exchange.
@@ -304,7 +332,7 @@ class TorchCollectives:
         try:
             self._look_until_done(work, call, until)
         except BaseException:  # interrupts too
-            _keep(work)
+            keep_exchange(work)
             raise
         try:
             work.wait()
@@ -313,10 +341,10 @@ class TorchCollectives:
 
     def _look_until_done(self, work: Any, call: Call, until: Deadline) -> None:
         """Poll the exchange, and check the notice board from time to time."""
-        pause_secs, look_at = 0.0, time.monotonic() + _LOOK_SECS
+        began = now = time.monotonic()
+        look_at = began + _LOOK_SECS
         while not work.is_completed():  # no callback: it would abort the process if it came while Python shuts down
-            time.sleep(pause_secs)
-            pause_secs = min(pause_secs * 2 or _PAUSE_SECS, _PAUSE_SECS * 100)
+            time.sleep(_pause_secs(now - began))
             now = time.monotonic()
             if now >= until.at:
                 self._call_roll(call.late(until.secs), None)
@@ -380,13 +408,9 @@ class _PendingGather:
         return self.owner._rows_of(self)  # noqa: SLF001 - of this module
 
 
-def _keep(work: Any) -> None:
-    """Keep an exchange, and so its tensors, until `_release`: see `TorchCollectives._wait`."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
-
-
-def _release(work: Any) -> None:
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(work))
+def _pause_secs(waited_secs: float) -> float:
+    shortest, longest = _PAUSES_SECS
+    return min(max(waited_secs * _PAUSE_SHARE, shortest), longest)
 
 
 def _digest(call: Call) -> int:

@@ -1,15 +1,16 @@
 """The wire: a small value as JSON bytes for another rank of the same program, and back, without pickle.
 
-It carries what JSON or attrs can hold, and batches of tensors and arrays. Types are exact: a tuple comes back as a tuple, and an object of
+It carries what JSON or attrs can hold, and batches of tensors and arrays; bytes follow the JSON as they are. Types are exact: a tuple comes back as a tuple, and an object of
 attrs or a dataclass as its class, rebuilt field by field like a copy, without ``__init__``. No other class is looked up by its name.
 """
 
-import base64
 import dataclasses
+import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from fractions import Fraction
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final
 
@@ -26,7 +27,6 @@ _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
 _PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its tag, and how it is packed
     tuple: ("tuple", list),
     dict: ("dict", lambda value: [[key, item] for key, item in value.items()]),
-    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
     set: ("set", list),
     frozenset: ("frozenset", list),
     range: ("range", lambda value: [value.start, value.stop, value.step]),
@@ -39,7 +39,6 @@ _PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its 
 _UNPACKED: Final[dict[str, Callable[[Any], Any]]] = {
     "tuple": tuple,
     "dict": dict,
-    "bytes": base64.b64decode,
     "set": set,
     "frozenset": frozenset,
     "range": lambda parts: range(*parts),
@@ -52,7 +51,7 @@ _UNPACKED: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def to_wire(value: Any) -> bytes:
-    """Encode a value as bytes.
+    r"""Encode a value as bytes.
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, range, `fractions.Fraction`,
@@ -63,31 +62,38 @@ def to_wire(value: Any) -> bytes:
         InvalidArgument: naming the type, for anything else.
 
     Examples:
-        >>> to_wire({"lengths": (3, 4)})
-        b'{"dict":[["lengths",{"tuple":[3,4]}]]}'
+        >>> to_wire({"lengths": (3, 4), "text": b"abc"})
+        b'{"dict":[["lengths",{"tuple":[3,4]}],["text",{"bytes":3}]]}\nabc'
         >>> from_wire(to_wire({1: (float("inf"), b"x")}))
         {1: (inf, b'x')}
     """
-    return json.dumps(_encode(value), separators=(",", ":")).encode("utf-8", "surrogatepass")
+    blobs: list[bytes] = []
+    text = json.dumps(_encode(value, blobs), separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return b"\n".join([text, b"".join(blobs)]) if blobs else text
 
 
 def from_wire(data: bytes) -> Any:
     """Decode the bytes of `to_wire`: a copy of the value, equal and of the same types."""
-    return _decode(json.loads(data.decode("utf-8", "surrogatepass")))
+    end = data.find(b"\n")  # there is none in the JSON
+    text, blobs = (data, b"") if end < 0 else (data[:end], memoryview(data)[end + 1 :])
+    return _decode(json.loads(text.decode("utf-8", "surrogatepass")), io.BytesIO(blobs))
 
 
-def _encode(value: Any) -> Json:
-    kind = type(value)
+def _encode(value: Any, blobs: list[bytes]) -> Json:
+    kind: Any = type(value)
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [_encode(each) for each in value]
+        return [_encode(each, blobs) for each in value]
+    if kind is bytes:
+        blobs.append(value)
+        return {"bytes": len(value)}
     if kind in _PACKED and _is_here(value):
         tag, packed = _PACKED[kind]
-        return {tag: _encode(packed(value))}
+        return {tag: _encode(packed(value), blobs)}
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _fields(kind) is not None and _class_of(name) is kind:
-        return {"object": [name, {field: _encode(getattr(value, field)) for field in _fields(kind) or ()}]}
+        return {"object": [name, {field: _encode(getattr(value, field), blobs) for field in _fields(kind) or ()}]}
     raise InvalidArgument(
         "what one rank gives to others",
         expected="a small value: what JSON can hold, tuples, bytes, CPU tensors, objects of attrs or dataclasses of a module",
@@ -96,17 +102,20 @@ def _encode(value: Any) -> Json:
     )
 
 
-def _decode(node: Json) -> Any:
+def _decode(node: Json, blobs: io.BytesIO) -> Any:
+    """The value of a node. Bytes come in the order in which they were encoded."""
     if type(node) is list:
-        return [_decode(each) for each in node]
+        return [_decode(each, blobs) for each in node]
     if type(node) is not dict:
         return node
     ((tag, content),) = node.items()
+    if tag == "bytes":
+        return blobs.read(content)
     if tag != "object":
-        return _UNPACKED[tag](_decode(content))
+        return _UNPACKED[tag](_decode(content, blobs))
     name, values = content
     kind: Any = _class_of(name)
-    fields = {field: _decode(values[field]) for field in _fields(kind) or ()}
+    fields = {field: _decode(values[field], blobs) for field in _fields(kind) or ()}
     if issubclass(kind, tuple):
         return kind(**fields)
     rebuilt = object.__new__(kind)
@@ -115,7 +124,8 @@ def _decode(node: Json) -> Any:
     return rebuilt
 
 
-def _fields(kind: Any) -> tuple[str, ...] | None:
+@lru_cache(maxsize=256)
+def _fields(kind: Hashable) -> tuple[str, ...] | None:
     """The fields of a class of attrs, a dataclass or a named tuple; None for any other."""
     if isinstance(kind, type) and attrs.has(kind):
         return tuple(field.name for field in attrs.fields(kind))
@@ -134,7 +144,7 @@ def _class_of(name: str) -> type | None:
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
-    return None if _fields(found) is None else found
+    return found if isinstance(found, type) and _fields(found) is not None else None
 
 
 def _is_here(value: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, TypeVar, cast
 
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
+from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.runs.load import load_run, plan_load
-from trainfold.backends.runs.save import SaveResult, save_snapshot
+from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import check_state, describe_state
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.layout.world import Collectives

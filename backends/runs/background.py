@@ -9,7 +9,8 @@ import attrs
 
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.job import Job
-from trainfold.backends.runs.save import SaveResult, save_snapshot
+from trainfold.backends.runs.commit import SaveResult
+from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Store

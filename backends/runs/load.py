@@ -1,21 +1,23 @@
 """`load_run`: reads a run, plans the resume and carries out the plan. If a checkpoint proves bad, an older one is loaded instead."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import attrs
 
 from trainfold.backends.derived_streams import with_derived_streams
+from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.library_versions import library_versions
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
+from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
+from trainfold.backends.runs.alike.stages import ruled, united_run
+from trainfold.backends.runs.one_view import examine_for_all, list_for_all
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.runs.restore import run_resume
-from trainfold.backends.runs.save import library_versions
-from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.runs.snapshot import full_contract
-from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.user_warning import warn_user
 from trainfold.core.errors import (
@@ -25,14 +27,19 @@ from trainfold.core.errors import (
     ResumeRefused,
     TrainfoldError,
     place,
+    rank_failed,
 )
+from trainfold.core.format.file_names import step_of
+from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.outline import announcement_of
+from trainfold.core.format.structure.united_contract import contract_digest
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import LoadOutcome, outcome_of, with_quarantined
-from trainfold.core.layout.world import Collectives
+from trainfold.core.layout.stage import Stage
+from trainfold.core.layout.world import Collectives, World
 from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
-from trainfold.core.resume.choose import next_to_examine
 from trainfold.core.resume.fall_back import (
     Decided,
     after_failure,
@@ -41,8 +48,10 @@ from trainfold.core.resume.fall_back import (
     failure_of,
     lists_again,
     outcome_of_all,
+    without_optional,
 )
 from trainfold.core.resume.planner import plan_resume
+from trainfold.core.resume.reads import needs_of
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.resume.resumed import seed_of_other_ranks
@@ -51,8 +60,8 @@ from trainfold.core.state.components import components_of
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
-T = TypeVar("T")
 _LOG: Final = logging.getLogger("trainfold")
+_OPTIONAL: Final = "it is optional, and left out"  # the reason of such a reset
 
 
 class CheckpointPassedOver(UserWarning):
@@ -66,10 +75,19 @@ class ResumeDrift(UserWarning):
 @final
 @attrs.frozen(eq=False)
 class Loaded:
-    """A loaded state, and the checkpoint from which it descends; the same on every rank."""
+    """A loaded state, and the checkpoint from which it descends; the same on every rank.
+
+    Attributes:
+        state: the state.
+        descent: what a state that continues from it descends from.
+        checkpoint: its directory.
+        left_out: the optional components that are not from the checkpoint; rank 0 has warned of them.
+    """
 
     state: TrainState
     descent: ParentCheckpoint
+    checkpoint: str
+    left_out: frozenset[str] = frozenset()
 
 
 @final
@@ -93,18 +111,23 @@ class Quarantine:
             end_attempt(store, name, outcome_of(error))
 
 
-def plan_load(
+def plan_load(  # noqa: PLR0913 - keywords
     store: Store,
     *,
     like: TrainState,
     request: ResumeRequest,
     contract: Mapping[str, Any] | None,
     collectives: Collectives,
+    optional: Mapping[str, str | None] | None = None,
 ) -> ResumePlan | Refusal:
-    """The plan that `load_run` would carry out for the same arguments; see `trainfold.plan`."""
+    """The plan that `load_run` would carry out for the same arguments, without its warnings; see `trainfold.plan`."""
     known = passed_over(store, request, collectives)
     target = resume_target(like, contract, collectives)
-    return _planned(store, with_quarantined(read_inventory(store), known), target, request)[1]
+    request, target, wanted, lacking = _requested(request, target, optional, like.stage, collectives)
+    request = _without(request, texts_of_left_out(lacking))
+    inventory = with_quarantined(list_for_all(store, collectives), known)
+    inventory = examine_for_all(store, inventory, request, collectives, wanted=wanted, needs=_needs(like, collectives))
+    return _planned(inventory, target, request, collectives, warns=False)[0]
 
 
 def load_run(  # noqa: PLR0913 - keywords
@@ -116,6 +139,8 @@ def load_run(  # noqa: PLR0913 - keywords
     collectives: Collectives,
     quarantine: Quarantine | None = None,
     share: int | None = None,
+    unread: UnreadTensors | None = None,
+    optional: Mapping[str, str | None] | None = None,
 ) -> Loaded:
     """Load what a request asks for; see `trainfold.load`.
 
@@ -128,23 +153,31 @@ def load_run(  # noqa: PLR0913 - keywords
         quarantine: counts the attempts; None for a reader that may not write into the run. Every reader passes over checkpoints in quarantine,
             unless their step is asked for.
         share: of the data that this rank reads, for random streams that belong to another number of ranks; None for one a rank.
+        unread: gets what is left unread; then the caller reads it, and ends the attempt in the quarantine. None to read everything.
+        optional: components that the run can do without -> why ``like`` lacks them, or None. If one cannot be restored on some rank, no rank
+            restores it, and rank 0 warns.
     """
     world, target = collectives, resume_target(like, contract, collectives)
-    known = passed_over(store, request, world)
-    (listed,) = _everywhere(world, lambda: read_inventory(store), doing="list the run")
-    inventory, relistings = listed, 0
+    request, target, wanted, lacking = _requested(request, target, optional, like.stage, world)
+    request = _without(request, _warned(lacking, world))
+    known, needs = passed_over(store, request, world), _needs(like, world)
+    inventory = listed = list_for_all(store, world)
+    relistings = 0
     while True:
-        inventory, outcome = _planned_alike(store, with_quarantined(inventory, known), target, request, world)
+        inventory = examine_for_all(
+            store, with_quarantined(inventory, known), request, world, wanted=wanted, needs=needs
+        )
+        outcome = _planned_alike(store, inventory, target, request, world)
         if isinstance(outcome, Refusal):
-            (relisted,) = _everywhere(world, lambda: read_inventory(store), doing="list the run again")
-            if not lists_again(relistings, world.gather(relisted != listed, doing="compare the lists", is_vote=True)):
-                raise ResumeRefused(store.url, outcome)
+            relisted = list_for_all(store, world)
+            if not lists_again(relistings, relisted != listed):
+                raise _at_checkpoint(ResumeRefused(store.url, outcome), outcome)
             inventory, listed, relistings = relisted, relisted, relistings + 1
             continue
         if quarantine is not None:
             quarantine.begin(store, world, outcome.checkpoint)
         try:
-            state, failure = _attempt(outcome, like, store, world)
+            state, failure = _attempt(outcome, like, store, world, unread)
             told = world.gather(
                 None if failure is None else failure_of(failure), doing="read its part of the checkpoint"
             )
@@ -153,20 +186,28 @@ def load_run(  # noqa: PLR0913 - keywords
             if quarantine is not None:
                 quarantine.leave(store, world, outcome.checkpoint, error)
             raise
-        if quarantine is not None:
+        if quarantine is not None and (failures or unread is None):
             quarantine.end(store, world, outcome.checkpoint, outcome_of_all(failures))
         if not failures and state is not None:
             on_rank_zero(world, partial(_warn, outcome), doing="warn", is_vote=True)  # once a run; it may raise
             head = outcome.manifest.head
             state = with_derived_streams(state, outcome, share=world.rank if share is None else share)
             _tell_of_streams(outcome, world)
-            return Loaded(state, ParentCheckpoint(head.timeline, head.step, head.forks))
+            left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
+            descent = ParentCheckpoint(head.timeline, head.step, head.forks)
+            return Loaded(state, descent, outcome.checkpoint, left_out)
         without = after_failure(inventory, request, outcome.checkpoint, failures)
         if without is None:
-            reason = failure or _elsewhere(store, failures[0].problem)
+            first = next(rank for rank, each in enumerate(told) if each is not None)
+            reason = failure or _elsewhere(store, first, failures[0].problem)
             place(reason, step=outcome.step, rank=world.rank if failure is not None and world.world_size > 1 else None)
             raise reason
         inventory = without
+
+
+def _needs(like: TrainState, world: Collectives) -> Needs | None:
+    here = World(world.rank, world.world_size)
+    return None if world.world_size == 1 else needs_of(components_of(like), here, is_stage=like.stage is not None)
 
 
 def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Mapping[str, Problem]:
@@ -199,59 +240,96 @@ def resume_target(
     return Target(components, full_contract(like, contract), rank, world_size, library_versions())
 
 
-@without_collecting
-def _planned(
-    store: Store, inventory: Inventory, target: Target, request: ResumeRequest
-) -> tuple[Inventory, ResumePlan | Refusal]:
-    """Read the manifests that are needed, and plan. Returns the inventory with these manifests, and the plan."""
-    inventory = examined(store, inventory, request, target.components)
-    return inventory, plan_resume(inventory, target, request)
+def _whole_target(target: Target, stages: Sequence[Stage | None], world: Collectives) -> Target:
+    """The run that resumes, with the stages of all ranks as one model; all ranks call."""
+    if not any(stages):
+        return target
+    here, stage = World(world.rank, world.world_size), stages[world.rank]
+    components = ruled(target.components, here, stage)
+    mine = announcement_of(components, stage=stage, contract=contract_digest(target.contract))
+    whole = united_run(components, target.contract, world.gather(mine, doing="describe its state", is_vote=True), world)
+    assert whole is not None, "some rank has a stage"
+    return attrs.evolve(target, components=whole.described, contract=whole.contract)
 
 
-def examined(run: Run, inventory: Inventory, request: ResumeRequest, wanted: Collection[str] = ()) -> Inventory:
-    """Read the manifests that a request needs, newest first, until one of them satisfies it.
+def _requested(
+    request: ResumeRequest,
+    target: Target,
+    optional: Mapping[str, str | None] | None,
+    stage: Stage | None,
+    world: Collectives,
+) -> tuple[ResumeRequest, Target, set[str], list[Mapping[str, str]]]:
+    """Ask the other ranks what they have, and what they lack of what is optional.
 
-    Args:
-        run: a directory, or a store.
-        inventory: from `read_inventory`.
-        request: from `resume_request`.
-        wanted: the components of the run that resumes.
+    Returns:
+        The request with the optional components; the target with the stages of all ranks as one model; the components that any rank has; and by
+        rank, the optional ones that it lacks, with the reasons.
     """
-    store = open_store(run)
-    while (name := next_to_examine(inventory, request, wanted)) is not None:
-        inventory = examine(store, inventory, name)
-    return inventory
+    lacking = {name: why for name, why in (optional or {}).items() if why}
+    told = world.gather((sorted(target.components), lacking, stage), doing="name its components", is_vote=True)
+    request = attrs.evolve(request, optional=frozenset(optional or ()))
+    whole = _whole_target(target, [each for *_, each in told], world)
+    return request, whole, {name for names, *_ in told for name in names}, [each for _, each, _ in told]
+
+
+def _warned(told: Sequence[Mapping[str, str]], world: Collectives) -> dict[str, str]:
+    """The optional components that any rank leaves out; rank 0 warns of them."""
+    texts = texts_of_left_out(told)
+    warn_of_left_out(texts, world)
+    return texts
+
+
+def _without(request: ResumeRequest, names: Iterable[str]) -> ResumeRequest:
+    return attrs.evolve(request, reset={**request.reset, **dict.fromkeys(names, _OPTIONAL)})
+
+
+def _planned(
+    inventory: Inventory, target: Target, request: ResumeRequest, world: Collectives, *, warns: bool
+) -> tuple[ResumePlan | Refusal, list[Decided]]:
+    """The plan or refusal of this rank, and what each rank has decided.
+
+    An optional component that some rank cannot restore is restored on none.
+    """
+    mine: list[ResumePlan | Refusal] = []
+
+    def plan() -> Decided:
+        mine[:] = [without_collecting(plan_resume)(inventory, target, request)]
+        return decided(mine[0], request.optional - request.reset.keys())
+
+    while True:
+        told = on_all_ranks(world, plan, doing="plan the resume")
+        owing = without_optional(told)
+        if not owing:
+            return mine[0], told
+        request = _without(request, _warned(owing, world) if warns else texts_of_left_out(owing))
 
 
 def _planned_alike(
     store: Store, inventory: Inventory, target: Target, request: ResumeRequest, world: Collectives
-) -> tuple[Inventory, ResumePlan | Refusal]:
-    """`_planned`, on every rank; raises on all unless all decide the same, which they compare by digest."""
-    mine: list[tuple[Inventory, ResumePlan | Refusal]] = []
-
-    def plan() -> Decided:
-        mine.append(_planned(store, inventory, target, request))
-        return decided(mine[0][1])
-
-    error = disagreement(store.url, on_all_ranks(world, plan, doing="plan the resume"), mine[0][1])
+) -> ResumePlan | Refusal:
+    """The plan or refusal; raises on all ranks unless all decide the same, which they compare by digest."""
+    mine, told = _planned(inventory, target, request, world, warns=True)
+    error = disagreement(store.url, told, mine)
     if error is not None:
-        raise error
-    return mine[0]
-
-
-def _everywhere(world: Collectives, read: Callable[[], T], *, doing: str) -> list[T]:
-    """What this rank reads, if all ranks could read."""
-    mine: list[T] = []
-    on_all_ranks(world, lambda: mine.append(read()), doing=doing)
+        place(error, rank=world.rank if isinstance(error, ResumeRefused) else None)
+        raise _at_checkpoint(error, mine)
     return mine
 
 
+def _at_checkpoint(error: TrainfoldError, outcome: ResumePlan | Refusal) -> TrainfoldError:
+    """The error, with the step of the checkpoint that it is about."""
+    place(error, step=None if outcome.checkpoint is None else step_of(outcome.checkpoint))
+    return error
+
+
 def _attempt(
-    outcome: ResumePlan, like: TrainState, store: Store, world: Collectives
+    outcome: ResumePlan, like: TrainState, store: Store, world: Collectives, unread: UnreadTensors | None
 ) -> tuple[TrainState | None, TrainfoldError | None]:
     """The state, or the error. The error is not raised here, because the other ranks wait for the result."""
+    if unread is not None:
+        unread.forget()  # those of a checkpoint that did not load
     try:
-        return run_resume(outcome, like, store=store), None
+        return run_resume(outcome, like, store=store, unread=unread), None
     except TrainfoldError as error:
         return None, error
     except OSError as error:
@@ -263,17 +341,17 @@ def _attempt(
         raise
 
 
-def _elsewhere(store: Store, problem: Problem) -> RankFailed:
-    return RankFailed(store.url, expected="every rank to load its part", found=problem, fix=problem.fix)
+def _elsewhere(store: Store, rank: int, problem: Problem) -> RankFailed:
+    return rank_failed(rank, store.url, expected="every rank to load its part", found=problem, fix=problem.fix)
 
 
 def _tell_of_streams(outcome: ResumePlan, world: Collectives) -> None:
     seed = seed_of_other_ranks(outcome)
     if seed is not None and world.rank == 0:
         _LOG.warning(
-            "%s: the saved random streams belong to %d ranks and cannot continue on %d; new ones are derived from seed %d, step %d and the share of the "
+            "%s: the saved random streams belong to %s and cannot continue on %d; new ones are derived from seed %d, step %d and the share of the "
             "data that a rank reads: equal on ranks with the same share, and the same at each resume from this checkpoint",
-            f"{outcome.run}/{outcome.checkpoint}", outcome.manifest.world_size, world.world_size, seed, outcome.step,
+            f"{outcome.run}/{outcome.checkpoint}", "1 rank" if (saved := outcome.manifest.world_size) == 1 else f"{saved} ranks", world.world_size, seed, outcome.step,
         )  # fmt: skip
 
 

@@ -8,16 +8,18 @@ import numpy as np
 import torch
 
 from trainfold.backends.formats.native.plan_reader import PlanReader
+from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core import tree
 from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.indexes.needed import nowhere_else
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.places import Leaf
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box
-from trainfold.core.resume.reads import ComponentReads, plan_reads, sharded_params, slot_boxes
+from trainfold.core.resume.reads import ComponentReads, held_elsewhere, plan_reads, sharded_params, slot_boxes
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.resume.resumed import leaf_sources, resumed_contract, resumed_optimizer, resumed_origin
 from trainfold.core.state.components import components_of, state_of
@@ -25,13 +27,14 @@ from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
 
-def run_resume(plan: ResumePlan, like: TrainState, *, store: Run) -> TrainState:
+def run_resume(plan: ResumePlan, like: TrainState, *, store: Run, unread: UnreadTensors | None = None) -> TrainState:
     """Load the tensors of a plan into fresh memory and return the new state; ``like`` is not changed.
 
     Args:
         plan: the decisions.
         like: the state for which the plan was made. It gives the structure, the devices, and the values that are kept.
         store: the run: a directory, or a store.
+        unread: gets the parameters, buffers and slots of its components that need no cast, which are read later; None for none.
 
     Returns:
         The resumed state.
@@ -56,7 +59,8 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Run) -> TrainState:
         saved = plan.manifest.component(action.name)
         if saved is not None and action.verb == "adopt":
             boxes.setdefault(action.name, {}).update(slot_boxes(action.name, saved.tensors[action.part], params))
-    reads = without_collecting(plan_reads)(plan, boxes)
+    elsewhere = nowhere_else if like.stage is None else held_elsewhere(mine)
+    reads = without_collecting(plan_reads)(plan, boxes, elsewhere=elsewhere)
     reader = PlanReader(store, plan.checkpoint, plan.manifest)
     found: dict[str, Any] = {}
     for action in plan.actions:
@@ -65,15 +69,36 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Run) -> TrainState:
                 found[action.name] = mine[action.name]
         else:
             planned, leaves = reads.components[action.name], targets.get(action.name, {})
-            tensors = reader.read(planned, leaves)
+            waits = unread is not None and action.name in unread.components and not plan.fresh_masters
+            later = _later(planned, action, mine.get(action.name)) if waits else ()
+            tensors = reader.read(planned, leaves, unread=unread, later=later)
             if action.verb == "adopt":
-                found[action.name] = _adopted(action, plan.manifest, planned, tensors, mine)
+                found[action.name] = _adopted(
+                    action, plan.manifest, planned, tensors, mine, is_stage=like.stage is not None
+                )
             else:
                 found[action.name] = _loaded(action, planned.leaves, tensors, leaves, mine[action.name])
     state = state_of(found).evolve(
-        contract=resumed_contract(plan, like, found.get("optimizer")), origin=resumed_origin(plan, like.origin)
+        contract=resumed_contract(plan, like, found.get("optimizer")),
+        origin=resumed_origin(plan, like.origin),
+        stage=like.stage,
     )
     return _with_fresh_masters(state) if plan.fresh_masters else state
+
+
+def _later(planned: ComponentReads, action: ComponentAction, mine: Any) -> frozenset[int]:
+    """Which tensors can be read later: parameters, buffers and slots, not those inside of a slot, and none without dimensions or with a cast."""
+    owners: set[str] = set()
+    if isinstance(mine, ModelState):
+        owners = {f"{action.name}.params", f"{action.name}.buffers"}
+    elif isinstance(mine, OptimizerState):
+        owners = {f"{action.name}.slots[{name!r}]" for group in mine.groups for name in group.params}
+    now = {
+        leaf.tensor
+        for path, leaf in planned.leaves.items()
+        if path.rpartition("[")[0] not in owners or leaf.as_numpy or path in action.cast
+    }
+    return frozenset(index for index, read in planned.tensors.items() if read.record.shape and index not in now)
 
 
 def _with_fresh_masters(state: TrainState) -> TrainState:
@@ -84,12 +109,14 @@ def _with_fresh_masters(state: TrainState) -> TrainState:
 
 
 @without_collecting
-def _adopted(
+def _adopted(  # noqa: PLR0913 - keywords
     action: ComponentAction,
     manifest: Manifest,
     planned: ComponentReads,
     tensors: Mapping[int, torch.Tensor],
     mine: Mapping[str, Any],
+    *,
+    is_stage: bool,
 ) -> Any:
     """A component in the structure that was saved; an optimizer's state is placed beside this run's parameters."""
     saved = manifest.component(action.name)
@@ -97,6 +124,8 @@ def _adopted(
     records = saved.tensors[action.part]
 
     def tensor(index: int, as_numpy: bool) -> Any:  # noqa: FBT001 - the signature of `rebuild`
+        if is_stage and index not in tensors:
+            return None  # of a parameter that this rank does not have
         value = _cast(tensors[index], action.cast.get(records[index].path), as_numpy=as_numpy)
         box = planned.tensors[index].box
         return value if box is None else Shard(value, records[index].shape, tuple(start for start, _ in box))
@@ -104,7 +133,7 @@ def _adopted(
     built = rebuild(saved.nodes[action.part], action.name, tensor)
     model = mine.get("model")
     params = model.params if isinstance(model, ModelState) else None
-    return resumed_optimizer(built, mine.get(action.name), params, action.kept)
+    return resumed_optimizer(built, mine.get(action.name), params, action.kept, is_stage=is_stage)
 
 
 @without_collecting

@@ -1,6 +1,8 @@
 """`read_inventory` and `examine`: read the contents of a run: names and heads first, a whole manifest only if a plan needs it."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import attrs
 
@@ -16,7 +18,15 @@ from trainfold.core.errors import (
     TrainfoldError,
 )
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
-from trainfold.core.format.manifest import HEAD_BYTES, HEAD_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, Manifest
+from trainfold.core.format.indexes.needed import Needs
+from trainfold.core.format.indexes.proved import ReadIndex
+from trainfold.core.format.manifest import (
+    HEAD_BYTES,
+    HEAD_LIMIT_BYTES,
+    MANIFEST_LIMIT_BYTES,
+    SEAL_BYTES,
+    Manifest,
+)
 from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
 from trainfold.core.history.inventory import OLDER, Entry, Inventory
@@ -112,8 +122,24 @@ def check_place(store: Store) -> None:
         raise error
 
 
-def examine(store: Store, inventory: Inventory, name: str) -> Inventory:
+def examine(  # noqa: PLR0913 - keywords
+    store: Store,
+    inventory: Inventory,
+    name: str,
+    *,
+    root: bytes | None = None,
+    document: Mapping[str, Any] | None = None,
+    needs: Needs | None = None,
+) -> Inventory:
     """Read one whole manifest, prove it, and check that its files exist with the sizes that it lists.
+
+    Args:
+        store: the run.
+        inventory: from `read_inventory`.
+        name: the checkpoint.
+        root: the contents of its manifest file, if they were read already.
+        document: what `opened_root` has returned for these contents, if it was called already.
+        needs: what this rank needs of it; None for everything. The ranks look at the sizes of files together.
 
     Returns:
         The inventory with the manifest, or the problem, of that entry.
@@ -123,21 +149,52 @@ def examine(store: Store, inventory: Inventory, name: str) -> Inventory:
         return inventory
     manifest: Manifest | None = None
     try:
-        manifest = read_manifest(store, name)
+        manifest = read_manifest(store, name, root=root, document=document, needs=needs)
         _check(misplaced(manifest.head, name, inventory.run_id, f"{store.url}/{name}"))
-        _check_files(store, manifest, name)
+        _check_files(store, manifest, name, needs)
     except TrainfoldError as error:
         return inventory.with_entry(attrs.evolve(entry, manifest=manifest, problem=problem_of(error)))
     return inventory.with_entry(attrs.evolve(entry, head=manifest.head, manifest=manifest))
 
 
 @without_collecting
-def read_manifest(store: Store, name: str) -> Manifest:
-    """The proved manifest of one checkpoint.
+def read_manifest(
+    store: Store,
+    name: str,
+    *,
+    root: bytes | None = None,
+    document: Mapping[str, Any] | None = None,
+    needs: Needs | None = None,
+) -> Manifest:
+    """The proved manifest of one checkpoint, from its root and the indexes of its ranks.
+
+    Args:
+        store: the run.
+        name: the checkpoint.
+        root: what `read_root` returned, if it was called already.
+        document: what `opened_root` returned for it, if it was called already.
+        needs: what this rank needs: only the indexes are opened in which that is; None for all.
 
     Raises:
         CheckpointTorn: if the checkpoint has no manifest.
         CheckpointError: the matching subclass if the manifest is damaged, foreign, too new or hostile.
+    """
+    where = f"{store.url}/{name}/{MANIFEST}"
+    data = read_root(store, name) if root is None else root
+    try:
+        manifest = decode_manifest(data, where, read=index_reader(store, name), needs=needs, document=document)
+        check_structures(manifest, where)
+    except MemoryError:
+        raise _too_large_for_memory(where, len(data)) from None
+    return manifest
+
+
+def read_root(store: Store, name: str) -> bytes:
+    """The contents of the manifest file of one checkpoint, not proved.
+
+    Raises:
+        CheckpointTorn: if the checkpoint has none.
+        CheckpointHostile: if it is too large.
     """
     where = f"{store.url}/{name}/{MANIFEST}"
     size = store.size(f"{name}/{MANIFEST}")
@@ -146,14 +203,27 @@ def read_manifest(store: Store, name: str) -> Manifest:
     if size > MANIFEST_LIMIT_BYTES:
         raise CheckpointHostile(where, expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=size, fix=_OLDER)
     try:
-        data = store.read(f"{name}/{MANIFEST}", start=0, stop=size)
-        manifest = decode_manifest(data, where, read=partial(_read_index, store, name))
-        check_structures(manifest, where)
+        return store.read(f"{name}/{MANIFEST}", start=0, stop=size)
     except MemoryError:
-        raise CheckpointHostile(
-            where, expected="a manifest that fits into memory", found=f"{size} bytes", fix=_OLDER
-        ) from None
-    return manifest
+        raise _too_large_for_memory(where, size) from None
+
+
+def sees_root(store: Store, name: str, root: bytes) -> bool:
+    """Whether this process sees these contents in the manifest file of a checkpoint: it compares its size and its end, where its digest is."""
+    start = max(0, len(root) - SEAL_BYTES)
+    try:
+        return store.read(f"{name}/{MANIFEST}", start=start, stop=len(root) + 1) == root[start:]
+    except CheckpointMissing:
+        return False
+
+
+def _too_large_for_memory(where: str, size: int) -> CheckpointHostile:
+    return CheckpointHostile(where, expected="a manifest that fits into memory", found=f"{size} bytes", fix=_OLDER)
+
+
+def index_reader(store: Store, name: str) -> ReadIndex:
+    """What reads the indexes of a checkpoint, for `decode_manifest`."""
+    return partial(_read_index, store, name)
 
 
 def _read_index(store: Store, directory: str, name: str, size: int) -> bytes | None:
@@ -210,10 +280,10 @@ def _check(error: TrainfoldError | None) -> None:
         raise error
 
 
-def _check_files(store: Store, manifest: Manifest, name: str) -> None:
+def _check_files(store: Store, manifest: Manifest, name: str, needs: Needs | None) -> None:
     """Look at the size of each file, and at the first bytes of those that hold tensors."""
     url = f"{store.url}/{name}"
-    for file in file_checks(manifest):
+    for file in file_checks(manifest, needs):
         _check(file.torn(url, store.size(f"{name}/{file.name}")))
         if file.header_bytes is not None:
             _check(file.damaged(url, store.read(f"{name}/{file.name}", start=0, stop=HEADER_LENGTH_BYTES)))

@@ -12,12 +12,15 @@ from trainfold.backends.environment import environment_of
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.backends.runs.replicas import check_copies, copies_of
+from trainfold.backends.runs.alike.replicas import check_copies, copies_of
 from trainfold.core.checks import mapping_given
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.codec import DENSE, as_tensor
-from trainfold.core.format.structure.describe import Describe, Described, describe
+from trainfold.core.format.structure.describe import Describe, describe
+from trainfold.core.format.structure.described import Described
+from trainfold.core.format.structure.ownership import without_value
 from trainfold.core.json_values import Json, shown
+from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.save.replicas import Leaves, Proof, summary
@@ -40,7 +43,9 @@ class Snapshot:
         own: components whose tensors belong to the snapshot alone.
         copies: component -> leaf path -> the digest of a tensor that must be equal on all ranks; None before the tensors were read.
         optional: components that are left out if not all ranks have them.
+        left_out: those that this rank cannot save, each with the reason.
         sent: leaf path -> what sends it to the other ranks before it is used, so that the value of rank 0 is saved.
+        stage: the stages of a pipeline whose leaves it has; None for a whole model.
     """
 
     step: int
@@ -51,7 +56,9 @@ class Snapshot:
     own: frozenset[str] = frozenset()
     copies: Leaves | None = None
     optional: frozenset[str] = frozenset()
+    left_out: Mapping[str, str] = attrs.field(factory=dict)
     sent: Mapping[str, str] = attrs.field(factory=dict)
+    stage: Stage | None = None
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense; an array shares its memory."""
@@ -93,8 +100,15 @@ class Snapshot:
             proof: how much is compared.
             sent: leaf path -> what sends it to the other ranks before it is used.
         """
-        copies = copies_of(self.described, self.tensors, proof=proof, sent=sent)
+        copies = copies_of(self.described, self.tensors, proof=proof, sent=sent, stage=self.stage)
         return attrs.evolve(self, copies=copies, sent=sent or {})
+
+    def summary(self) -> dict[str, str]:
+        """The digests by which ranks compare what must be equal on all of them; stages have contracts of their own, which are put together."""
+        found = summary(self.copies or {}, self.contract)
+        if self.stage is not None:
+            del found["contract"]
+        return found
 
     def without(self, names: Collection[str]) -> "Snapshot":
         """The snapshot without these components."""
@@ -102,6 +116,13 @@ class Snapshot:
         tensors = {name: each for name, each in self.tensors.items() if name not in names}
         copies = {name: each for name, each in (self.copies or {}).items() if name not in names}
         return attrs.evolve(self, described=described, tensors=tensors, copies=None if self.copies is None else copies)
+
+    def stored_elsewhere(self, names: Collection[str]) -> "Snapshot":
+        """The snapshot without the values of these components of a share, which another rank stores."""
+        bare = {name: Described(without_value(self.described[name].node), {}) for name in names}
+        return attrs.evolve(
+            self, described={**self.described, **bare}, tensors={**self.tensors, **{name: {} for name in names}}
+        )
 
     def arrays(self) -> set[LeafName]:
         """The names of NumPy arrays; writes to them cannot be detected."""
@@ -155,6 +176,7 @@ def describe_state(
         tensors={name: tensors for name, (_, tensors) in pairs.items()},
         omitted=omitted,
         contract=full_contract(state, contract),
+        stage=state.stage,
     )
 
 
@@ -174,7 +196,7 @@ def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:
 
     def digested() -> Mapping[str, str]:
         mine.append(take().with_copies(Proof()))
-        return summary(mine[0].copies or {}, mine[0].contract)
+        return mine[0].summary()
 
     summaries = on_all_ranks(collectives, digested, doing="compare what it has restored")
     check_copies(mine[0].copies or {}, mine[0].contract, summaries, collectives)

@@ -1,10 +1,11 @@
-"""What an `OSError` means for a save. Only this module turns errors of the machine into errors with a name and a fix."""
+"""What an `OSError` means for a save. Only this module turns errors of the machine into errors with a name and a fix; `locked` has the caller's fix."""
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointMissing,
@@ -12,6 +13,7 @@ from trainfold.core.errors import (
     NoSpace,
     NotWritable,
     RankFailed,
+    RunLocked,
     SaveFailed,
     SaveFailedElsewhere,
 )
@@ -52,6 +54,25 @@ def save_failure(error: OSError, where: str) -> SaveFailed:
 
 
 @contextmanager
+def locked(store: Store, fix: Callable[[RunLocked], str]) -> Iterator[None]:
+    """Hold a run's lock; if another writer has it, the error says what to do about that here.
+
+    Args:
+        store: the run.
+        fix: the error of the lock -> the next move.
+
+    Raises:
+        RunLocked: if another writer holds it.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(store.lock())
+        except RunLocked as error:
+            raise RunLocked(error.where, expected=error.expected, found=error.found, fix=fix(error)) from None
+        yield
+
+
+@contextmanager
 def named_failures(where: str) -> Iterator[None]:
     """Turn each `OSError` and `MemoryError` of a block into a `SaveFailed`, whether it came from a write or from reading the directory."""
     try:
@@ -87,7 +108,7 @@ def failures_elsewhere() -> Iterator[None]:
         yield
     except RankFailed as error:
         failed = SaveFailedElsewhere(error.where, expected=error.expected, found=error.found, fix=error.fix)
-        failed.rank, failed.step = error.rank, error.step
+        failed.rank, failed.step, failed.has_reported = error.rank, error.step, error.has_reported
         raise failed from error
 
 

@@ -10,6 +10,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import InvalidBatch
 from trainfold.core.leaf_path import join
+from trainfold.core.printable import with_article
 from trainfold.core.tensor_memory import check_plain
 
 _ALIGNMENT_BYTES: Final = (
@@ -69,7 +70,9 @@ def columns_of(batch: Any) -> Columns:
     of_columns = {length for length, value in zip(lengths, values, strict=True) if value is not None}
     if None in of_columns or len(of_columns) != 1:
         shown = {
-            path: f"{length} samples" if length is not None else f"a {type(value).__name__} that cannot be cut"
+            path: f"{length} samples"
+            if length is not None
+            else f"{with_article(type(value).__name__)} that cannot be cut"
             for path, value, length in zip(paths, values, lengths, strict=True)
             if value is not None
         }

@@ -6,10 +6,10 @@ import attrs
 import numpy as np
 
 from trainfold.core import tree
-from trainfold.core.checks import count
-from trainfold.core.data.permutation import MAX_LENGTH, Indices, Permutation, sample_order
+from trainfold.core.data.bounds import check_bounds
+from trainfold.core.data.permutation import Indices, Permutation, sample_order
 from trainfold.core.data.shares import shard_of
-from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
+from trainfold.core.errors import DataPositionMismatch, InvalidArgument
 
 __all__ = ["DataCursor", "check_cursor", "make_cursor", "sample_order", "shard_of"]
 
@@ -159,15 +159,7 @@ def make_cursor(length: int, *, seed: int = 0, epoch: int = 0, next_index: int =
         >>> make_cursor(100)
         DataCursor(epoch=0, next_index=0, length=100, seed=0)
     """
-    for name, value, low, high in (
-        ("length", length, 1, MAX_LENGTH + 1),
-        ("seed", seed, 0, 2**64),
-        ("epoch", epoch, 0, 2**63),
-        ("next_index", next_index, 0, length),
-    ):
-        is_end = name == "next_index" and value == length
-        fix = "write the end of an epoch as epoch + 1, next_index 0" if is_end else f"correct the {name}"
-        count(f"state.dataset.{name}", value, least=low, below=high, fix=fix, error=InvalidState)
+    check_bounds(length, seed=seed, epoch=epoch, next_index=next_index)
     return DataCursor(epoch=epoch, next_index=next_index, length=length, seed=seed)
 
 

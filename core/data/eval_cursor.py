@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core import tree
 from trainfold.core.checks import count
-from trainfold.core.data.permutation import MAX_LENGTH
+from trainfold.core.data.bounds import MAX_LENGTH
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, InvalidState
 from trainfold.core.layout.world import Collectives

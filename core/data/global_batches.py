@@ -5,7 +5,7 @@ from typing import final
 import attrs
 
 from trainfold.core.checks import count
-from trainfold.core.data.permutation import MAX_LENGTH
+from trainfold.core.data.bounds import MAX_LENGTH
 from trainfold.core.data.shares import shard_of
 from trainfold.core.errors import InvalidArgument
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from trainfold.core.checks import count
+from trainfold.core.data.bounds import MAX_LENGTH
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
-MAX_LENGTH = 2**63 - 1  # an index is an int64
 _ROUNDS = 24
 _CHUNK = 1 << 13  # indices per pass: the dozen temporaries of a round fit in the cache
 _MASK = 2**64 - 1

@@ -10,6 +10,7 @@ from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.json_values import canonical_json, encode_scalar
 from trainfold.core.layout.shard import Shard
+from trainfold.core.printable import with_article
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 
@@ -64,12 +65,14 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
             raise _loses_its_type(path, leaf)
         return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy(order="C"))
     if type(leaf) not in DENSE and hasattr(type(leaf), "__tensor_flatten__"):
-        raise _unsupported(path, f"a {type(leaf).__name__}, which is made of other tensors")
+        raise _unsupported(path, f"{with_article(type(leaf).__name__)}, which is made of other tensors")
     found: torch.Tensor = leaf.detach() if leaf.requires_grad else leaf
     if found.layout is torch.strided and found.dtype in _PLAIN and not found.is_meta and not found.is_nested:
         return found  # nearly every leaf of a model: one check each, because there are 1e5 of them
     if found.layout is not torch.strided or found.is_quantized or found.is_nested:
-        raise _unsupported(path, f"a {found.layout} tensor" if not found.is_quantized else "a quantized tensor")
+        raise _unsupported(
+            path, f"{with_article(str(found.layout))} tensor" if not found.is_quantized else "a quantized tensor"
+        )
     if dtype_name(found.dtype) not in STORED:
         raise _unsupported(path, f"a tensor of dtype {found.dtype}")
     if found.is_meta:
@@ -131,7 +134,7 @@ def _loses_its_type(path: str, leaf: Any) -> UnsupportedLeaf:
     else:
         fix = "save leaf.as_subclass(torch.Tensor), and make it what it was after the load"
     plain = "array" if isinstance(leaf, np.ndarray) else "tensor"
-    return UnsupportedLeaf(path, expected=f"a plain {plain}", found=f"a {name}", fix=fix)
+    return UnsupportedLeaf(path, expected=f"a plain {plain}", found=f"{with_article(name)}", fix=fix)
 
 
 def _unsupported(path: str, found: str) -> UnsupportedLeaf:

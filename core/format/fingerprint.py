@@ -76,7 +76,10 @@ def content_fingerprint(state: "TrainState", *, collectives: "Collectives | None
     from trainfold.core.format.codec import as_tensor
     from trainfold.core.format.content_sum import add, box_sum, sum_text
     from trainfold.core.format.structure.describe import describe
+    from trainfold.core.format.structure.outline import by_rule
     from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
+    from trainfold.core.format.structure.unite import is_by_name
+    from trainfold.core.layout.world import World
     from trainfold.core.state.components import components_of
     from trainfold.core.tensor_memory import tensor_bytes
 
@@ -98,13 +101,21 @@ def content_fingerprint(state: "TrainState", *, collectives: "Collectives | None
     given: dict[str, Any] = {
         name: (nodes[name], kinds[name], sums[name]) if name in own else cut[name] for name in nodes
     }
+    spread = [name for name in nodes if state.stage is not None and is_by_name(nodes[name])]
+    world = World() if collectives is None else World(collectives.rank, collectives.world_size)
+    for name in spread:
+        given[name] = state.stage, by_rule(described[name][0], world, is_spread=True), sums[name]
     every = [given] if collectives is None else collectives.gather(given)
     found = {}
     for name, (each, _) in described.items():
-        if name in own:
+        if name in spread:
+            lines = [_of_all_stages(name, [rank[name] for rank in every])]
+        elif name in own:
             parts = [rank[name] for rank in every][: 1 if name in first else None]
             if not each.tensors and all(part == parts[0] for part in parts):
                 parts = parts[:1]
+            if len(parts) > 1:
+                parts = _stored_once(parts)
             lines = [
                 (node, [(kind[p], sum_text(total)) for p, (_, total) in totals.items()]) for node, kind, totals in parts
             ]
@@ -127,6 +138,33 @@ def contents_text(text: str) -> str:
         'sum:0123'
     """
     return "sum:" + text.removeprefix(DIGEST_PREFIX)
+
+
+def _of_all_stages(name: str, ranks: "list[tuple[Any, Any, dict[str, Any]]]") -> "tuple[Json, list[tuple[str, str]]]":
+    """The structure of a component of all stages of a pipeline, with the kind and content sum of each tensor."""
+    from trainfold.core.format.content_sum import add, sum_text
+    from trainfold.core.format.structure.unite import unite
+    from trainfold.core.layout.stage import ranks_by_stage
+
+    parts = ranks_by_stage([stage for stage, _, _ in ranks])
+    whole = unite(name, [(those, ranks[those[0]][1]) for those in parts.values()], len(ranks)).described
+    held = {path: [sums[path] for _, _, sums in ranks if path in sums] for path in whole.tensors}
+    return whole.node, [
+        (str(spec), sum_text(add(_held_once(path, held[path], spec.shape)))) for path, spec in whole.tensors.items()
+    ]
+
+
+def _stored_once(ranks: "list[tuple[Json, dict[str, str], dict[str, Any]]]") -> "list[tuple[Json, Any, Any]]":
+    """What each rank has of its own, as a checkpoint has it: the first rank of a share of the data stores the value for the others."""
+    from trainfold.core.format.structure.ownership import share_of, without_value
+
+    seen: set[tuple[int, int]] = set()
+    found: list[tuple[Json, Any, Any]] = []
+    for node, kinds, sums in ranks:
+        share = share_of(node)
+        found.append((without_value(node), {}, {}) if share in seen else (node, kinds, sums))
+        seen |= set() if share is None else {share}
+    return found
 
 
 def _held_once(path: str, parts: "list[tuple[Box, ContentSum]]", shape: tuple[int, ...]) -> "list[ContentSum]":
@@ -181,7 +219,7 @@ def recorded_fingerprint(name: str, nodes: Sequence[Json], tables: Sequence[Sequ
 
 
 def tensor_digest(record: TensorRecord) -> str:
-    """The digest of a stored tensor: that of its bytes or, if it is stored in several shards, that of their digests."""
-    if len(record.shards) == 1:
-        return record.shards[0].digest
-    return digest_of("\n".join(f"{shard.box} {shard.digest}" for shard in record.shards).encode())
+    """The digest of a stored tensor: that of its bytes or, if only the digests of several shards are known, the digest of these."""
+    return record.whole_digest or digest_of(
+        "\n".join(f"{shard.box} {shard.digest}" for shard in record.shards).encode()
+    )

@@ -23,8 +23,7 @@ def fingerprints(manifest: Manifest) -> dict[str, str]:
 def leaf_texts(manifest: Manifest, sums: Mapping[str, str] | None = None) -> dict[str, str]:
     """Each leaf with its kind and contents: a digest for a tensor, the value for anything else.
 
-    A tensor that is stored in several slices has a digest of the slices' digests, so it equals only a tensor in the
-    same slices, unless it has a sum.
+    A tensor of which only slices have digests has a digest of these, so it equals only a tensor in the same slices, unless it has a sum.
 
     Args:
         manifest: of the checkpoint.
@@ -63,6 +62,7 @@ def cut_otherwise(one: Manifest, other: Manifest) -> tuple[str, ...]:
         for path, mine in stored_tensors(one).items()
         if (found := theirs.get(path)) is not None
         and found.spec == mine.spec
+        and not (found.whole_digest and mine.whole_digest)
         and [shard.box for shard in found.shards] != [shard.box for shard in mine.shards]
     )
 
@@ -72,7 +72,7 @@ def fingerprints_with(manifest: Manifest, sums: Mapping[str, str]) -> dict[str, 
 
     Args:
         manifest: of the checkpoint.
-        sums: leaf -> content sum; a component without any has the fingerprint that was recorded.
+        sums: leaf -> content sum; a component without any that all ranks share has the fingerprint that was recorded.
     """
     found = {}
     for component in manifest.components:
@@ -83,7 +83,7 @@ def fingerprints_with(manifest: Manifest, sums: Mapping[str, str]) -> dict[str, 
             ]
             for part, table in enumerate(component.tensors)
         ]
-        if any(each for table in texts for _, each in table):
+        if any(each for table in texts for _, each in table) or (sums and component.is_own):
             lines = [
                 [(kind, each or tensor_digest(record)) for (kind, each), record in zip(table, records, strict=True)]
                 for table, records in zip(texts, component.tensors, strict=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import attrs
 
-from trainfold.core.digest import digest_of
+from trainfold.core.digest import DIGEST_PREFIX, digest_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION
 from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.layout.leaf_spec import LeafSpec
@@ -23,11 +23,13 @@ FORMAT = "trainfold"
 HEAD_BYTES = 4096  # what is read of each manifest to order them; longer heads are read on, up to the limit
 HEAD_LIMIT_BYTES = 2**20
 MANIFEST_LIMIT_BYTES = 2**29
+MAX_DIMENSIONS = 64  # of a tensor
 PIECE_BYTES = 2**20  # a digest covers at most so many bytes, so that a part of a shard can be read and verified
 DIGEST_DIGITS = 32  # of a digest without its prefix
 INDEX_FORMAT = "trainfold-index"
 TAIL = b',\n"digest":"'
 END = b'"}\n'
+SEAL_BYTES = len(TAIL) + len(DIGEST_PREFIX) + DIGEST_DIGITS + len(END)  # at the end of a root: its digest
 
 
 @final
@@ -90,6 +92,7 @@ class ShardRecord:
         digest: of these bytes.
         pieces: the digests of each `PIECE_BYTES` of them, without their prefix and one after the other; empty if they are one piece, and in
             version 1, so that they can only be verified whole.
+        whole: for a part of a tensor that ranks held whole and shared: the digest of all of it, or "" if that is with another part.
     """
 
     file: int
@@ -98,6 +101,7 @@ class ShardRecord:
     box: Box
     digest: str
     pieces: str = ""
+    whole: str | None = None
 
 
 @final
@@ -115,6 +119,13 @@ class TensorRecord:
     def spec(self) -> LeafSpec:
         """The spec of the tensor: what it holds, without the values."""
         return LeafSpec(self.dtype, self.shape)
+
+    @property
+    def whole_digest(self) -> str:
+        """The digest of all its bytes; empty if only those of its parts are known."""
+        if len(self.shards) == 1:
+            return self.shards[0].digest
+        return next((shard.whole for shard in self.shards if shard.whole), "")
 
 
 @final
@@ -148,6 +159,7 @@ class Manifest:
         versions: library -> version that wrote it.
         files: every data file.
         indexes: the indexes of the ranks that have a file of their own for it.
+        opened: the ranks whose shards and structures are in it, if a rank has opened only the indexes that it needs; None for all.
     """
 
     head: Head
@@ -158,6 +170,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: tuple[FileRecord, ...]
     indexes: tuple[IndexRecord, ...] = ()
+    opened: frozenset[int] | None = None
 
     def component(self, name: str) -> ComponentRecord | None:
         """The component of that name, or None."""
@@ -196,9 +209,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "omitted": list(manifest.omitted),
         "contract": dict(manifest.contract),
         "versions": dict(manifest.versions),
-        "layouts": [
-            [rule.mesh.shape, rule.mesh.first, rule.mesh.strides, rule.mesh.ranks, rule.cuts] for rule in layouts
-        ],
+        "layouts": [rule.row for rule in layouts],
         "files": [attrs.asdict(file) for file in manifest.files],
         "indexes": [attrs.asdict(index) for index in manifest.indexes],
         "components": [_component_json(component, layouts) for component in manifest.components],
@@ -233,7 +244,7 @@ def index_json(manifest: Manifest, rank: int) -> dict[str, Json]:
         if component.is_own:
             own[component.name] = {"node": component.nodes[rank], "tensors": [_row(record, {}) for record in table]}
         rows = [
-            [number, shard.start, _box_json(record, shard, rank), shard.digest, shard.pieces]
+            _shard_row(number, record, shard, rank)
             for number, record in enumerate(table)
             for shard in record.shards
             if manifest.files[shard.file].rank == rank
@@ -265,6 +276,11 @@ def _component_json(component: ComponentRecord, layouts: "Mapping[Placement, int
 def _row(record: TensorRecord, layouts: "Mapping[Placement, int]") -> Json:
     layout = None if record.placement is None else layouts[record.placement]
     return [record.path, record.dtype, list(record.shape), layout]
+
+
+def _shard_row(number: int, record: TensorRecord, shard: ShardRecord, rank: int) -> list[Json]:
+    row: list[Json] = [number, shard.start, _box_json(record, shard, rank), shard.digest, shard.pieces]
+    return row if shard.whole is None else [*row, shard.whole]
 
 
 def _box_json(record: TensorRecord, shard: ShardRecord, rank: int) -> Json:

@@ -1,6 +1,6 @@
 """Reads a manifest strictly: every field is checked before any is used."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name
@@ -9,9 +9,8 @@ from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, Checkpoi
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import (
-    DIGEST_DIGITS,
     END,
-    PIECE_BYTES,
+    MAX_DIMENSIONS,
     TAIL,
     ComponentRecord,
     FileRecord,
@@ -37,13 +36,13 @@ from trainfold.core.format.structure.places import MAX_DEPTH, Leaf, places
 from trainfold.core.format.structure.validate import misfit_of
 from trainfold.core.format.upgrade import SCHEMA_VERSION, upgraded
 from trainfold.core.json_values import Json, decode_scalar, shown
-from trainfold.core.layout.slices import check_cover
+from trainfold.core.layout.slices import check_cover, overlap, whole_box
 
 if TYPE_CHECKING:
-    from trainfold.core.format.indexes.merge import ReadIndex
+    from trainfold.core.format.indexes.needed import Needs
+    from trainfold.core.format.indexes.proved import ReadIndex
+    from trainfold.core.layout.placement import Placement
 
-_MAX_DIMENSIONS = 64
-_HEX = frozenset("0123456789abcdef")
 _OF_NUMPY = frozenset(
     name
     for name in STORED
@@ -53,7 +52,14 @@ _HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks
 _BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components", "indexes"}
 
 
-def decode_manifest(data: bytes, where: str, *, read: "ReadIndex | None" = None) -> Manifest:
+def decode_manifest(
+    data: bytes,
+    where: str,
+    *,
+    read: "ReadIndex | None" = None,
+    needs: "Needs | None" = None,
+    document: Mapping[str, Any] | None = None,
+) -> Manifest:
     """The manifest in a file's bytes; every byte is covered by the digest or fixed.
 
     Args:
@@ -61,6 +67,8 @@ def decode_manifest(data: bytes, where: str, *, read: "ReadIndex | None" = None)
         where: its path, for errors.
         read: returns the bytes of a file of the checkpoint by its name and size, or None if there is none: version 2 has an index for each rank
             beside the first.
+        needs: what a rank needs: then only the indexes are opened in which that is. None for all.
+        document: what `opened_root` has returned for the same bytes, if it was called already.
 
     Raises:
         CheckpointForeign: if it does not begin as a trainfold manifest.
@@ -69,12 +77,13 @@ def decode_manifest(data: bytes, where: str, *, read: "ReadIndex | None" = None)
         FutureVersion: if a newer trainfold wrote it.
         CheckpointHostile: if the digest fits and the contents break the format nevertheless.
     """
-    document = _sealed(data, where)
+    document = opened_root(data, where) if document is None else document
     if document.get("schema_version") != SCHEMA_VERSION or type(document["schema_version"]) is not int:
-        return parse_manifest(upgraded(document, where), where)
+        return parse_manifest(upgraded(dict(document), where), where)
     from trainfold.core.format.indexes.merge import merged
 
-    return parse_manifest(merged(document, _HEAD_FIELDS, where, read), where)
+    whole, opened = merged(document, _HEAD_FIELDS, where, read, needs)
+    return parse_manifest(whole, where, opened=opened)
 
 
 def check_root(data: bytes, where: str) -> None:
@@ -83,14 +92,18 @@ def check_root(data: bytes, where: str) -> None:
     Raises:
         CheckpointError: the matching subclass, as `decode_manifest`.
     """
-    document = _sealed(data, where)
+    document = opened_root(data, where)
     if not document.get("indexes"):
         decode_manifest(data, where)
     read_head(document, where)
 
 
-def _sealed(data: bytes, where: str) -> dict[str, Any]:
-    """The document in a file's bytes, if its digest fits."""
+def opened_root(data: bytes, where: str) -> dict[str, Any]:
+    """The document in the bytes of a manifest file, if its digest fits. Nothing else of it is checked.
+
+    Raises:
+        CheckpointError: the matching subclass, as `decode_manifest`.
+    """
     if not data.startswith(b'{"format":"trainfold",'):
         raise CheckpointForeign(
             where, expected="a trainfold manifest", found=repr(bytes(data[:24])), fix="point at a trainfold checkpoint"
@@ -114,7 +127,9 @@ def check_structures(manifest: Manifest, where: str) -> None:
         CheckpointHostile: naming the leaf.
     """
     for component in manifest.components:
-        for node, table in zip(component.nodes, component.tensors, strict=True):
+        for part, (node, table) in enumerate(zip(component.nodes, component.tensors, strict=True)):
+            if node is None and component.is_own and manifest.opened is not None and part not in manifest.opened:
+                continue
             first: dict[int, str] = {}
             for leaf in _places(node, component.name, where):
                 if leaf.tensor is not None and leaf.tensor >= len(table):
@@ -184,7 +199,7 @@ def read_head(document: Mapping[str, Any], where: str) -> Head:
     )
 
 
-def parse_manifest(document: Mapping[str, Any], where: str) -> Manifest:
+def parse_manifest(document: Mapping[str, Any], where: str, *, opened: frozenset[int] | None = None) -> Manifest:
     """The checked manifest: names stay inside, ranges lie in their files and do not overlap, sizes fit dtypes."""
     fields(document, _HEAD_FIELDS | _BODY_FIELDS, where, exact=True)
     files = tuple(_file(each, where) for each in list_of(document["files"], where))
@@ -192,21 +207,38 @@ def parse_manifest(document: Mapping[str, Any], where: str) -> Manifest:
     names = [*(file.name for file in files), *(index.name for index in indexes)]
     if len({*names}) != len(names) or MANIFEST in names:
         raise hostile(where, "each file name once", sorted(names)[:8])
-    reader = _Tensors(files, where, version=document["schema_version"])
+    reader = _Tensors(files, where, version=document["schema_version"], is_whole=opened is None)
     components = tuple(reader.component(each) for each in list_of(document["components"], where))
     reader.check_overlaps()
+    world_size = int_of(document["world_size"], where, least=1)
+    _check_ranks(world_size, [*files, *indexes], components, where)
     if len({component.name for component in components}) != len(components):
         raise hostile(where, "each component once", [component.name for component in components])
     return Manifest(
         head=read_head(document, where),
-        world_size=int_of(document["world_size"], where, least=1),
+        world_size=world_size,
         components=components,
         omitted=tuple(single_name(name, where) for name in list_of(document["omitted"], where)),
         contract=_shallow(object_of(document["contract"], where), where),
         versions={key: text_of(value, where) for key, value in object_of(document["versions"], where).items()},
         files=files,
         indexes=indexes,
+        opened=opened,
     )
+
+
+def _check_ranks(
+    world_size: int, records: Iterable[FileRecord | IndexRecord], components: Iterable[ComponentRecord], where: str
+) -> None:
+    """Check that files and structures belong to the ranks that saved."""
+    for record in records:
+        if record.rank >= world_size:
+            raise hostile(f"{where}: {record.name}", f"a rank below {world_size}", record.rank)
+    for component in components:
+        if len(component.nodes) not in (1, world_size):
+            raise hostile(
+                f"{where}: {component.name}", f"one structure, or {world_size}", f"{len(component.nodes)} of them"
+            )
 
 
 def _shallow(contract: dict[str, Json], where: str) -> dict[str, Json]:
@@ -230,45 +262,45 @@ def _component_name(value: object, where: str) -> str:
 class _Tensors:
     """Reads tensor tables against the files that they point into."""
 
-    def __init__(self, files: tuple[FileRecord, ...], where: str, *, version: int) -> None:
-        self._version = version
+    def __init__(self, files: tuple[FileRecord, ...], where: str, *, version: int, is_whole: bool) -> None:
+        self._is_merged, self._is_whole = version > 1, is_whole
         self._files = files
         self._where = where
         self._spans: list[list[tuple[int, int]]] = [[] for _ in files]
+        self._tiled: set[Any] = set()  # shapes with boxes that are known to be right: many tensors are cut alike
 
     def component(self, document: Json) -> ComponentRecord:
         where = self._where
         fields(document, {"name", "fingerprint", "nodes", "tensors"}, where, exact=True)
         nodes, tables = list_of(document["nodes"], where), list_of(document["tensors"], where)
+        read = self.merged if self._is_merged else self.tensor
         if not nodes or len(nodes) != len(tables):
             raise hostile(where, "as many tensor tables as structures", f"{len(tables)} for {len(nodes)}")
         return ComponentRecord(
             name=_component_name(document["name"], where),
             nodes=tuple(nodes),
-            tensors=tuple(tuple(self.tensor(each) for each in list_of(table, where)) for table in tables),
+            tensors=tuple(tuple(map(read, list_of(table, where))) for table in tables),
             fingerprint=digest_text(document["fingerprint"], where),
         )
 
+    def merged(self, record: Mapping[str, Any]) -> TensorRecord:
+        """The tensor of a row that `merged` has checked, with shards that `ShardRows` has checked."""
+        return self._tensor(record["path"], record["dtype"], record["sizes"], tuple(record["shards"]), record["layout"])
+
     def tensor(self, document: Json) -> TensorRecord:
-        rule = document.pop("layout") if self._version > 1 else None  # `merged` has checked it
         fields(document, {"path", "dtype", "shape", "shards"}, self._where, exact=True)
         path, dtype = text_of(document["path"], self._where), document["dtype"]
-        where = f"{self._where}: {path[:200]}"
+        where = self._at(path)
         if not isinstance(dtype, str) or dtype not in STORED:
             raise hostile(where, "a known dtype", shown(dtype))
         shape = tuple(int_of(size, where) for size in list_of(document["shape"], where))
-        if len(shape) > _MAX_DIMENSIONS:
-            raise hostile(where, f"at most {_MAX_DIMENSIONS} dimensions", len(shape))
+        if len(shape) > MAX_DIMENSIONS:
+            raise hostile(where, f"at most {MAX_DIMENSIONS} dimensions", len(shape))
         shards = tuple(self.shard(each, dtype, shape, where) for each in list_of(document["shards"], where))
-        if len(shards) != 1 or any(side != (0, size) for side, size in zip(shards[0].box, shape, strict=True)):
-            try:
-                check_cover(path, [shard.box for shard in shards], shape)
-            except InvalidState as error:
-                raise hostile(where, error.expected, error.found) from None
-        return TensorRecord(path, dtype, shape, shards, rule)
+        return self._tensor(path, dtype, shape, shards)
 
     def shard(self, document: Json, dtype: str, shape: tuple[int, ...], where: str) -> ShardRecord:
-        index, start, stop, sides, digest, *more = sized(document, 5 if self._version == 1 else 6, where)
+        index, start, stop, sides, digest = sized(document, 5, where)
         if type(index) is not int or not 0 <= index < len(self._files):
             raise hostile(where, f"a file index below {len(self._files)}", shown(index))
         start, stop = int_of(start, where), int_of(stop, where)
@@ -282,13 +314,49 @@ class _Tensors:
         if not inside:
             raise hostile(where, f"a box inside {list(shape)}", box)
         needed = size_bytes(dtype, tuple(high - low for low, high in box))
-        if stop - start != needed or stop > self._files[index].size_bytes or start < 8:
-            raise hostile(
-                where, f"{needed} bytes inside a file of {self._files[index].size_bytes}", f"the range {start}..{stop}"
-            )
-        self._spans[index].append((start, stop))
-        pieces = _pieces(more[0], stop - start, where) if more else ""
-        return ShardRecord(index, start, stop, box, digest_text(digest, where), pieces)
+        if stop - start != needed:
+            raise hostile(where, f"{needed} bytes", f"the range {start}..{stop}")
+        return ShardRecord(index, start, stop, box, digest_text(digest, where))
+
+    def _at(self, path: str) -> str:
+        return f"{self._where}: {path[:200]}"
+
+    def _tensor(
+        self,
+        path: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        shards: tuple[ShardRecord, ...],
+        rule: "Placement | None" = None,
+    ) -> TensorRecord:
+        for shard in shards:
+            span = shard.start, shard.stop
+            size = self._files[shard.file].size_bytes
+            if span[0] < 8 or span[1] > size:
+                wanted = f"{span[1] - span[0]} bytes inside a file of {size}"
+                raise hostile(self._at(path), wanted, f"the range {span[0]}..{span[1]}")
+            self._spans[shard.file].append(span)
+        self._check_boxes(path, shape, shards)
+        shared = [shard.whole for shard in shards if shard.whole is not None]
+        if shared and (len(shared) != len(shards) or sum(map(bool, shared)) != 1):
+            raise hostile(self._at(path), "one digest of the whole tensor, in all its parts", shown(shared[:4]))
+        return TensorRecord(path, dtype, shape, shards, rule)
+
+    def _check_boxes(self, path: str, shape: tuple[int, ...], shards: tuple[ShardRecord, ...]) -> None:
+        """Check that the shards tile the tensor; if not all are known, that they do not overlap: `merged` has checked that what is needed is there."""
+        if len(shards) == 1 and shards[0].box == whole_box(shape):
+            return
+        boxes = tuple(shard.box for shard in shards)
+        if (shape, boxes) in self._tiled:
+            return
+        try:
+            if self._is_whole:
+                check_cover(path, boxes, shape)
+            elif overlap(boxes):
+                raise hostile(self._at(path), "shards that do not overlap", f"{len(shards)} that do")
+        except InvalidState as error:
+            raise hostile(self._at(path), error.expected, error.found) from None
+        self._tiled.add((shape, boxes))
 
     def check_overlaps(self) -> None:
         for file, spans in zip(self._files, self._spans, strict=True):
@@ -297,15 +365,6 @@ class _Tensors:
                 if start < end:
                     raise hostile(f"{self._where}: {file.name}", "ranges that do not overlap", f"{start} after {end}")
                 end = stop
-
-
-def _pieces(value: Json, size: int, where: str) -> str:
-    """The checked digests of pieces: none for a single piece."""
-    count = -(-size // PIECE_BYTES) if size > PIECE_BYTES else 0
-    found = text_of(value, where)
-    if len(found) != count * DIGEST_DIGITS or not set(found) <= _HEX:
-        raise hostile(where, f"{count} digests of pieces", f"{len(found)} characters")
-    return found
 
 
 def _file(document: Json, where: str) -> FileRecord:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ from trainfold.core.json_values import Json, shown
 from trainfold.core.printable import printable
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-_HEX = frozenset("0123456789abcdef")
+_DIGEST = re.compile(f"{DIGEST_PREFIX}[0-9a-f]{{32}}")
 _MAX_COUNT = 2**62
 
 Read: TypeAlias = Callable[[Any, str], Any]
@@ -167,10 +168,10 @@ def list_of(value: object, where: str) -> list[Any]:
     return value
 
 
-def sized(value: object, length: int, where: str) -> list[Any]:
-    """A checked list of one length."""
+def sized(value: object, length: int, where: str, *, more: int = 0) -> list[Any]:
+    """A checked list of one length, or of up to ``more`` items more."""
     found = list_of(value, where)
-    if len(found) != length:
+    if not length <= len(found) <= length + more:
         raise hostile(where, f"a list of {length}", f"{len(found)} items")
     return found
 
@@ -184,8 +185,7 @@ def object_of(value: object, where: str) -> dict[str, Any]:
 
 def digest_text(value: object, where: str) -> str:
     """A checked digest in text form."""
-    size = len(DIGEST_PREFIX) + 32
-    if not isinstance(value, str) or len(value) != size or value[:5] != DIGEST_PREFIX or not set(value[5:]) <= _HEX:
+    if not isinstance(value, str) or _DIGEST.fullmatch(value) is None:
         raise hostile(where, "a digest xxh3:<32 hex digits>", shown(value))
     return value
 

@@ -189,11 +189,12 @@ def quarantine_problem(tried: Tried, run: str) -> Problem:
     """The problem of a quarantined checkpoint, for a plan."""
     times = "once" if tried.attempts == 1 else f"{tried.attempts} times"
     found = f"wrong bytes, tried {times}" if tried.is_damaged else f"tried {times}, and it did not load"
+    step = int(tried.checkpoint.removeprefix("step-"))
     error = CheckpointQuarantined(
         f"{run}/{tried.checkpoint}",
         expected="a checkpoint that loads",
         found=f"{found} ({'; '.join(tried.reasons) or 'the process died while loading'})",
-        fix=f"ask for it with step={int(tried.checkpoint.removeprefix('step-'))} to try it again: it is free once it has loaded",
+        fix=f"ask for it with step={step} (on the command line: --step {step}) to try it again: it is free once it has loaded",
     )
     return problem_of(error)
 

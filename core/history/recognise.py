@@ -11,6 +11,8 @@ import attrs
 
 from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointForeign, CheckpointTorn
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
+from trainfold.core.format.indexes.needed import Needs
+from trainfold.core.format.indexes.proved import OF_ONE_RANK
 from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.format.run_file import run_document
 from trainfold.core.history.inventory import OLDER, Entry
@@ -102,17 +104,34 @@ class FileCheck:
         return CheckpointDamaged(f"{url}/{self.name}", expected=expected, found=f"one of {found}", fix=_OLDER)
 
 
-def file_checks(manifest: Manifest) -> tuple[FileCheck, ...]:
-    """The files of a checkpoint, in the order of the manifest, and what each must be like."""
+def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileCheck, ...]:
+    """The files of a checkpoint, in the order of the manifest, and what each must be like; then the indexes that were not opened.
+
+    Args:
+        manifest: of the checkpoint.
+        needs: what one of several ranks needs, if they look together: its own files, those of components of which ranks have their own, and
+            its share of all. None for all files.
+    """
+    opened = manifest.opened
+    unopened = [each for each in manifest.indexes if opened is not None and each.rank not in opened]
+    own = {each.name for each in manifest.components if each.is_own} - OF_ONE_RANK
     first: dict[int, int] = {}  # file -> where its first tensor starts
     for component in manifest.components:
         for record in itertools.chain.from_iterable(component.tensors):
             for shard in record.shards:
-                first[shard.file] = min(shard.start, first.get(shard.file, shard.start))
-    return tuple(
+                if shard.start < first.get(shard.file, shard.stop + 1):
+                    first[shard.file] = shard.start
+    files = (
         FileCheck(file.name, file.size_bytes, first[index] - HEADER_LENGTH_BYTES if index in first else None)
         for index, file in enumerate(manifest.files)
+        if needs is None or file.component in own or needs.looks_at(index, file.rank, opened)
     )
+    more = (
+        FileCheck(each.name, each.size_bytes, None)
+        for number, each in enumerate(unopened)
+        if needs is None or needs.looks_at(number, each.rank, opened)
+    )
+    return (*files, *more)
 
 
 def not_a_place_for_a_run(

@@ -5,13 +5,14 @@ Each dimension of a tensor is cut along axes of the mesh, one after the other, o
 of the mesh first, so its placement is an order of axes. Ranks that differ only along axes that cut nothing are replicas.
 """
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
+from typing import Any, final
 
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.layout.mesh import Coordinate, Mesh, check_coordinate
+from trainfold.core.layout.mesh import Coordinate, Mesh, check_coordinate, make_mesh
 from trainfold.core.layout.slices import Box
 
 
@@ -34,6 +35,12 @@ class Placement:
         """The axes that cut nothing."""
         cutting = {axis for axes in self.cuts for axis in axes}
         return tuple(axis for axis in range(len(self.mesh.shape)) if axis not in cutting)
+
+    @property
+    def row(self) -> list[Any]:
+        """The placement as plain values, which `placement_of` reads: shape, first, strides and ranks of the mesh, and the cuts."""
+        mesh = self.mesh
+        return [mesh.shape, mesh.first, mesh.strides, mesh.ranks, self.cuts]
 
     def at(self, coordinate: Coordinate) -> "LocalPlacement":
         """What the rank at a coordinate needs to know of the placement.
@@ -71,6 +78,34 @@ class Placement:
             [((0, 2), (0, 2)), ((2, 4), (0, 2)), ((4, 6), (0, 2)), ((6, 6), (0, 2))]
         """
         return self.at(coordinate).box(tuple(shape))
+
+    def ranks_meeting(self, box: Box, shape: tuple[int, ...]) -> Iterator[int]:
+        """The ranks whose boxes have an element in common with a box, in as many steps as there are such ranks, and not as there are ranks.
+
+        Law: they are the ranks of the coordinates at which `intersect` of that box and of `Placement.box` is not None.
+
+        Args:
+            box: one (start, stop) pair for each dimension.
+            shape: of the tensor.
+
+        Examples:
+            >>> from trainfold.core.layout.mesh import make_mesh
+            >>> rule = make_placement(make_mesh((2, 4)), [[1]])
+            >>> sorted(rule.ranks_meeting(((1, 4), (0, 2)), (6, 2)))
+            [0, 1, 4, 5]
+        """
+        if any(max(low, 0) >= min(high, size) for (low, high), size in zip(box, shape, strict=True)):
+            return
+        sizes = self.mesh.shape
+        cut = [
+            tuple(_meeting(0, size, side, [sizes[axis] for axis in axes]))
+            for axes, size, side in zip(self.cuts, shape, box, strict=False)
+        ]
+        copied = [[(index,) for index in range(sizes[axis])] for axis in self.replica_axes]
+        order = [*chain.from_iterable(self.cuts), *self.replica_axes]
+        for found in product(*cut, *copied):
+            at = dict(zip(order, chain.from_iterable(found), strict=True))
+            yield self.mesh.rank_at(tuple(at[axis] for axis in range(len(sizes))))
 
 
 @final
@@ -129,6 +164,36 @@ def make_placement(mesh: Mesh, cuts: Sequence[Sequence[int]]) -> Placement:
     while found and not found[-1]:
         found.pop()
     return Placement(mesh, tuple(found))
+
+
+def placement_of(row: Sequence[Any]) -> Placement:
+    """The placement whose `Placement.row` is given.
+
+    Raises:
+        InvalidArgument: if the values make no mesh, or no placement on it.
+
+    Examples:
+        >>> from trainfold.core.layout.mesh import make_mesh
+        >>> rule = make_placement(make_mesh((2, 2), ranks=[0, 1, 3, 2]), [[1]])
+        >>> placement_of(rule.row) == rule
+        True
+    """
+    shape, first, strides, ranks, cuts = row
+    mesh = make_mesh(shape, first=first, **({"strides": strides} if ranks is None else {"ranks": ranks}))
+    return make_placement(mesh, cuts)
+
+
+def _meeting(start: int, stop: int, side: tuple[int, int], parts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The indices, outermost first, of the chunks of a dimension that have something in common with one side of a box."""
+    if not parts:
+        yield ()
+        return
+    length = -(-(stop - start) // parts[0])
+    low, high = max(start, side[0]), min(stop, side[1])
+    for index in range((low - start) // length, -(-(high - start) // length)) if low < high else ():
+        first = start + index * length
+        for rest in _meeting(first, min(first + length, stop), side, parts[1:]):
+            yield (index, *rest)
 
 
 def _chunk(size: int, pairs: tuple[tuple[int, int], ...]) -> tuple[int, int]:

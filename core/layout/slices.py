@@ -56,6 +56,39 @@ def row_blocks(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
             yield from ((side, *rest) for rest in row_blocks(inner, item_bytes, limit_bytes))
 
 
+def run_blocks(first: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Cut a run of elements into boxes, in the order of the elements: a box of whole rows, and what is before and after it.
+
+    Law: the boxes hold the elements of the run, each once and in their order. There are at most 2 * len(shape) of them.
+
+    Args:
+        first: the first element, counted row by row.
+        stop: one past the last.
+        shape: of the tensor.
+
+    Examples:
+        >>> list(run_blocks(2, 7, (3, 3)))
+        [((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1))]
+    """
+    if len(shape) <= 1:
+        if first < stop:
+            yield ((first, stop),) if shape else ()
+        return
+    row = volume(whole_box(shape[1:]))
+    if first < stop and first % row:
+        index = first // row
+        last = min(stop, (index + 1) * row)
+        for block in run_blocks(first - index * row, last - index * row, shape[1:]):
+            yield ((index, index + 1), *block)
+        first = last
+    if first < stop // row * row:
+        yield ((first // row, stop // row), *whole_box(shape[1:]))
+        first = stop // row * row
+    if first < stop:
+        for block in run_blocks(0, stop - first, shape[1:]):
+            yield ((first // row, first // row + 1), *block)
+
+
 def intersect(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes, or None if it is empty.
 
@@ -63,8 +96,13 @@ def intersect(one: Box, other: Box) -> Box | None:
         >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
         ((2, 4), (0, 2))
     """
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+    common = []
+    for (low, high), (begin, end) in zip(one, other, strict=True):  # a load does this for each shard that it knows
+        start, stop = max(low, begin), min(high, end)
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def overlap(boxes: Sequence[Box]) -> bool:

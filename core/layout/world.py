@@ -50,6 +50,27 @@ class PendingRows(Protocol):
         """
 
 
+class Bulletin(Protocol):
+    """The last whole number that each rank has put up, for ranks that wait for it. No rank waits here, and it costs microseconds."""
+
+    def put(self, number: int) -> None:
+        """Put up the number of this rank."""
+
+    def check(self) -> None:
+        """Raise `RankFailed` if another rank has reported a failure."""
+
+    def numbers(self) -> list[int]:
+        """The number of each rank; -1 where there is none."""
+
+
+@runtime_checkable
+class HasBulletin(Protocol):
+    """Collectives that may also have bulletins."""
+
+    def bulletin(self) -> Bulletin | None:
+        """A new bulletin, which all ranks ask for in the same order; None if these ranks cannot have one."""
+
+
 @runtime_checkable
 class Collectives(Protocol):
     """Communication between ranks. Every rank must make the same calls in the same order.

@@ -42,13 +42,14 @@ def laid_out_like(value: torch.Tensor, target: object) -> torch.Tensor:
 
     Args:
         value: contiguous values, as they are read.
-        target: a tensor; a meta tensor gives only its strides. With anything else the values are returned as they are.
+        target: a tensor; a meta tensor gives only its strides. With anything else the values are returned as they are, and
+            so is a meta tensor that stands for values, unless the target is one.
 
     Examples:
         >>> laid_out_like(torch.zeros(3, 2), torch.zeros(2, 3).t()).stride()
         (1, 3)
     """
-    if not isinstance(target, torch.Tensor):
+    if not isinstance(target, torch.Tensor) or (value.is_meta and not target.is_meta):
         return value
     device = value.device if target.is_meta else target.device
     if target.shape != value.shape or target.is_contiguous() or target.layout is not torch.strided:

@@ -5,7 +5,8 @@ from typing import Literal, TypeAlias, final
 
 import attrs
 
-from trainfold.core.rehearsal.reasons import likely_reasons
+from trainfold.core.rehearsal.reasons import OTHER_BATCH, likely_reasons
+from trainfold.core.rehearsal.resized import of_counts
 from trainfold.core.rehearsal.trajectory import (
     Again,
     RunDifference,
@@ -16,11 +17,12 @@ from trainfold.core.rehearsal.trajectory import (
     restless_parts,
 )
 
-RehearsalOutcome: TypeAlias = Literal["identical", "differs", "within", "beyond", "unrepeatable", "nothing"]
-"""``identical``: every bit compared is the same. ``differs``: the program repeats itself, and continued differently after a resume.
+RehearsalOutcome: TypeAlias = Literal["identical", "samples", "differs", "within", "beyond", "unrepeatable", "nothing"]
+"""``identical``: every bit compared is the same. ``samples``: on another number of ranks, the counts and the position in the data are the
+same, and other bits are not, since sums are rounded otherwise. ``differs``: the program repeats itself, and continued differently after a resume.
 ``within``, ``beyond``: the program does not repeat itself; the values that it computed again after a resume are within the tolerance, or
 not. ``unrepeatable``: the program does not repeat itself, and no tolerance was given, or there was no value to compare. ``nothing``: no
-checkpoint of a resumed process could be compared."""
+checkpoint of a resumed process could be compared. On another number of ranks ``within`` and ``beyond`` are about the values of the whole run."""
 
 
 @final
@@ -32,7 +34,7 @@ class Conclusion:
         outcome: the result in a word.
         noise: what differs between runs that were not killed; empty for a program that repeats itself.
         found: what differs between the whole run and the killed one, if the program repeats itself.
-        again: values computed again after each resume, if it does not.
+        again: values computed again after each resume, if it does not; on other numbers of ranks, the values of resumed processes beside the whole run's.
         checkpoints: how many checkpoints of resumed processes were compared.
         values: how many recorded values of resumed processes were compared.
         reasons: the probable reasons for the difference, the likeliest first.
@@ -51,7 +53,9 @@ class Conclusion:
     restless: tuple[str, ...] = ()
 
 
-def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, tolerance: float | None) -> Conclusion:
+def conclude(
+    whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, tolerance: float | None, is_resized: bool = False
+) -> Conclusion:
     """Compare the runs.
 
     Law: if the three runs have the same values and the same checkpoints, the outcome is ``identical``. If the two whole
@@ -63,6 +67,8 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
         killed: the processes of a run that was killed and resumed, in order.
         tolerance: how far apart values may be after a resume of a program that does not repeat itself, relative to the
             larger one; None if none was given.
+        is_resized: whether some of the processes ran on another number of ranks. Then only a difference in the counts or the position
+            in the data is a wrong resume, and values may be as far from those of the whole run as the tolerance says.
 
     Examples:
         >>> from trainfold.core.rehearsal.trajectory import SavedStep
@@ -76,6 +82,8 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
         3
         >>> conclude(ran(1, 0, 7), ran(1, 0, 8), [ran(1, 0, 7), ran(2, 2, 8)], tolerance=0.2).outcome
         'within'
+        >>> conclude(ran(1, 0, 7), ran(1, 0, 7), [ran(1, 0, 7), ran(2, 2, 8)], tolerance=None, is_resized=True).outcome
+        'samples'
     """
     resumed = [stretch for stretch in killed if stretch.is_resumed]
     fresh = [stretch for stretch in killed if not stretch.is_resumed]
@@ -92,8 +100,16 @@ def conclude(whole: Stretch, again: Stretch, killed: Sequence[Stretch], *, toler
     counts = [compared(whole, stretch, leaving_out=restless) for stretch in resumed]
     checkpoints, values = sum(count for count, _ in counts), sum(count for _, count in counts)
     outcome = "differs" if found else "identical" if checkpoints else "nothing"
+    pairs = ()
+    if is_resized and found:
+        found = of_counts(found)
+        pairs = tuple(pair for stretch in resumed for pair in computed_again([whole, stretch]))
+        pairs = tuple(pair for pair in pairs if pair.name not in restless.values)
+        outcome = "differs" if found else "samples" if checkpoints else "nothing"
+        if outcome == "samples" and tolerance is not None and pairs:
+            outcome = "within" if all(pair.apart <= tolerance for pair in pairs) else "beyond"
     first = [each for each in found if each.number == found[0].number]
     names = {name for saved in whole.saved.values() for name in saved.components}
-    reasons = likely_reasons(first, names)
+    reasons = (*((OTHER_BATCH,) if is_resized and found else ()), *likely_reasons(first, names))
     unseeded, left_out = tuple(sorted(set(restless.streams.values()))), tuple(sorted(restless.values))
-    return Conclusion(outcome, (), found, (), checkpoints, values, reasons, unseeded, left_out)
+    return Conclusion(outcome, (), found, pairs, checkpoints, values, reasons, unseeded, left_out)

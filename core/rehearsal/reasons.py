@@ -16,6 +16,10 @@ _NO_POSITION: Final = (
     "batches after a resume. Attach the loader and iterate over live.batches(); or put the position under extra= as a pair of functions "
     "(get, set), and begin the loop there"
 )
+OTHER_BATCH: Final = (
+    "the steps have other samples on another number of ranks: give the loader a trainfold.data.GlobalBatchSampler, whose batch size counts "
+    "the samples of all ranks, so that each sample is read once on any number of ranks"
+)
 
 
 def likely_reasons(found: Sequence[RunDifference], saved: Collection[str] = ("dataset",)) -> tuple[str, ...]:

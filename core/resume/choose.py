@@ -147,7 +147,8 @@ def newer_without_components(
             f"{inventory.run}/{entry.name}",
             f"a checkpoint with {', '.join(left_out(entry.manifest, request, target.components))}",
             f"one saved with {', '.join(component.name for component in entry.manifest.components)} alone",
-            f"do nothing if it is an export; to load what it has, ask for it: step={entry.manifest.head.step}, components=[...]",
+            f"do nothing if it is an export; to load what it has, ask for it: step={entry.manifest.head.step}, components=[...] "
+            f"(on the command line: trainfold plan RUN --step {entry.manifest.head.step})",
             20,
         )
         for entry in newer

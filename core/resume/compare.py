@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from trainfold.core.format.manifest import ComponentRecord, TensorRecord
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.places import places
+from trainfold.core.format.structure.united_contract import group_params_of
 from trainfold.core.json_values import Json
 from trainfold.core.layout.leaf_spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.problem import Problem
 from trainfold.core.resume.findings import Findings
 
 OPTIMIZER: Final = "trainfold.OptimizerState"
-_OWNERS: Final = frozenset(  # their owners compare what is in them
+OWNERS: Final = frozenset(  # their owners compare what is in them
     {"trainfold.Opaque", "trainfold.OwnOptimizerState", "trainfold.PerRank", "trainfold.OfRankZero"}
 )
 _SCALAR: Final = ScalarSpec("scalar")
@@ -45,7 +46,7 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
         The verb, path -> dtype to cast to, and the paths that keep the target's values.
     """
     node = saved.nodes[part]
-    if wanted is None or {node_class(wanted.node), node_class(node)} & _OWNERS:
+    if wanted is None or {node_class(wanted.node), node_class(node)} & OWNERS:
         return "adopt", {}, ()
     if _alike(node, saved.tensors[part], wanted):
         if node_class(node) == OPTIMIZER:
@@ -172,14 +173,6 @@ def _whole_slots(node: Json, dims: Mapping[str, int], findings: Findings) -> Non
                 Problem("SpecMismatch", "optimizer.slots", f"slots such as {sorted(most)}, whole, for each parameter that has any", "; ".join(odd[:8]),
                         "the optimizer state is incomplete: use another checkpoint, or reset={'optimizer': why}", 20)
             )  # fmt: skip
-
-
-def group_params_of(node: Json) -> list[list[str]]:
-    """The parameters of each group of an optimizer's structure; none if it has another form."""
-    try:
-        return [list(map(str, group["static"]["params"]["tuple"])) for group in node["fields"]["groups"]["tuple"]]
-    except (KeyError, TypeError):
-        return []
 
 
 def node_class(node: Json) -> str | None:

@@ -6,18 +6,16 @@ from typing import Any, Final
 
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.structure.describe import Described
-from trainfold.core.format.structure.rebuild import rebuild
+from trainfold.core.format.structure.described import Described
+from trainfold.core.format.structure.united_contract import group_params_of
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
-from trainfold.core.resume.compare import OPTIMIZER, group_params_of, node_class
+from trainfold.core.resume.compare import OPTIMIZER, OWNERS, node_class
 from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.resume.findings import Findings
-from trainfold.core.state.contract import contract_of
-from trainfold.core.state.contract_kinds import BASE_RATES, contract_kind, is_of_rank_zero
+from trainfold.core.state.contract_kinds import BASE_RATES, OF_LATER, OF_MESH, contract_kind, is_of_rank_zero
 from trainfold.core.state.notes import NOTES, RATES
-from trainfold.core.state.state import TrainState
 
 _GROUPS: Final = "optimizer.groups["
 
@@ -43,6 +41,8 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     known = sorted({*saved, *wanted} - NOTES - {RATES})
     keys = [key for key in known if _component_of(key) not in left_out and not _is_in(key, alone)]
     keys = [key for key in keys if world.rank == 0 or not is_of_rank_zero(key)]
+    if manifest.world_size != world.size:  # another number of ranks has another mesh
+        keys = [key for key in keys if not key.endswith(OF_MESH)]
     follows = _consequences(saved, wanted, keys)
     causes = _causes(saved, wanted, keys, left_out)
     if SCHEDULER_GONE in causes.values():
@@ -66,6 +66,8 @@ def _compare_key(
 ) -> None:
     have, want = saved.get(key, _ABSENT), wanted.get(key, _ABSENT)
     if have is _ABSENT or want is _ABSENT:
+        if key.endswith(OF_LATER):
+            return
         owner = _owner_of(key)
         is_derived = owner in _DERIVED or owner.startswith(_ATTACHED)
         if is_derived and _has(saved, owner) and _has(wanted, owner):
@@ -158,13 +160,30 @@ def _causes(
 
 def _proved_by_components(manifest: Manifest) -> dict[str, Json]:
     """Keys that the contract leaves out and that the saved components prove, such as the horizon of a schedule."""
+    records = [manifest.component(name) for name in ("optimizer", "scheduler", "dataset")]
+    return _contract_of(
+        {
+            record.name: record.nodes[0]
+            for record in records
+            if record is not None
+            and not _has(manifest.contract, f"{record.name}.")
+            and node_class(record.nodes[0]) not in OWNERS
+        }
+    )
+
+
+def _contract_of(nodes: Mapping[str, Json]) -> dict[str, Json]:
+    """The contract that saved components prove, by name. Hardly any checkpoint needs it, so torch is imported here."""
+    if not nodes:
+        return {}
+    from trainfold.core.format.structure.rebuild import rebuild
+    from trainfold.core.state.contract import contract_of
+    from trainfold.core.state.state import TrainState
+
     held: dict[str, Any] = {}
-    for name in ("optimizer", "scheduler", "dataset"):
-        record = manifest.component(name)
-        if record is None or _has(manifest.contract, f"{name}."):
-            continue
+    for name, node in nodes.items():
         with suppress(TrainfoldError):  # a user's class that cannot be built without its tensors proves nothing
-            held[name] = rebuild(record.nodes[0], name, lambda *_: None)
+            held[name] = rebuild(node, name, lambda *_: None)
     return contract_of(TrainState(**held))
 
 
@@ -179,7 +198,7 @@ def _of_late_groups(manifest: Manifest, saved: Mapping[str, Json], wanted: Mappi
     if not labels or record is None or not _has(saved, _GROUPS):
         return {}
     with suppress(TrainfoldError):
-        held = contract_of(TrainState(optimizer=rebuild(record.nodes[0], "optimizer", lambda *_: None)))
+        held = _contract_of({"optimizer": record.nodes[0]})
         return {
             key: "live" if wanted.get(key) == "live" else value
             for key, value in held.items()

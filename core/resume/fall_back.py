@@ -1,11 +1,11 @@
 """Whether all ranks have decided the same, and what follows a load that failed: another list, an older checkpoint, or the error."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, ResumeRefused, TrainfoldError
+from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, ResumeRefused, TrainfoldError, rank_failed
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_outcome
 from trainfold.core.problem import Problem, problem_of
@@ -24,19 +24,43 @@ class Decided:
         digest: equal on ranks that decide the same.
         checkpoint: the checkpoint that the decision is about; None if there is none.
         refused: the reasons of a refusal of that checkpoint; empty for a plan, and if no checkpoint was found.
+        owing: the optional components that all reasons are about, each with the first reason; empty if there is another reason.
     """
 
     digest: str
     checkpoint: str | None
     refused: str = ""
+    owing: Mapping[str, str] = attrs.field(factory=dict)
 
 
-def decided(outcome: ResumePlan | Refusal) -> Decided:
-    """What a rank reports of its plan or refusal."""
+def decided(outcome: ResumePlan | Refusal, optional: Collection[str] = ()) -> Decided:
+    """What a rank reports of its plan or refusal.
+
+    Args:
+        outcome: the plan or refusal.
+        optional: components that the run can do without.
+    """
     if isinstance(outcome, ResumePlan):
         return Decided(outcome.digest(), outcome.checkpoint)
     reasons = "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
-    return Decided(f"refused:\n{outcome}", outcome.checkpoint, reasons)
+    return Decided(f"refused:\n{outcome}", outcome.checkpoint, reasons, outcome.about_optional(optional))
+
+
+def without_optional(decisions: Sequence[Decided]) -> list[Mapping[str, str]]:
+    """The optional components that all ranks leave out because some ranks would refuse the checkpoint otherwise: by rank, with the reasons.
+
+    It is empty if that would not help.
+
+    Args:
+        decisions: by rank.
+
+    Examples:
+        >>> without_optional([Decided("d", "step-7"), Decided("e", "step-7", "log: ...", {"log": "cannot be restored"})])
+        [{}, {'log': 'cannot be restored'}]
+    """
+    refusing = [each for each in decisions if each.refused]
+    helps = all(each.owing for each in refusing) and len({each.checkpoint for each in decisions}) == 1
+    return [each.owing for each in decisions] if refusing and helps else []
 
 
 def disagreement(
@@ -65,22 +89,22 @@ def disagreement(
         )
     if isinstance(mine, Refusal):
         return ResumeRefused(run, mine)
-    return RankFailed(
-        f"rank {refusing}",
+    return rank_failed(
+        refusing,
         expected="every rank to resume",
         found=f"reasons against {decisions[refusing].checkpoint} on it: {decisions[refusing].refused}",
         fix="do what the error of that rank says, on every rank",
     )
 
 
-def lists_again(relistings: int, changed: Collection[bool]) -> bool:
+def lists_again(relistings: int, has_changed: bool) -> bool:  # noqa: FBT001 - of the run
     """Whether the run is listed again after a refusal: another process saved or deleted, so that there may be a usable checkpoint now.
 
     Args:
         relistings: how often this load has listed it again already.
-        changed: by rank, whether the run holds something else than when it was listed.
+        has_changed: whether the run holds something else than when it was listed.
     """
-    return relistings < RELISTINGS and any(changed)
+    return relistings < RELISTINGS and has_changed
 
 
 @final

@@ -11,17 +11,20 @@ import attrs
 from trainfold.core.checks import nearest
 from trainfold.core.component_names import BUILTIN_COMPONENTS
 from trainfold.core.errors import UnknownComponent
+from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import ComponentRecord, Manifest
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.ownership import (
     are_alike_but_for_shares,
+    continues_by_share,
     is_between_epochs,
-    is_of_stateful_loader,
     is_opaque,
     is_over_all_ranks,
     is_per_rank,
+    seed_of_streams,
     share_of,
     share_of_position,
+    unread_by_share,
 )
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import Json
@@ -40,14 +43,17 @@ from trainfold.core.resume.findings import Findings
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
-from trainfold.core.resume.resumed import seed_of_streams
-from trainfold.core.state.contract import step_contract
-from trainfold.core.state.contract_kinds import contract_kind
+from trainfold.core.state.contract_kinds import contract_kind, step_contract
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
 _OF_RANKS: Mapping[str, tuple[str, str]] = {
     "rng": ("per_rank", "random streams of "),
     "dataset": ("data_ranks", "the place in the data of "),
+}
+# kind of drift -> what a component of other ranks begins with
+_NOT_CONTINUED: Mapping[str, str] = {
+    "streams": "new ones, derived from the seed, the step and the share of the data",
+    "data_ranks": "saved for another number of ranks: its loader begins where the script has it, and not where the run was",
 }
 
 
@@ -76,7 +82,9 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
     _check_names(manifest, target, request)
     findings = Findings(request.policy)
     dims = _dims(manifest)
-    actions = tuple(_action(name, manifest, target, request, findings, dims=dims) for name in _names(manifest, target))
+    actions = tuple(
+        _action(name, manifest, target, request, findings, dims=dims) for name in _names(manifest, target, request)
+    )
     compare_contract(
         manifest,
         target.contract,
@@ -126,7 +134,7 @@ def _carried_contract(
 
 
 def _check_names(manifest: Manifest, target: Target, request: ResumeRequest) -> None:
-    known = {*BUILTIN_COMPONENTS, *target.components, *(each.name for each in manifest.components)}
+    known = {*BUILTIN_COMPONENTS, *target.components, *(each.name for each in manifest.components), *request.optional}
     unknown = [name for name in (*(request.components or ()), *request.reset) if name not in known]
     if unknown:
         raise UnknownComponent(
@@ -137,8 +145,11 @@ def _check_names(manifest: Manifest, target: Target, request: ResumeRequest) -> 
         )
 
 
-def _names(manifest: Manifest, target: Target) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*target.components, *(component.name for component in manifest.components)]))
+def _names(manifest: Manifest, target: Target, request: ResumeRequest) -> tuple[str, ...]:
+    """All components; in one order on all ranks, although an optional one may exist on some of them only."""
+    sure = [name for name in target.components if name not in request.optional]
+    rest = sorted(request.optional & {*target.components, *request.reset})
+    return tuple(dict.fromkeys([*sure, *rest, *(component.name for component in manifest.components)]))
 
 
 def _action(  # noqa: PLR0913 (every one is named where it is called)
@@ -172,11 +183,7 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
         verdict = findings.drift(kind, name, saved=f"{what}{theirs}", wanted=again)
         own = _reassigned(saved, _share(wanted, target)) if name == "dataset" and verdict != "refuse" else None
     if own is None and is_of_others:
-        note = (
-            "new ones, derived from the seed, the step and the share of the data"
-            if kind == "streams"
-            else "saved for another number of ranks"
-        )
+        note = _NOT_CONTINUED.get(kind, "saved for another number of ranks")
         return ComponentAction(name, "keep", note=note)
     part = (
         own
@@ -186,8 +193,9 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     records = saved.tensors[part]
     verb, cast, kept = compare_component(name, saved, part, wanted, findings, dims=dims)
     used = [record for record in records if record.path not in findings.ignored]
-    size = sum(shard.stop - shard.start for record in used for shard in record.shards)
-    note = "the target has none" if wanted is None else ""
+    size = sum(size_bytes(record.dtype, record.shape) for record in used)
+    left = _left_unread(saved, _share(wanted, target)) if is_of_others else ""
+    note = "the target has none" if wanted is None else left
     return ComponentAction(name, verb, part, len(used), size, cast, kept, note)
 
 
@@ -210,12 +218,26 @@ def _part_of_position(
 def _reassigned(saved: ComponentRecord, mine: tuple[int, int] | None) -> int | None:
     """The saved rank from which a share continues on another number of shares: that of the same index, or the first for a share that joins.
 
-    Only a loader with a state of its own can: other positions depend on the number of shares.
+    Only a loader with a state of its own can, or one that is read over all ranks: other positions depend on the number of shares.
     """
     known = [share_of_position(node) for node in saved.nodes]
-    if mine is None or not all(known) or not all(map(is_of_stateful_loader, saved.nodes)):
+    if mine is None or not all(known) or not all(map(continues_by_share, saved.nodes)):
         return None
     return next((i for i, share in enumerate(known) if share is not None and share[0] == mine[0]), 0)
+
+
+def _left_unread(saved: ComponentRecord, mine: tuple[int, int] | None) -> str:
+    """What the saved shares that this run does not have had not read of their epoch; empty if nothing."""
+    left: dict[str, dict[int, None]] = {}
+    for node in saved.nodes:
+        share, unread = share_of_position(node), unread_by_share(node)
+        if mine is not None and share is not None and share[0] >= mine[1] and unread:
+            left.setdefault(unread, {})[share[0]] = None
+    return "; ".join(
+        f"share{'s' if len(shares) > 1 else ''} {', '.join(map(str, shares))} {'have' if len(shares) > 1 else 'has'} left, and what "
+        f"{'they' if len(shares) > 1 else 'it'} had not read of {unread}, is not read"
+        for unread, shares in left.items()
+    )
 
 
 def _shares(saved: ComponentRecord, manifest: Manifest) -> list[tuple[int, int] | None]:
@@ -230,7 +252,7 @@ def _share(wanted: Described | None, target: Target) -> tuple[int, int] | None:
 
 def _can_derive(saved: ComponentRecord, wanted: Described | None) -> bool:
     """Whether new random streams can be derived from the saved ones, as the target has its own."""
-    return seed_of_streams(saved) is not None and (wanted is None or is_opaque(wanted.node))
+    return seed_of_streams(saved.nodes[0]) is not None and (wanted is None or is_opaque(wanted.node))
 
 
 def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, target: Target) -> bool:

@@ -3,21 +3,22 @@
 The classes themselves take any value, because trees put specs into them.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
-from trainfold.core.data.cursor import DataCursor, check_cursor
+from trainfold.core.data.bounds import check_bounds
 from trainfold.core.errors import CheckpointHostile, InvalidState
 from trainfold.core.format.manifest import ComponentRecord, Manifest
-from trainfold.core.format.structure.rebuild import rebuild
+from trainfold.core.format.structure.scalars import Unbuilt, read_scalars
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import shown
 from trainfold.core.problem import Problem, problem_of
 from trainfold.core.resume.request import ResumeRequest
-from trainfold.core.rng import KEY_BITS, Key
 
-_CHECKED: Final = frozenset({"trainfold.Key", "trainfold.DataCursor"})
+_KEY: Final = "trainfold.Key"
+_CURSOR: Final = "trainfold.DataCursor"
+KEY_BITS: Final = 128  # as in `trainfold.core.rng`, which imports torch; a test compares them
 
 
 def with_positions_checked(inventory: Inventory, request: ResumeRequest) -> Inventory:
@@ -49,21 +50,22 @@ def _position_problem(manifest: Manifest, request: ResumeRequest, where: str) ->
     return None
 
 
-def _values(component: ComponentRecord) -> list[Any]:
+def _values(component: ComponentRecord) -> list[Unbuilt]:
     """The keys and positions that a component consists of; they hold no tensors."""
-    found = [node for node in component.nodes if isinstance(node, dict) and node.get("node") in _CHECKED]
-    return [rebuild(node, component.name, lambda *_: None) for node in found]
+    found = [node for node in component.nodes if isinstance(node, dict) and node.get("node") in (_KEY, _CURSOR)]
+    return [read_scalars(node, component.name) for node in found]
 
 
-def _problem(value: Any, where: str) -> Problem | None:
-    if isinstance(value, Key) and not 0 <= value.bits < 1 << KEY_BITS:
+def _problem(value: Unbuilt, where: str) -> Problem | None:
+    held = value.fields
+    if value.kind == _KEY and not 0 <= held["bits"] < 1 << KEY_BITS:
         return problem_of(
-            CheckpointHostile(f"{where}: rng.bits", expected=f"{KEY_BITS} bits", found=shown(value.bits),
+            CheckpointHostile(f"{where}: rng.bits", expected=f"{KEY_BITS} bits", found=shown(held["bits"]),
                               fix='start a new key with reset={"rng": "why"}, or load an older step')
         )  # fmt: skip
-    if isinstance(value, DataCursor):
+    if value.kind == _CURSOR:
         try:
-            check_cursor(value, length=value.length)
+            check_bounds(held["length"], seed=held["seed"], epoch=held["epoch"], next_index=held["next_index"])
         except InvalidState as error:
             return problem_of(
                 CheckpointHostile(f"{where}: {error.where}", expected=error.expected, found=error.found,

@@ -1,22 +1,27 @@
 """`plan_reads`: which stored bytes a restore reads, and for which tensors; decided before any byte is read.
 
-Of a shard whose pieces have digests, only the pieces are read in which needed elements lie. A shard without them (a small one, and one of version 1)
-is read whole, because its digest covers all of it. The cost is linear in the shards of the tensors that are needed. The number of ranks, of the saved run
-or of this one, does not enter.
+Of a shard whose pieces have digests, only the pieces are read in which needed elements lie. So a run of needed bytes costs at most a piece more at each of its
+ends. Inside of rows that are smaller than a piece every piece holds needed elements, and whole rows are read: a rank that needs 1/n of each row reads n times
+what it needs. A shard without pieces (a small one, and one of version 1) is read whole, because its digest covers all of it. The cost is linear in the shards of
+the tensors that are needed. The number of ranks, of the saved run or of this one, does not enter.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import attrs
 
+from trainfold.core import tree
+from trainfold.core.errors import InvalidState
 from trainfold.core.format.dtypes import STORED
+from trainfold.core.format.indexes.needed import Needs, nowhere_else
 from trainfold.core.format.manifest import PIECE_BYTES, ShardRecord, TensorRecord
 from trainfold.core.format.structure.places import Leaf, places
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, intersect, volume, whole_box
+from trainfold.core.layout.world import World
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
-from trainfold.core.state.state import ModelState
+from trainfold.core.state.state import ModelState, OptimizerState, OwnOptimizerState
 
 Boxes: TypeAlias = Mapping[str, Box | None]
 """Leaf path -> the slice of the global tensor that this rank holds; None for all of it."""
@@ -31,8 +36,7 @@ class ShardRead(NamedTuple):
         stop: one past the last.
         tensor: the index of the tensor in the component's table.
         shard: the index of the shard in the tensor's record.
-        box: the part of the tensor that is taken from these bytes.
-        skip: how many of the bytes come before those of the box.
+        box: the needed part of the shard; these bytes hold all of it, or some of it if there are several reads of the shard.
     """
 
     file: int
@@ -41,7 +45,6 @@ class ShardRead(NamedTuple):
     tensor: int
     shard: int
     box: Box = ()
-    skip: int = 0
 
 
 @final
@@ -61,10 +64,14 @@ class TensorRead(NamedTuple):
     shards: tuple[ShardRead, ...]
 
     @property
+    def wanted(self) -> Box:
+        """The slice that is needed, if it is all of the tensor too."""
+        return whole_box(self.record.shape) if self.box is None else self.box
+
+    @property
     def is_one_read(self) -> bool:
         """Whether one read gives exactly the needed tensor, so that nothing has to be assembled."""
-        wanted = whole_box(self.record.shape) if self.box is None else self.box
-        return len(self.shards) == 1 and self.shards[0].box == wanted
+        return len(self.shards) == 1 and self.shards[0].box == self.wanted
 
 
 @final
@@ -131,7 +138,9 @@ class ReadPlan:
         return "\n".join([f"read {self.checkpoint}: {len(rows)} files, {self.size_bytes:,} bytes", *rows])
 
 
-def plan_reads(plan: ResumePlan, targets: Mapping[str, Boxes]) -> ReadPlan:
+def plan_reads(
+    plan: ResumePlan, targets: Mapping[str, Boxes], *, elsewhere: Callable[[str, str], bool] = nowhere_else
+) -> ReadPlan:
     """Decide which shards a restore reads.
 
     Laws: the reads of a tensor cover the slice that is needed; no byte is read twice; every shard that is read holds a part of the
@@ -141,6 +150,7 @@ def plan_reads(plan: ResumePlan, targets: Mapping[str, Boxes]) -> ReadPlan:
         plan: the resume, as decided.
         targets: component -> the leaves of this rank's state and the slice of each that it holds, None for the whole tensor. Leaves
             that hold no tensor may be in it or not.
+        elsewhere: (component, leaf path) -> whether only other ranks hold a leaf, which this rank does not read, from `held_elsewhere`.
 
     Returns:
         The reads of this rank.
@@ -164,20 +174,40 @@ def plan_reads(plan: ResumePlan, targets: Mapping[str, Boxes]) -> ReadPlan:
         saved = manifest.component(action.name)
         if saved is not None and action.verb in ("load", "adopt"):
             leaves = {leaf.path: leaf for leaf in places(saved.nodes[action.part], action.name)}
-            needed = _needed(action, leaves, targets.get(action.name, {}))
-            components[action.name] = ComponentReads(leaves, _tensor_reads(saved.tensors[action.part], needed))
+            records = saved.tensors[action.part]
+            needed = _needed(action, leaves, targets.get(action.name, {}), records, elsewhere)
+            components[action.name] = ComponentReads(leaves, _tensor_reads(records, needed))
     return ReadPlan(plan.checkpoint, tuple(file.name for file in manifest.files), components)
 
 
-def _needed(action: ComponentAction, leaves: Mapping[str, Leaf], boxes: Boxes) -> dict[int, tuple[str, Box | None]]:
-    """Tensor index -> the first leaf that needs it, and which slice; an adopted component needs every saved leaf."""
+def _needed(
+    action: ComponentAction,
+    leaves: Mapping[str, Leaf],
+    boxes: Boxes,
+    records: Sequence[TensorRecord],
+    elsewhere: Callable[[str, str], bool],
+) -> dict[int, tuple[str, Box | None]]:
+    """Tensor index -> the first leaf that needs it, and which slice; an adopted component needs every saved leaf.
+
+    Raises:
+        InvalidState: for a leaf that was saved as one tensor with another leaf, of which this rank holds another slice.
+    """
     kept = frozenset(action.kept)
     found: dict[int, tuple[str, Box | None]] = {}
     for path, leaf in leaves.items():
-        if leaf.tensor is None or leaf.tensor in found or path in kept:
+        if leaf.tensor is None or path in kept or not (action.verb == "adopt" or path in boxes):
             continue
-        if action.verb == "adopt" or path in boxes:
-            found[leaf.tensor] = (path, boxes.get(path))
+        if path not in boxes and elsewhere(action.name, path):
+            continue
+        box = boxes.get(path)
+        first, other = found.setdefault(leaf.tensor, (path, box))
+        if box != other and {box, other} != {None, whole_box(records[leaf.tensor].shape)}:
+            raise InvalidState(
+                path,
+                expected=f"the slice that this rank holds of {first}: the checkpoint has one tensor for both",
+                found="another slice",
+                fix="cut both alike, or tie them as they were when they were saved",
+            )
     return found
 
 
@@ -200,33 +230,44 @@ def _shard_reads(index: int, record: TensorRecord, box: Box | None) -> tuple[Sha
     found: list[ShardRead] = []
     for number, shard in enumerate(shards):
         common = shard.box if box is None or not record.shape else intersect(shard.box, box)
-        if common is not None:
+        if common is not None and volume(common):  # replicas that hold no row may have written an empty part
             found.extend(_part_reads(index, number, shard, common, STORED[record.dtype].itemsize))
     return tuple(found)
 
 
 def _part_reads(index: int, number: int, shard: ShardRecord, common: Box, itemsize: int) -> list[ShardRead]:
-    """The reads that give a part of a shard: whole pieces, because these have digests; all of the shard where that is no more."""
-    whole = [ShardRead(shard.file, shard.start, shard.stop, index, number, shard.box)]
+    """The reads that give a part of a shard: whole pieces, because these have digests.
+
+    Pieces that touch are one read, and nothing else is: a read of its own costs 34 us of CPU time, a piece between two others 163 us
+    (``benchmarks/gaps.py``).
+    """
     if not shard.pieces or common == shard.box:
-        return whole
-    size, parts = shard.stop - shard.start, []
-    for low, high, box in _spans(shard.box, common, itemsize, 0):
+        return [ShardRead(shard.file, shard.start, shard.stop, index, number, common)]
+    size = shard.stop - shard.start
+    ranges: list[tuple[int, int]] = []
+    for low, high in _spans(shard.box, common, itemsize, 0):
         start, stop = low // PIECE_BYTES * PIECE_BYTES, min(-(-high // PIECE_BYTES) * PIECE_BYTES, size)
-        parts.append(ShardRead(shard.file, shard.start + start, shard.start + stop, index, number, box, low - start))
-    return parts if sum(part.stop - part.start for part in parts) < size else whole
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], stop
+        else:
+            ranges.append((start, stop))
+    return [
+        ShardRead(shard.file, shard.start + start, shard.start + stop, index, number, common) for start, stop in ranges
+    ]
 
 
-def _spans(outer: Box, common: Box, itemsize: int, offset: int) -> Iterator[tuple[int, int, Box]]:
-    """The runs of bytes in a shard that hold a part of it, and the box that each holds; rows are taken whole unless they are larger than a piece."""
+def _spans(outer: Box, common: Box, itemsize: int, offset: int) -> Iterator[tuple[int, int]]:
+    """The runs of bytes in a shard that hold a part of it. Rows that are not larger than a piece are one run: each piece holds some of them."""
     (low, _), (start, stop), inner = outer[0], common[0], outer[1:]
     row_bytes = volume(inner) * itemsize
     if common[1:] == inner or row_bytes <= PIECE_BYTES:
-        yield offset + (start - low) * row_bytes, offset + (stop - low) * row_bytes, ((start, stop), *inner)
+        first, last, step = 0, 0, itemsize
+        for (side, end), (begin, finish) in zip(outer[::-1], common[::-1], strict=True):
+            first, last, step = first + (begin - side) * step, last + (finish - 1 - side) * step, step * (end - side)
+        yield offset + first, offset + last + itemsize
         return
     for row in range(start, stop):
-        for first, last, box in _spans(inner, common[1:], itemsize, offset + (row - low) * row_bytes):
-            yield first, last, ((row, row + 1), *box)
+        yield from _spans(inner, common[1:], itemsize, offset + (row - low) * row_bytes)
 
 
 def sharded_params(components: Mapping[str, Any]) -> dict[str, Shard]:
@@ -248,6 +289,84 @@ def sharded_params(components: Mapping[str, Any]) -> dict[str, Shard]:
     return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Shard)}
 
 
+def held_elsewhere(components: Mapping[str, Any]) -> Callable[[str, str], bool]:
+    """Return (component, leaf path) -> whether a leaf belongs to a parameter or buffer that only other stages of a pipeline have.
+
+    Args:
+        components: component -> value, of a stage that resumes.
+
+    Examples:
+        >>> from trainfold.core.state.leaves import Leaves
+        >>> stage = {"model": ModelState(params=Leaves({"w": 1}), buffers=Leaves({}))}
+        >>> elsewhere = held_elsewhere(stage)
+        >>> elsewhere("model", "model.params['w']"), elsewhere("model", "model.params['v']"), elsewhere("trainer", "trainer.step")
+        (False, True, False)
+    """
+    held: dict[str, tuple[tuple[str, ...], set[str]]] = {}
+    for name, each in components.items():
+        base = each.base if isinstance(each, OwnOptimizerState) else each
+        if isinstance(base, ModelState):
+            rooms = {f"{name}.params": base.params, f"{name}.buffers": base.buffers}
+            held[name] = tuple(rooms), {f"{room}[{key!r}]" for room, leaves in rooms.items() for key in leaves}
+        elif isinstance(base, OptimizerState):
+            roots = tuple(f"{name}{inner}.{room}" for inner in ("", ".base") for room in ("slots", "masters"))
+            names = [key for group in base.groups for key in group.params]
+            held[name] = roots, {f"{root}[{key!r}]" for root in roots for key in names}
+
+    def elsewhere(component: str, path: str) -> bool:
+        if component not in held:
+            return False
+        roots, owners = held[component]
+        root = next((root for root in roots if path.startswith(f"{root}[")), None)
+        if root is None:
+            return False
+        quote = path[len(root) + 1]
+        end = path.find(f"{quote}]", len(root) + 2)
+        return path[: end + 2] not in owners
+
+    return elsewhere
+
+
+def needs_of(components: Mapping[str, Any], world: World, *, is_stage: bool = False) -> Needs:
+    """What a rank needs of a checkpoint, as `run_resume` will read it.
+
+    Args:
+        components: component -> value, of the run that resumes.
+        world: the rank, and the ranks that load.
+        is_stage: whether other ranks hold other leaves.
+
+    Examples:
+        >>> import torch
+        >>> from trainfold.core.state.leaves import Leaves
+        >>> half = ModelState(params=Leaves({"w": Shard(torch.zeros(2), (4,), (2,))}), buffers=Leaves({}))
+        >>> needs = needs_of({"model": half}, World(1, 2))
+        >>> needs.box("model", "model.params['w']", (4,)), needs.box("optimizer", "optimizer.slots['w']['exp_avg']", (4,))
+        (((2, 4),), ((2, 4),))
+    """
+    parts = {
+        (name, path): leaf
+        for name, each in components.items()
+        for path, leaf in tree.named_leaves(each, name)
+        if isinstance(leaf, Shard)
+    }
+    params = sharded_params(components)
+    owners: dict[str, dict[str, Shard]] = {}
+
+    def box(component: str, path: str, shape: tuple[int, ...]) -> Box | None:
+        leaf = parts.get((component, path))
+        if leaf is None and params:
+            if component not in owners:
+                owners[component] = _slot_owners(component, params)
+            leaf = owners[component].get(path.rpartition("[")[0])
+        return leaf.box if leaf is not None and leaf.shape == shape else None
+
+    return Needs(world.rank, world.size, box, elsewhere=held_elsewhere(components) if is_stage else nowhere_else)
+
+
+def _slot_owners(component: str, params: Mapping[str, Shard]) -> dict[str, Shard]:
+    return {f"{component}{inner}.slots[{name!r}]": leaf for name, leaf in params.items() for inner in ("", ".base")}
+
+
 def slot_boxes(component: str, records: Iterable[TensorRecord], params: Mapping[str, Shard]) -> dict[str, Box]:
     """Return leaf path -> box, for each saved slot with the shape of a parameter of which this rank holds a part.
 
@@ -265,7 +384,7 @@ def slot_boxes(component: str, records: Iterable[TensorRecord], params: Mapping[
     """
     if not params:
         return {}
-    owners = {f"{component}{inner}.slots[{name!r}]": leaf for name, leaf in params.items() for inner in ("", ".base")}
+    owners = _slot_owners(component, params)
     found: dict[str, Box] = {}
     for record in records:
         owner = owners.get(record.path.rpartition("[")[0])

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.checks import count, mapping_given, names_given
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.described import Described
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import DriftAction, check_policy
 
@@ -42,12 +42,14 @@ class ResumeRequest:
         components: the components to load, or None for all.
         policy: drift kind -> verdict, to replace a default.
         reset: component -> why it starts from scratch on purpose.
+        optional: components that the run can do without; they may be reset although neither the run nor the checkpoint has them.
     """
 
     step: int | None = None
     components: tuple[str, ...] | None = None
     policy: Mapping[str, DriftAction] = attrs.field(factory=dict)
     reset: Mapping[str, str] = attrs.field(factory=dict)
+    optional: frozenset[str] = frozenset()
 
 
 def resume_request(

@@ -107,12 +107,15 @@ class ResumePlan:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The losses under a policy with ``adapt``: the leaves that start at the script's values, and those that are dropped."""
-        return tuple(
-            printable(f"{self.run}/{self.checkpoint}: {what}: {_some([each.where for each in those])}")
+        """The losses under a policy: the leaves that start at the script's values, those that are dropped, and data that are not read."""
+        found = [
+            f"{what}: {_some([each.where for each in those])}"
             for kind, what in _LOSSES.items()
             if (those := [each for each in self.drifts if each.kind == kind and each.verdict == "adapt"])
-        )
+        ]
+        if any(each.kind == "data_ranks" for each in self.drifts):
+            found += [f"{each.name}: {each.note}" for each in self.actions if each.name == "dataset" and each.note]
+        return tuple(printable(f"{self.run}/{self.checkpoint}: {each}") for each in found)
 
     def digest(self) -> str:
         """A digest of every decision; equal on all ranks that decide the same."""
@@ -182,14 +185,20 @@ class Refusal:
         unfinished = all(isinstance(each, Problem) and each.error == "CheckpointTorn" for each in others)
         return isinstance(first, Problem) and none_there and unfinished and first.where == self.run
 
-    def about_optional(self, optional: Collection[str]) -> tuple[str, ...]:
+    def about_optional(self, optional: Collection[str]) -> dict[str, str]:
         """The optional components that all reasons are about, so that a resume without them is possible; empty if there is another reason.
 
         Args:
             optional: components that the run can do without.
+
+        Returns:
+            Component -> why it cannot be restored.
         """
-        names = {component_of(each.where) if isinstance(each, Drift) else "" for each in self.reasons}
-        return tuple(sorted(names)) if names <= set(optional) else ()
+        about = [(component_of(each.where) if isinstance(each, Drift) else "", each) for each in self.reasons]
+        if not {name for name, _ in about} <= set(optional):
+            return {}
+        first = dict(reversed(about))  # the first of each
+        return {name: f"cannot be restored: {first[name]}" for name in sorted(first)}
 
     @property
     def fix(self) -> str:

@@ -6,17 +6,16 @@ from typing import Any
 import attrs
 import torch
 
-from trainfold.core.format.manifest import ComponentRecord
-from trainfold.core.format.structure.ownership import is_opaque
+from trainfold.core.format.structure.ownership import seed_of_streams
 from trainfold.core.format.structure.places import Leaf
-from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.optim.slot_layout import beside_params
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
-from trainfold.core.state.contract import noted_settings, run_contract
+from trainfold.core.state.contract import noted_settings
+from trainfold.core.state.contract_kinds import run_contract
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import RATES, notes_of, settings_of_later, without_notes
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
-from trainfold.core.state.state import Opaque, OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
+from trainfold.core.state.state import OptimizerState, Origin, OwnOptimizerState, ParamGroup, TrainState
 
 
 def leaf_sources(action: ComponentAction, saved: Mapping[str, Leaf], wanted: Iterable[str]) -> dict[str, Leaf | None]:
@@ -73,13 +72,14 @@ def resumed_contract(plan: ResumePlan, like: TrainState, optimizer: Any) -> dict
     }
 
 
-def resumed_optimizer(
+def resumed_optimizer(  # noqa: PLR0913 - keywords
     saved: Any,
     wanted: Any,
     params: Mapping[str, torch.Tensor] | None,
     kept: Collection[str],
     *,
     prefix: str = "optimizer",
+    is_stage: bool = False,
 ) -> Any:
     """The saved state of an optimizer, and of the optimizers inside of it, for the parameters of this run; anything else unchanged.
 
@@ -89,21 +89,27 @@ def resumed_optimizer(
         params: the parameters of the run, beside which the slots are placed; None if it has no model.
         kept: the keys of the contract whose values the run keeps, such as ``optimizer.groups['w'].lr``.
         prefix: what the keys of this optimizer begin with.
+        is_stage: whether it has some of the saved parameters only, with as many groups; the others are of other stages.
     """
     if isinstance(saved, OwnOptimizerState):
         theirs = wanted.held if isinstance(wanted, OwnOptimizerState) else {}
         return attrs.evolve(
             saved,
-            base=resumed_optimizer(saved.base, wanted, params, kept, prefix=prefix),
+            base=resumed_optimizer(saved.base, wanted, params, kept, prefix=prefix, is_stage=is_stage),
             held={
-                name: resumed_optimizer(each, theirs.get(name), params, kept, prefix=f"{prefix}.held[{name!r}]")
+                name: resumed_optimizer(
+                    each, theirs.get(name), params, kept, prefix=f"{prefix}.held[{name!r}]", is_stage=is_stage
+                )
                 for name, each in saved.held.items()
             },
         )
     if not isinstance(saved, OptimizerState):
         return saved
-    placed = saved if params is None else beside_params(saved, params)
     target = wanted.base if isinstance(wanted, OwnOptimizerState) else wanted
+    if is_stage and isinstance(target, OptimizerState):
+        saved = _of_stage(with_kept_hyper(saved, target, kept, prefix=prefix), target)
+        return saved if params is None else beside_params(saved, params)
+    placed = saved if params is None else beside_params(saved, params)
     if not isinstance(target, OptimizerState):
         return placed
     return with_kept_hyper(regrouped(placed, target), target, kept, prefix=prefix)
@@ -135,7 +141,7 @@ def with_kept_hyper(
 
     def fix(group: ParamGroup) -> ParamGroup:
         label = min(group.params, default="")
-        ours = by_fqn.get(label)
+        ours = by_fqn.get(label) or next((by_fqn[fqn] for fqn in group.params if fqn in by_fqn), None)
         if ours is None:
             return group
 
@@ -190,14 +196,27 @@ def regrouped(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:
     )
 
 
-def seed_of_streams(saved: ComponentRecord) -> int | None:
-    """The seed of rank 0's saved random streams; None if they are not those of a live run."""
-    streams = rebuild(saved.nodes[0], "rng", lambda *_: None) if is_opaque(saved.nodes[0]) else None
-    found = streams.value.get("seed") if isinstance(streams, Opaque) and isinstance(streams.value, dict) else None
-    return found if type(found) is int else None
+def _of_stage(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:
+    """The part of a saved optimizer that a stage has: every group, some without parameters; new parameters start without slots."""
+    have = {name for group in saved.groups for name in group.params}
+    mine = {name for group in wanted.groups for name in group.params}
+    new = [[name for name in group.params if name not in have] for group in wanted.groups]
+    new += [[]] * (len(saved.groups) - len(new))
+    groups = tuple(
+        attrs.evolve(group, params=(*(name for name in group.params if name in mine), *more))
+        for group, more in zip(saved.groups, new, strict=False)
+    )
+    return attrs.evolve(
+        saved,
+        groups=groups,
+        slots=Leaves({name: slots for name, slots in saved.slots.items() if name in mine}),
+        masters=None if saved.masters is None else Leaves({n: each for n, each in saved.masters.items() if n in mine}),
+        with_grad=tuple(name for name in saved.with_grad if name in mine),
+    )
 
 
 def seed_of_other_ranks(plan: ResumePlan) -> int | None:
     """The seed from which a run of another number of ranks derives its random streams; None if it takes the saved ones, or is given others."""
     saved = plan.manifest.component("rng")
-    return None if saved is None or all(drift.kind != "streams" for drift in plan.drifts) else seed_of_streams(saved)
+    is_needed = any(drift.kind == "streams" for drift in plan.drifts)
+    return seed_of_streams(saved.nodes[0]) if saved is not None and is_needed else None

@@ -85,6 +85,39 @@ def agreed_boundary(rows: Sequence[tuple[int, ...]]) -> Boundary:
     )
 
 
+def without_flag(passed: Sequence[int], rank: int, step: int) -> list[int]:
+    """The ranks that have certainly passed a boundary without the flag for which this one waits there.
+
+    Args:
+        passed: by rank, the step of the last boundary that it has left without a flag; -1 if none.
+        rank: this rank. If it has left this boundary itself, and waits there again, as `finish` does after the loop, others may still be on their way.
+        step: where it waits.
+
+    Examples:
+        >>> without_flag([6, 7, 6], 0, 7), without_flag([7, 7, 8], 0, 7)
+        ([1], [2])
+    """
+    return [each for each, left in enumerate(passed) if left > step or (left == step and passed[rank] < step)]
+
+
+def flag_missing(flag: str, rank: int, passed: Sequence[int]) -> RanksDisagree:
+    """The error for ranks that have passed a boundary without a flag.
+
+    Args:
+        flag: ``is_last`` or ``is_best``.
+        rank: that was given it.
+        passed: the ranks that were not.
+    """
+    _, where, fix = next(each for each in _SAME if each[0] == flag)
+    others = ", ".join(map(str, passed))
+    return RanksDisagree(
+        where,
+        expected="the same on every rank",
+        found=f"True on rank {rank}, and not on rank {others}, which went on",
+        fix=fix,
+    )
+
+
 def _by_rank(what: str, column: Sequence[int]) -> str:
     if what == "step":
         return f"{list(column)}, by rank"

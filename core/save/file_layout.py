@@ -3,26 +3,27 @@
 A piece here is what a file stores of one tensor, all of it or a slice; in `backends` a piece is a run of bytes of a copy or a write.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Final, final
+from itertools import accumulate, chain, count
+from json.encoder import encode_basestring_ascii as _quoted
+from typing import Final, NamedTuple, TypeAlias, final
 
 import attrs
 
 from trainfold.core.format.dtypes import STORED, size_bytes, stored_shape
 from trainfold.core.format.file_names import storage_key
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.json_values import Json, canonical_json
-from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import Box
+from trainfold.core.json_values import canonical_json
+from trainfold.core.layout.replica_shares import Piece
+from trainfold.core.layout.slices import Box, whole_box
 
 ALIGNMENT_BYTES: Final = 4096
 _LENGTH_BYTES: Final = 8  # of the header's length, before its text
 
 
 @final
-@attrs.frozen
-class TensorPlacement:
+class TensorPlacement(NamedTuple):
     """The byte range of a tensor, or of a slice of one, in a file. It says nothing of memory; see `Place` of the stores for that.
 
     Attributes:
@@ -33,6 +34,8 @@ class TensorPlacement:
         start: first byte in the file.
         stop: one past its last byte.
         box: the part of the global tensor, as one (start, stop) pair for each dimension.
+        held: the part that the rank holds, if it writes only some of it.
+        is_of_whole: whether this is a part of a tensor that the ranks hold whole.
     """
 
     path: str
@@ -42,6 +45,21 @@ class TensorPlacement:
     start: int
     stop: int
     box: Box
+    held: Box | None = None
+    is_of_whole: bool = False
+
+    @property
+    def is_first_of_whole(self) -> bool:
+        """Whether these are the first elements of a tensor that the ranks hold whole: then their writer records the digest of all of it."""
+        return self.is_of_whole and not any(start for start, _ in self.box)
+
+    @property
+    def bytes_held(self) -> tuple[int, int]:
+        """Where these bytes are among those that the rank holds, in row-major order."""
+        nbytes, first, step = self.stop - self.start, 0, STORED[self.dtype].itemsize
+        for (start, _), (low, high) in zip(self.box[::-1], () if self.held is None else self.held[::-1], strict=False):
+            first, step = first + (start - low) * step, step * (high - low)
+        return first, first + nbytes
 
 
 @final
@@ -66,47 +84,67 @@ class FilePlan:
     tensors: tuple[TensorPlacement, ...]
 
 
-def plan_file(name: str, component: str, rank: int, pieces: Iterable[tuple[str, LeafSpec, Box]]) -> FilePlan:
+def plan_file(name: str, component: str, rank: int, pieces: Iterable[Piece]) -> FilePlan:
     """Lay out one file: the header, then every piece, without gaps.
 
     Args:
         name: a single path component.
         component: the component whose tensors it holds.
         rank: the rank that writes it.
-        pieces: the leaf path, spec and box of each stored tensor, or of the stored slice of it.
+        pieces: each stored tensor, or the stored slice of it.
     """
     # Wide dtypes first: the format allows no gaps between tensors, and this order keeps each one aligned to its item size.
-    ordered = sorted(pieces, key=lambda piece: -STORED[piece[1].dtype].itemsize)
-    offset = 0
-    spans = []
-    for path, spec, box in ordered:
-        shape, stored, listed, nbytes = _layout(spec.dtype, box)
-        end = offset + nbytes
-        spans.append((path, spec.dtype, stored, shape, listed, offset, end, box))
-        offset = end
-    header = _header(
-        component, ((path, stored, listed, start, end) for path, _, stored, _, listed, start, end, _ in spans)
-    )
+    ordered = sorted(pieces, key=lambda piece: -STORED[piece.spec.dtype].itemsize)
+    layouts = [_layout(spec.dtype, box) for _, spec, box, _ in ordered]
+    ends = [0, *accumulate(nbytes for _, _, nbytes in layouts)]
+    paths = (path for path, _, _, _ in ordered)
+    header = _header(component, zip(paths, (text for _, text, _ in layouts), ends, ends[1:], strict=False))
     base = len(header)
     placements = tuple(
-        TensorPlacement(path, dtype, stored_name, shape, base + start, base + stop, box)
-        for path, dtype, stored_name, shape, _, start, stop, box in spans
-    )
-    return FilePlan(name, component, rank, header, base + offset, placements)
+        TensorPlacement(path, spec.dtype, STORED[spec.dtype].name, shape, base + start, base + stop, box, held,
+                        held is not None and held == whole_box(spec.shape))
+        for (path, spec, box, held), (shape, _, _), start, stop in zip(ordered, layouts, ends, ends[1:], strict=False)
+    )  # fmt: skip
+    return FilePlan(name, component, rank, header, base + ends[-1], placements)
 
 
-def _header(component: str, spans: Iterable[tuple[str, str, list[int], int, int]]) -> bytes:
-    """The first bytes of a file. A span is the path, stored dtype, listed shape, start and stop of a tensor, in the order of the bytes."""
-    header: dict[str, Json] = {"__metadata__": {"format": "pt", "trainfold": component}}
-    for path, stored, listed, start, stop in spans:
+def _header(component: str, spans: Iterable[tuple[str, str, int, int]]) -> bytes:
+    """The first bytes of a file. A span is the path, the text of `_layout`, start and stop of a tensor, in the order of the bytes.
+
+    The text is what `canonical_json` would give, but it is put together: there may be many tensors, and few layouts.
+    """
+    metadata = canonical_json({"__metadata__": {"format": "pt", "trainfold": component}}).decode()
+    keys, rows = {"__metadata__"}, [metadata[:-1]]
+    for path, listed, start, stop in spans:
         key = storage_key(path)
-        header[path if key in header else key] = {"dtype": stored, "shape": listed, "data_offsets": [start, stop]}
-    text = canonical_json(header)
+        if key in keys:  # of a further box of the tensor, or of another one
+            more = chain((path,), (f"{path} #{number}" for number in count(2)))
+            key = next(name for name in more if name not in keys)
+        keys.add(key)
+        rows.append(f"{_quoted(key)}:{listed}{start},{stop}]}}")
+    text = (",".join(rows) + "}").encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def header_of(manifest: Manifest, index: int) -> bytes | None:
+Stored: TypeAlias = Mapping[int, list[tuple[int, int, str, str, Box]]]
+"""File -> start, stop, path, dtype and box of what it stores of each tensor, in any order."""
+
+
+def stored_in(manifest: Manifest) -> Stored:
+    """What each file of a manifest stores of the tensors of its component, by its index."""
+    found: dict[int, list[tuple[int, int, str, str, Box]]] = {}
+    for component in manifest.components:
+        files = {index for index, file in enumerate(manifest.files) if file.component == component.name}
+        for record in chain.from_iterable(component.tensors):
+            for shard in record.shards:
+                if shard.file in files:
+                    row = shard.start, shard.stop, record.path, record.dtype, shard.box
+                    found.setdefault(shard.file, []).append(row)
+    return found
+
+
+def header_of(manifest: Manifest, index: int, *, stored: Stored | None = None) -> bytes | None:
     """The header that a save writes into a file, rebuilt from the manifest; None for a file without tensors.
 
     Law: it equals the header in the plan of the file. So a load can compare the bytes of a header, padding included, although it reads no other
@@ -115,29 +153,23 @@ def header_of(manifest: Manifest, index: int) -> bytes | None:
     Args:
         manifest: the manifest of the checkpoint.
         index: the index of the file in the manifest.
+        stored: from `stored_in`, for a caller that needs the headers of many files.
     """
-    file = manifest.files[index]
-    component = manifest.component(file.component)
-    found = [
-        (shard.start, shard.stop, record.path, record.dtype, shard.box)
-        for table in (() if component is None else component.tensors)
-        for record in table
-        for shard in record.shards
-        if shard.file == index
-    ]
-    # empty tensors may share a start: then the wider dtype comes first, and otherwise the order of the table, as in `plan_file`
-    found.sort(key=lambda piece: (piece[0], piece[1], -STORED[piece[3]].itemsize))
-    if not found:
+    rows = (stored_in(manifest) if stored is None else stored).get(index)
+    if not rows:
         return None
+    # empty tensors may share a start: then the wider dtype comes first, and otherwise the order of the table, as in `plan_file`
+    found = sorted(rows, key=lambda piece: (piece[0], piece[1], -STORED[piece[3]].itemsize))
     base = found[0][0]
     return _header(
-        file.component,
-        ((path, *_layout(dtype, box)[1:3], start - base, stop - base) for start, stop, path, dtype, box in found),
+        manifest.files[index].component,
+        ((path, _layout(dtype, box)[1], start - base, stop - base) for start, stop, path, dtype, box in found),
     )
 
 
 @lru_cache(maxsize=4096)
-def _layout(dtype: str, box: Box) -> tuple[tuple[int, ...], str, list[int], int]:
-    """Shape, safetensors dtype, listed shape and size in bytes of a box."""
+def _layout(dtype: str, box: Box) -> tuple[tuple[int, ...], str, int]:
+    """The shape of a box, what a header says of it up to the place of its bytes, and its size in bytes."""
     shape = tuple(stop - start for start, stop in box)
-    return shape, STORED[dtype].name, list(stored_shape(dtype, shape)), size_bytes(dtype, shape)
+    row = canonical_json({"dtype": STORED[dtype].name, "shape": stored_shape(dtype, shape), "data_offsets": []})
+    return shape, row.decode()[: -len("]}")], size_bytes(dtype, shape)

@@ -14,6 +14,7 @@ from trainfold.core.format.file_names import directory_of, is_data_file, step_of
 from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.problem import Problem
 from trainfold.core.save.retention import Retention, RetentionPlan, Saved, plan_left_behind, plan_retention
+from trainfold.core.save.retention_rules import All
 
 UNFINISHED: Final = "a save or a deletion did not finish"
 
@@ -85,6 +86,21 @@ def to_prove(inventory: Inventory, written: Saved, *, with_left_behind: bool) ->
     present = [entry.name for entry in lineage(inventory) if entry.name != written.name]
     others = [entry.name for entry in _left_behind(inventory, written)] if with_left_behind else []
     return (*present, *others)
+
+
+def deletes_none(policy: Retention, left_behind: Retention | None) -> bool:
+    """Whether these policies delete no checkpoint of any run, so that none needs a proof.
+
+    Args:
+        policy: what to keep of the present lineage.
+        left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
+
+    Examples:
+        >>> from trainfold.retention import keep_all, keep_last
+        >>> deletes_none(keep_all() | keep_last(2), None), deletes_none(keep_all(), keep_last(1))
+        (True, False)
+    """
+    return left_behind is None and any(isinstance(rule, All) for rule in policy.rules)
 
 
 def may_be_torn(inventory: Inventory, written: Saved) -> tuple[str, ...]:

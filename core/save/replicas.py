@@ -7,11 +7,9 @@ import attrs
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RanksDisagree
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.described import Described
 from trainfold.core.json_values import Json, canonical_json
-from trainfold.core.state.audit import UNSAVED
-from trainfold.core.state.contract_kinds import is_of_rank_zero
-from trainfold.core.state.notes import RATES
+from trainfold.core.state.notes import is_of_each_rank
 
 _PARTS: Final = " in parts "  # no name of a component has spaces
 _BUFFERS: Final = ".buffers['"
@@ -23,7 +21,7 @@ _STATISTICS: Final = (
 )
 _VALUES: Final = (
     "keep replicas equal: wrap the model in DistributedDataParallel, and start all ranks with the same values. Declare what differs on purpose: "
-    "attach(..., sharing={'name': 'each_rank'}), or PerRank in a state. Save parameters that differ, such as a stage of a pipeline, in one run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
+    "attach(..., sharing={'name': 'each_rank'}), or PerRank in a state. Where each rank has a stage of a pipeline, attach the PipelineStage objects: attach(stages, optimizer). Save other parameters that differ in one run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
 )
 _SETTINGS: Final = "start the same script with the same settings on all ranks"
 
@@ -110,15 +108,10 @@ def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
         leaves: component -> leaf path -> digest.
         contract: what must be equal at a resume.
     """
-    shared = {key: value for key, value in contract.items() if not _is_own(key)}
+    shared = {key: value for key, value in contract.items() if not is_of_each_rank(key)}
     lines = {name: "\n".join(f"{path} {digest}" for path, digest in each.items()) for name, each in leaves.items()}
     digests = {name: digest_of(text.encode("utf-8", "surrogatepass")) for name, text in lines.items()}
     return {**digests, "contract": digest_of(canonical_json(shared))}
-
-
-def _is_own(key: str) -> bool:
-    """Whether a key may differ between ranks, such as the device, the share of the data, or the list of unsaved state."""
-    return key.startswith((UNSAVED, RATES)) or is_of_rank_zero(key)
 
 
 def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
@@ -186,7 +179,7 @@ def differing(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
         ['b']
     """
     names = dict.fromkeys((*first, *mine))
-    return [name for name in names if not _is_own(name) and _text(mine, name) != _text(first, name)]
+    return [name for name in names if not is_of_each_rank(name) and _text(mine, name) != _text(first, name)]
 
 
 def _text(held: Mapping[str, Any], name: str) -> bytes:
@@ -263,5 +256,5 @@ def structures_differ(where: str, mine: object, theirs: object, rank: int) -> Ra
         where,
         expected=f"what rank 0 has: {mine}",
         found=f"on rank {rank}: {theirs}",
-        fix="make it equal on all ranks, a count by summing it over them; or declare a component under extra= with attach(..., sharing={'name': 'each_rank'})",
+        fix="make it equal on all ranks, a count by summing it over them; or declare a component under extra= with attach(..., sharing={'name': 'each_rank'}); or attach the PipelineStage objects of a pipeline, and not their modules",
     )

@@ -12,7 +12,7 @@ import attrs
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
 from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
@@ -96,7 +96,7 @@ def plan_save(  # noqa: PLR0913 - keywords
 ) -> SavePlan:
     """Decide which rank writes which bytes into which file.
 
-    Replicated tensors are written once, each by one rank, so that the bytes of the ranks are balanced. A slice is written by a rank that holds
+    Replicated tensors are written once. Ranks share them, so that the bytes of the ranks are balanced. A slice is written by a rank that holds
     it. A component that belongs to each rank, such as its random streams, is stored once for each rank; the structure of a component says
     whether it does.
 
@@ -180,10 +180,10 @@ def _written(
     if component.is_own:
         for rank in chosen:
             tensors = ranks[rank].tensors.items()
-            yield from _some(rank, [(path, spec, whole_box(spec.shape)) for path, spec in tensors])
+            yield from _some(rank, [Piece(path, spec, whole_box(spec.shape)) for path, spec in tensors])
         return
     if counts_on_rank_zero(component.node):
-        whole = [(path, spec, whole_box(spec.shape)) for path, spec in component.tensors.items()]
+        whole = [Piece(path, spec, whole_box(spec.shape)) for path, spec in component.tensors.items()]
         yield from _some(0, whole) if 0 in chosen else ()
         return
     different = list({id(each): each for each in ranks}.values())
@@ -218,7 +218,7 @@ def _assign(paths: Collection[str], ranks: list[Described], of_rank_zero: Collec
     for path, spec, box, holders, nbytes in sorted(pieces, key=lambda piece: -piece[4]):
         rank = 0 if path in of_rank_zero else min(holders, key=lambda holder: (load[holder], holder))
         load[rank] += nbytes
-        mine[rank].append((path, spec, box))
+        mine[rank].append(Piece(path, spec, box))
     return mine
 
 

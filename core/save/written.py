@@ -1,7 +1,7 @@
 """`manifest_of`: what a rank knows of the manifest of a save, from its plan and the digests of what it wrote; and what the directory must hold."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import attrs
 
@@ -22,6 +22,20 @@ from trainfold.core.layout.slices import Box
 from trainfold.core.save.save_plan import ComponentPlan, SavePlan
 
 
+class PartDigests(NamedTuple):
+    """The digests of a tensor in a file, or of a box of one.
+
+    Attributes:
+        digest: of the bytes that were written; of a whole tensor it is the `leaf_digest` of the leaf.
+        pieces: the digests of each `PIECE_BYTES` of them, as `ShardRecord` has them.
+        whole: the `leaf_digest` of a leaf of which the first elements were written here, and the others by other ranks; otherwise empty.
+    """
+
+    digest: str
+    pieces: str = ""
+    whole: str = ""
+
+
 @final
 @attrs.frozen
 class WrittenFile:
@@ -31,15 +45,13 @@ class WrittenFile:
         name: a single path component.
         size_bytes: the size of the whole file.
         digest: the digest of the whole file; after its prefix it is what ``xxhsum -H2`` prints.
-        tensor_digests: leaf path -> digest of the bytes of the tensor, equal to the `leaf_digest` of the leaf.
-        piece_digests: leaf path -> the digests of each `PIECE_BYTES` of a larger tensor, as `ShardRecord` has them.
+        parts: the digests of its tensors, in the order of its plan.
     """
 
     name: str
     size_bytes: int
     digest: str
-    tensor_digests: Mapping[str, str]
-    piece_digests: Mapping[str, str] = attrs.field(factory=dict)
+    parts: tuple[PartDigests, ...] = ()
 
 
 @final
@@ -111,9 +123,9 @@ def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
     for index, file in enumerate(plan.files_of(rank)):
         found = written[file.name]
         files.append(FileRecord(file.name, file.component, file.rank, found.size_bytes, found.digest))
-        for placed in file.tensors:
-            digest, pieces = found.tensor_digests[placed.path], found.piece_digests.get(placed.path, "")
-            record = ShardRecord(index, placed.start, placed.stop, placed.box, digest, pieces)
+        for placed, (digest, pieces, whole) in zip(file.tensors, found.parts, strict=True):
+            shared = whole if placed.is_of_whole else None
+            record = ShardRecord(index, placed.start, placed.stop, placed.box, digest, pieces, shared)
             shards.setdefault((file.component, placed.path), []).append(record)
     components = tuple(_component_record(component, shards, rank, plan.world_size) for component in plan.components)
     return Manifest(head, plan.world_size, components, omitted, contract, versions, tuple(files))

@@ -156,7 +156,7 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
     if chosen is None:
         return state
     part = state_of({name: component for name, component in components_of(state).items() if name in chosen})
-    return part.evolve(contract=state.contract, origin=state.origin)
+    return part.evolve(contract=state.contract, origin=state.origin, stage=state.stage)
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:
@@ -175,7 +175,7 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     if new_weights and part.model is not None and isinstance(base.optimizer, OptimizerState):
         whole = whole.evolve(optimizer=with_fitting_masters(base.optimizer, part.model.params))
     origin = base.origin if part.trainer is None else part.origin  # the origin of the counters
-    return whole.evolve(contract={**base.contract, **part.contract}, origin=origin)
+    return whole.evolve(contract={**base.contract, **part.contract}, origin=origin, stage=base.stage)
 
 
 def _check_extra_name(name: object) -> None:

@@ -11,7 +11,6 @@ from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.json_values import SCALARS, Json, encode_scalar
 from trainfold.core.state.state import OptimizerState, TrainState
 
-STEP_PREFIX = "step."
 _MUTABLE = frozenset({list, dict, torch.Tensor})
 _GROUPS = "optimizer.groups["
 
@@ -111,26 +110,6 @@ def noted_settings(before: TrainState, after: Any) -> dict[str, Json]:
     if not known or known == checked_contract(_optimizer(after)):
         return {}
     return {key: value for key, value in known.items() if key.startswith(_GROUPS)}
-
-
-def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the part of a saved contract that a state carries for its next step.
-
-    Examples:
-        >>> step_contract({"step.accumulate": 4, "batch_size": 8})
-        {'step.accumulate': 4}
-    """
-    return {key: value for key, value in contract.items() if key.startswith(STEP_PREFIX)}
-
-
-def run_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the rest of a contract: what a state records of the run around it, such as a captured state of its loader.
-
-    Examples:
-        >>> run_contract({"step.accumulate": 4, "batch_size": 8})
-        {'batch_size': 8}
-    """
-    return {key: value for key, value in contract.items() if not key.startswith(STEP_PREFIX)}
 
 
 def checked_contract(contract: Mapping[str, Any]) -> dict[str, Json]:

@@ -1,13 +1,22 @@
-"""Kinds of contract keys: the subject of each key, and which keys only rank 0 compares."""
+"""Kinds of contract keys: the subject of each key, which keys only rank 0 compares, and which a state carries for its next step."""
 
 import re
 from collections.abc import Mapping
 from typing import Final
 
+from trainfold.core.json_values import Json
+
 _OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
 # The base rates that a scheduler writes into the groups of its optimizer.
 BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+STEP_PREFIX: Final = "step."
 OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that only rank 0 compares
+# The last parts of keys about the ranks that train a module.
+RANKS: Final = "(ranks)"  # their mesh
+WRAPPER: Final = "(wrapper)"  # DDP or FSDP2, where their sums have other bits
+PARTS: Final = "(parts)"  # a digest of the precisions of more parts than `(precision)` lists
+OF_MESH: Final = (RANKS, WRAPPER)  # another number of ranks has others
+OF_LATER: Final = (RANKS, WRAPPER, PARTS)  # older checkpoints do not have them
 _GROUPED: Final = re.compile(r"^attached\.\w+\.(groups|held)\[")  # a hyperparameter of an attached optimizer
 
 
@@ -49,6 +58,26 @@ def contract_kind(key: str) -> str:
         return _OWNERS[owner]
     name = key.removeprefix("step.")
     return name if name in {"batch_size", "accumulate", "horizon"} else "contract"
+
+
+def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the part of a saved contract that a state carries for its next step.
+
+    Examples:
+        >>> step_contract({"step.accumulate": 4, "batch_size": 8})
+        {'step.accumulate': 4}
+    """
+    return {key: value for key, value in contract.items() if key.startswith(STEP_PREFIX)}
+
+
+def run_contract(contract: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the rest of a contract: what a state records of the run around it, such as a captured state of its loader.
+
+    Examples:
+        >>> run_contract({"step.accumulate": 4, "batch_size": 8})
+        {'batch_size': 8}
+    """
+    return {key: value for key, value in contract.items() if not key.startswith(STEP_PREFIX)}
 
 
 def _attached_kind(key: str) -> str | None:

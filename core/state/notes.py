@@ -1,18 +1,30 @@
-"""Notes: entries of a contract that do not restrict a resume: unsaved state, trained parameters, first learning rates."""
+"""Notes: entries of a contract that do not restrict a resume: unsaved state, trained parameters, orders of sums, first learning rates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from trainfold.core.state.audit import UNSAVED
-from trainfold.core.state.contract_kinds import contract_kind
+from trainfold.core.state.contract_kinds import contract_kind, is_of_rank_zero
 
 RATES: Final = "rates"  # the key of the contract for them; never compared
 RATES_KEPT: Final = 3
 
 TRAINED: Final = "requires_grad"  # the key of the contract; restored, and never compared
 
+ORDERS: Final = "gradient_orders"  # the key of the contract; restored, and never compared
+
 _ATTACHED: Final = "attached."
-NOTES: Final = frozenset({UNSAVED, TRAINED})
+NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS})
+
+
+def is_of_each_rank(key: str) -> bool:
+    """Whether a key of the contract may differ between ranks, such as the device, the share of the data, or the list of unsaved state.
+
+    Examples:
+        >>> is_of_each_rank("environment.threads"), is_of_each_rank("unsaved"), is_of_each_rank("batch_size")
+        (True, True, False)
+    """
+    return key.startswith((UNSAVED, RATES)) or is_of_rank_zero(key)
 
 
 def notes_of(contract: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +87,25 @@ def trained_of(contract: Mapping[str, object], components: Collection[str] | Non
         str(path): value
         for path, value in pairs
         if type(value) is bool and (components is None or str(path).split(".", maxsplit=1)[0] in components)
+    }
+
+
+def gradient_orders_of(contract: Mapping[str, object]) -> dict[str, str]:
+    """Return the order in which each DDP wrapper sums gradients: its name -> the indices of its parameters.
+
+    Args:
+        contract: of a checkpoint.
+
+    Examples:
+        >>> gradient_orders_of({"gradient_orders": {"model": "1 0", "ema": "0x1"}}), gradient_orders_of({})
+        ({'model': '1 0'}, {})
+    """
+    noted = contract.get(ORDERS)
+    pairs = noted.items() if isinstance(noted, Mapping) else ()
+    return {
+        str(name): text
+        for name, text in pairs
+        if isinstance(text, str) and all(each.isascii() and each.isdigit() for each in text.split())
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from trainfold.core import tree
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidState
+from trainfold.core.layout.stage import Stage
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
@@ -129,8 +130,8 @@ class Opaque:
 class PerRank:
     """A component under ``extra`` of which each rank has its own value, such as a meter or a generator.
 
-    A save stores the value of each rank, and a load gives each rank its own again. Another number of ranks is refused (``per_rank``), unless
-    the value belongs to a share of the data and there are as many shares.
+    A save stores the value of each rank, or of the first rank of each share of the data, and a load gives each rank its own again. Another number
+    of ranks is refused (``per_rank``), unless the value belongs to a share and there are as many shares.
 
     Attributes:
         value: any tree.
@@ -193,6 +194,8 @@ class TrainState:
         contract: settings that a resume must keep, such as ``{"step.accumulate": 4}``. It is not a component. It is saved,
             restored by a resume, and compared by the next step.
         origin: the checkpoint that it descends from, for the manager that saves it; not saved, and equal in all states.
+        stage: the stages of a pipeline whose tensors it has, under their names in the whole model; None for a whole model. It is not saved:
+            a save puts the stages of all ranks together.
     """
 
     model: ModelState | None = None
@@ -204,6 +207,7 @@ class TrainState:
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     contract: Mapping[str, Any] = attrs.field(factory=dict, metadata=_STATIC, repr=False)
     origin: Origin = attrs.field(factory=Origin, metadata=_STATIC, repr=False, kw_only=True)
+    stage: Stage | None = attrs.field(default=None, metadata=_STATIC, repr=False, kw_only=True)
 
     def evolve(self, **changes: Any) -> "TrainState":
         """Return this state with some components replaced.

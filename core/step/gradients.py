@@ -93,6 +93,7 @@ def judge(  # noqa: PLR0913 (every one is named where it is called)
     where: str,
     fix: str = "continue from error.skipped, which is past this batch, or lower the learning rate",
     local: Callable[[torch.Tensor], torch.Tensor] = _itself,
+    is_part: bool = False,
 ) -> WindowResult:
     """Divide the gradients and read the results of the window; only gradients change.
 
@@ -104,6 +105,7 @@ def judge(  # noqa: PLR0913 (every one is named where it is called)
         where: for the error.
         fix: what a loop does about a loss that is not finite.
         local: the part of a gradient in this rank's memory.
+        is_part: whether other ranks have gradients of other parameters, so that this one may have none.
 
     Raises:
         InvalidBatch: on every rank, if the weight of the whole window is not positive.
@@ -123,7 +125,7 @@ def judge(  # noqa: PLR0913 (every one is named where it is called)
             found=weight,
             fix="drop batches without a valid token, or use larger windows",
         )
-    if not grads:
+    if not grads and not is_part:
         raise InvalidArgument(
             "loss_fn",
             expected="a loss that depends on a parameter that requires a gradient",

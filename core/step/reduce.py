@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import lru_cache
 
 import torch
 
@@ -60,12 +61,12 @@ def _local_numbers(totals: Totals, flats: list[torch.Tensor], names: list[str], 
     ratio_numbers, peak_numbers = rest[: len(ratios)], rest[len(ratios) :]
     suspect = not all(map(math.isfinite, [loss, weight, *peak_numbers]))
     flags = [float(suspect and rank == world.rank) for rank in range(world.size)]
-    return [loss, weight, totals.samples, float(_digest(names)), *flags, *ratio_numbers]
+    return [loss, weight, totals.samples, float(_digest(tuple(names))), *flags, *ratio_numbers]
 
 
 def _global(summed: list[float], names: list[str], world_size: int) -> Totals:
     loss, weight, samples, digest, *rest = summed
-    if digest != _digest(names) * world_size:
+    if digest != _digest(tuple(names)) * world_size:
         raise RanksDisagree(
             "metrics",
             expected=f"{names}, as on this rank",
@@ -94,5 +95,6 @@ def _grad(target: torch.nn.Parameter) -> torch.Tensor:
     return target.grad
 
 
-def _digest(names: list[str]) -> int:
+@lru_cache(maxsize=64)
+def _digest(names: tuple[str, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=_DIGEST_BYTES).digest(), "little")

@@ -16,7 +16,8 @@ from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.schedule import ScheduleFunction, check_schedule, describe_schedule
 from trainfold.core.rng import Key, fold_in, forked_rng
-from trainfold.core.state.contract import STEP_PREFIX, checked_contract, noted_settings, settings_at_risk
+from trainfold.core.state.contract import checked_contract, noted_settings, settings_at_risk
+from trainfold.core.state.contract_kinds import STEP_PREFIX
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, Scalar, TrainableState, TrainState
 from trainfold.core.step.batch_ramp import BatchRamp

@@ -56,7 +56,7 @@ _MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers
         "trainfold.backends.ranks.in_process": ("SingleProcess",),
         "trainfold.backends.ranks.torch_distributed": ("TorchCollectives",),
         "trainfold.backends.runs.api": ("load", "plan", "save"),
-        "trainfold.backends.runs.save": ("SaveResult",),
+        "trainfold.backends.runs.commit": ("SaveResult",),
         "trainfold.backends.stores.local": ("LocalStore",),
         "trainfold.core.errors": ("RestoreRefused", "ResumeRefused", "SaveFailed", "TrainfoldError"),
         "trainfold.core.format.fingerprint": ("fingerprint",),

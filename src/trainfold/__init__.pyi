@@ -25,7 +25,7 @@ from trainfold.adapters.requests.stop_file import StopFile as StopFile
 from trainfold.backends.ranks.in_process import SingleProcess as SingleProcess
 from trainfold.backends.ranks.torch_distributed import TorchCollectives as TorchCollectives
 from trainfold.backends.runs.api import load as load, plan as plan, save as save
-from trainfold.backends.runs.save import SaveResult as SaveResult
+from trainfold.backends.runs.commit import SaveResult as SaveResult
 from trainfold.backends.stores.local import LocalStore as LocalStore
 from trainfold.core.errors import (
     RestoreRefused as RestoreRefused,

@@ -3,10 +3,12 @@
 The names are re-exports, each documented where it lives.
 """
 
-from trainfold.backends.runs.load import CheckpointPassedOver, ResumeDrift, examined, resume_target
+from trainfold.backends.runs.begin import begin_checkpoint
+from trainfold.backends.runs.load import CheckpointPassedOver, ResumeDrift, resume_target
+from trainfold.backends.runs.one_view import examined
 from trainfold.backends.runs.quarantine_file import QuarantineIgnored
 from trainfold.backends.runs.restore import run_resume
-from trainfold.backends.runs.save import begin_checkpoint, run_save
+from trainfold.backends.runs.save import run_save
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.runs.snapshot import Snapshot, describe_state
 from trainfold.core.history.inventory import Inventory

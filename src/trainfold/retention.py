@@ -4,7 +4,7 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.backends.ranks.decide_best import decide_best, decide_best_n
-from trainfold.backends.runs.best_file import load_best, load_best_n, save_best
+from trainfold.backends.runs.best.best_file import load_best, load_best_n, save_best
 from trainfold.core.best.record import BestRecord, is_better, make_best_record, updated
 from trainfold.core.best.top_n import BestEntry, BestPlan, plan_best, rewound
 from trainfold.core.save.retention import (

@@ -5,6 +5,7 @@ The names are re-exports, each documented where it lives.
 
 from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec
+from trainfold.core.layout.stage import Stage, make_stage
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.spec import spec_of
@@ -31,9 +32,11 @@ __all__ = [
     "ParamGroup",
     "PerRank",
     "ScalarSpec",
+    "Stage",
     "TrainableState",
     "content_fingerprint",
     "make_progress",
+    "make_stage",
     "refresh_masters",
     "spec_of",
     "validate_components",

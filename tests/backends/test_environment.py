@@ -17,6 +17,9 @@ from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import ResumeRefused
+from trainfold.core.layout.shard import make_shard
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState
 
 
 def functional():
@@ -166,3 +169,15 @@ print(environment_of(TrainState())["environment.matmul_precision"])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip().endswith("'cuda': 'tf32'}")
     assert environment_of(functional())["environment.matmul_precision"] == "highest"
+
+
+def test_a_model_that_is_cut_over_ranks_has_the_device_of_its_parts():
+    """W09: without the device, the settings of CUDA's libraries were not compared either."""
+    state = functional()
+    cut = {
+        name: make_shard(leaf, shape=tuple(leaf.shape), starts=(0,) * leaf.dim())
+        for name, leaf in state.model.params.items()
+    }
+    sharded = state.evolve(model=ModelState(Leaves(cut), state.model.buffers))
+    assert environment_of(sharded) == environment_of(state)
+    assert environment_of(sharded)["environment.device"] == "cpu"

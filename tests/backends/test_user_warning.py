@@ -5,12 +5,12 @@ import torch
 from kit.backends.runs_cases import saved_run, state_at
 
 from trainfold.adapters.live.attach import attach
-from trainfold.adapters.live.optional import OptionalLeftOut
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.load import CheckpointPassedOver, ResumeDrift
 from trainfold.backends.runs.quarantine_file import QUARANTINE_FILE, QuarantineIgnored, quarantined
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import OptionalLeftOut
 
 
 class Unreachable:

@@ -11,10 +11,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainfold
 from trainfold.adapters.cli.verify import verify_checkpoint
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.fingerprint import content_fingerprint, fingerprint
-from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
+from trainfold.core.layout.shard import Shard, make_shard
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Opaque, Progress, TrainState
 
 COMPAT = Path(__file__).parents[1] / "compat"
 VERSIONS = sorted(path.name for path in COMPAT.glob("v*"))
@@ -49,6 +54,53 @@ def test_a_checkpoint_of_four_ranks_loads_on_one_with_the_bits_it_had(tmp_path):
     answer = verify_checkpoint(tmp_path / "run" / "step-00000001", contents=True)
     assert answer.error is None
     assert answer.data["components"][0]["contents"] == expected["model"]
+
+
+CUTS = {"rows": [[0]], "columns": [[], [0]], "few": [[0]], "listed": [[], [0]], "tied": [[0]]}
+
+
+def part_of(value, cuts, collectives):
+    """What a rank has of a tensor, without its values."""
+    box = make_placement(make_mesh((collectives.world_size,)), cuts).box(tuple(value.shape), (collectives.rank,))
+    sizes, starts = tuple(high - low for low, high in box), tuple(low for low, _ in box)
+    return make_shard(torch.zeros(sizes, dtype=value.dtype), shape=tuple(value.shape), starts=starts)
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_a_checkpoint_of_three_ranks_of_the_first_version_loads_on_any_number(world_size, tmp_path):
+    """R10, X04: rules of cuts, listed slices, ranks that hold nothing, a tie, and streams of each rank."""
+    shutil.copytree(COMPAT / "v1" / "ranks" / "run", tmp_path / "run", symlinks=True)
+    expected = json.loads((COMPAT / "v1" / "ranks" / "fingerprints.json").read_text())
+    manifest = read_manifest(LocalStore(tmp_path / "run"), "step-00000001")
+    assert {component.name: component.fingerprint for component in manifest.components} == expected["recorded"]
+    whole = trainfold.load(
+        tmp_path / "run", like=TrainState(trainer=Progress()), components=["model", "trainer", "ema"]
+    )
+    assert {name: each for name, each in content_fingerprint(whole).items() if name != "rng"} == {
+        name: expected[name] for name in ("model", "trainer", "ema")
+    }
+    answer = verify_checkpoint(tmp_path / "run" / "step-00000001", contents=True)
+    assert answer.error is None
+    assert answer.data["components"][0]["contents"] == expected["model"]
+
+    def loaded(collectives):
+        parts = {
+            name: part_of(leaf, CUTS[name], collectives) if name in CUTS else torch.zeros_like(leaf)
+            for name, leaf in whole.model.params.items()
+        }
+        parts["tied"] = parts["rows"]
+        like = whole.evolve(model=ModelState(Leaves(parts), whole.model.buffers))
+        names = ["model", "trainer", "ema", *(["rng"] if collectives.world_size == 3 else [])]
+        like = like.evolve(rng=Opaque({"counter": 9, "bits": torch.zeros(8, dtype=torch.uint8)}))
+        state = trainfold.load(tmp_path / "run", like=like, components=names, collectives=collectives)
+        for name, leaf in state.model.params.items():
+            saved = whole.model.params[name]
+            mine = saved[tuple(slice(*side) for side in leaf.box)] if isinstance(leaf, Shard) else saved
+            assert torch.equal(leaf.tensor if isinstance(leaf, Shard) else leaf, mine), name
+        return state.rng.value["counter"]
+
+    assert run_threads(world_size, loaded) == ([0, 1, 2] if world_size == 3 else [9] * world_size)
 
 
 @pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")

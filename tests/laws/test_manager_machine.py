@@ -27,7 +27,7 @@ from kit.laws.manager_machine_cases import (
 )
 
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.best_file import BestIgnored, load_best, save_best
+from trainfold.backends.runs.best.best_file import BestIgnored, load_best, save_best
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import read_inventory

@@ -11,17 +11,25 @@ import pytest
 
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 KEYS = {
+    "columns": {"rounds", "rows"},
     "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
+    "gaps": {"row"},
     "loop": {"rows"},
+    "many_ranks": {"parts", "cpu_secs"},
     "plan": {"plans", "ranks", "growth", "checkpoints", "find_newest_secs"},
     "ranks": {"size", "rounds", "rows"},
+    "replicas": {"hashed", "summed", "rows"},
+    "scale": {"saves", "resumes"},
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},
 }
 TARGETS = {
+    "columns": ["pieces: most", "exchange: most", "pieces: bytes", "exchange: bytes"],
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
+    "gaps": ["a piece in a gap"],
     "loop": ["attached loop, sync", "attached loop, async"],
+    "many_ranks": ["load", "inspect", "verify", "plan"],
     "plan": [
         "plan_save,",
         "plan_resume,",
@@ -33,7 +41,8 @@ TARGETS = {
     ],
     "ranks": [
         "a step",
-        "a save",
+        "a save, dcp /",
+        "a save, dcp, synced",
         "async call",
         "lost an async save",
         "the same mesh",
@@ -42,7 +51,19 @@ TARGETS = {
         "fsdp onto tp",
         "peak of a load",
     ],
+    "replicas": ["most bytes of a replica", "content sum"],
     "save": ["raw ceiling", "torch.save", "dcp.save", "safetensors", "CPU-s per GB", "fresh pages", "live memory"],
+    "scale": [
+        "plan of a save",
+        "root and the indexes",
+        "plan of reads",
+        "peak",
+        "replicated leaves",
+        "each once",
+        "bytes that they need",
+        "root, MB",
+        "index /",
+    ],
     "stall": [
         "call, ms",
         "longest step",

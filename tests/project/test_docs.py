@@ -10,13 +10,14 @@ import pkgutil
 import re
 import subprocess
 import sys
-import threading
 import tomllib
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from kit.adapters.async_save_drawing import holds_the_drawing_of_an_async_save
+from kit.system import rehearse_cases
 
 import trainfold
 from trainfold.adapters.cli import main
@@ -85,6 +86,8 @@ def inventory(tmp_path_factory) -> str:
             "--keep-going",
             "-b",
             "html",
+            "-D",
+            "html_theme=basic",  # as strict, and without the time that the theme of `make docs` takes for each page
             "-d",
             out / "trees",
             "docs",
@@ -192,6 +195,10 @@ def blocks(root: Path) -> list[tuple[str, str, str]]:
     ]
 
 
+rehearse = rehearse_cases.rehearse
+on_threads = rehearse_cases.on_threads
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory, warm_python) -> tuple[Path, str]:
     """A demo with a tiny model, real kills, and processes forked from one with torch: its folder, and its output."""
@@ -250,11 +257,23 @@ def attempts_in(rows: list[list[str]]) -> list[Attempt]:
             sizes = {str(index): round(each) for index in range(int(files[3]))}
         in_save = step is not None and step[1] != "in"
         kill = step and Kill(
-            int(step[2]) - (not in_save), "save" if in_save else "step", not files if in_save else None, sizes
+            int(step[2]) - (not in_save),
+            "save" if in_save else "step",
+            not files and not left.startswith("nothing") if in_save else None,
+            sizes,
         )
         resumed = texts[f"start {number}"]
         found.append(Attempt(None if resumed == "fresh" else resumed, 0, kill or None))
     return found
+
+
+def holds_the_table_of_two_processes(text, request):
+    """It equals the program's own table for the same facts, but for its title, which the table before it has."""
+    heading, *lines = text.splitlines()
+    rows = [cells(line, heading) for line in lines]
+    checks = tuple(Check(*row[:3]) for row in rows if row[3])
+    table = aligned(tables(Comparison(checks, tuple(attempts_in(rows)), 3, {}), ())[0])
+    assert text.splitlines() == table[1:]
 
 
 def holds_the_report_of_the_demo(text, request):
@@ -427,54 +446,20 @@ def holds_what_a_rehearsal_finds(text, request):
     assert [re.findall(r"\d+ of \d+", row)[0] for row in rows] == [row[2] for row in table.rows][: len(rows)]
 
 
-ASYNC_SAVE = "describe the structures", "copy what no update announces", "start ──", "hook: protect", "copy the last unread bytes", "last look", "commit, move", "report `committed`", "▶ delete"  # fmt: skip
-
-
-def holds_the_drawing_of_an_async_save(text, request):
-    """A save that an update overtakes does what the drawing shows, in that order."""
-    from trainfold.adapters.manager.contents import RunContents
-    from trainfold.adapters.manager.retention import Pruner
-    from trainfold.backends.hold.copy_room import CopyRoom
-    from trainfold.backends.hold.hold import Hold
-    from trainfold.backends.job import Job
-    from trainfold.backends.stores.memory import MemoryStore
-
-    seen, may_write = [], threading.Event()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    live = trainfold.attach(model, optimizer)
-
-    class Slow(MemoryStore):
-        def reserve(self, size_bytes):
-            may_write.wait(20)
-
-        def commit(self, name, data, *, replaces=None):
-            if name.endswith("manifest.json"):
-                seen.append("commit, move")
-            super().commit(name, data, replaces=replaces)
-
-    def watch(patch, owner, name, line):
-        real = getattr(owner, name)
-        patch.setattr(owner, name, lambda *args, **given: (seen.append(line), real(*args, **given))[1])
-
-    listener = lambda event: seen.append(f"report `{event.kind}`") if event.kind == "committed" else None
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        trainfold.CheckpointManager(Slow(), mode="async", on_event=listener) as manager,
-    ):
-        calls = (RunContents, "snapshot"), (CopyRoom, "copy_at_once"), (Job, "start"), (Hold, "protect"), (CopyRoom, "arena_for"), (Hold, "check_unchanged")  # fmt: skip
-        for (owner, name), line in zip(calls, ASYNC_SAVE, strict=False):
-            watch(patch, owner, name, line)
-        watch(patch, Pruner, "retain", ASYNC_SAVE[-1])
-        manager.save(live)
-        model(torch.randn(3, 4)).sum().backward()
-        optimizer.step()
-        may_write.set()
-        manager.drain()
-        manager._saves.wait_for_deletions()
-    assert tuple(dict.fromkeys(seen)) == ASYNC_SAVE
-    places = [text.index(line) for line in ASYNC_SAVE]
-    assert places == sorted(places)
+def holds_the_report_of_a_rehearsal_on_other_ranks(text, request):
+    """A rehearsal on 3 and 2 ranks, which are threads here, has the same rows, and the same answers in what is exact."""
+    _, table = text.split("\n\n")
+    title, heading, *lines = table.splitlines()
+    rows = [cells(line, heading) for line in lines]
+    found = request.getfixturevalue("on_threads")(rehearse_cases.RANKS, nproc=[3, 2], kills=2).tables[0]
+    assert title == found.title
+    assert heading.split() == " ".join(found.columns).split()
+    assert [re.sub(r"step \d+", "step #", row[0]) for row in rows] == [
+        re.sub(r"step \d+", "step #", row[0].strip()) for row in found.rows
+    ]
+    exact = {"trainer", "dataset"}
+    assert {row[0]: row[3] for row in rows if row[0] in exact} == dict.fromkeys(exact, "yes")
+    assert {row[0]: row[-1] for row in found.rows if row[0] in exact} == dict.fromkeys(exact, "yes")
 
 
 def holds_how_to_install(text, request):
@@ -491,7 +476,9 @@ HELD = {
     "python3 -m venv .venv && . .venv/bin/activate": holds_how_to_install,
     COMMAND: holds_a_rehearsal,
     "What differs, first things first": holds_what_a_rehearsal_finds,
+    "trainfold rehearse --nproc 3,2": holds_the_report_of_a_rehearsal_on_other_ranks,
     "One run, twice": holds_the_report_of_the_demo,
+    "                       never killed ": holds_the_table_of_two_processes,
     "trainfold ls runs/demo/killed": holds_what_to_look_at_next,
     "run.json                                        which run this is": holds_the_files_of_a_run,
     '{"format":"trainfold","schema_version":2,"run_id":"...","step":120,': holds_the_manifest,

@@ -47,7 +47,7 @@ VIOLATIONS = (  # folder, line, the tool's message
     ("core/format/structure", "from trainfold.core.format.manifest import Manifest", "trainfold.core.format.structure is not allowed to import trainfold.core.format.manifest"),
     ("backends/hold", "from trainfold.backends.stores.local import LocalStore", "trainfold.backends.hold is not allowed to import trainfold.backends.stores"),
     ("backends/hold", "from trainfold.backends.job import Job", "trainfold.backends.hold is not allowed to import trainfold.backends.job"),
-    ("properties", "from trainfold.backends.runs.save import SaveResult", "trainfold.properties is not allowed to import trainfold.backends"),
+    ("properties", "from trainfold.backends.runs.commit import SaveResult", "trainfold.properties is not allowed to import trainfold.backends"),
     ("adapters/live/loop", "from trainfold.adapters.live.live import Live", "trainfold.adapters.live.loop is not allowed to import trainfold.adapters.live.live"),
     ("adapters/cli/rehearse", "from trainfold.adapters.cli.diff import diff_checkpoints", "trainfold.adapters.cli.rehearse is not allowed to import trainfold.adapters.cli.diff"),
     ("adapters/cli/terminal", "from trainfold.adapters.cli.locate import open_run", "trainfold.adapters.cli.terminal is not allowed to import trainfold.adapters.cli.locate"),

@@ -382,7 +382,7 @@ def test_a_load_that_loses_a_bit_after_its_digest_was_checked_is_found_out(monke
                 tensor.view(-1).view(torch.uint8)[0] ^= 1
         return tensors
 
-    state = TrainState(trainer=Progress(1), extra={"ema": {"w": torch.zeros(3)}})
+    state = TrainState(trainer=Progress(1), extra={"ema": {"w": torch.zeros(5_000)}})
     laws.round_trips(state)
     monkeypatch.setattr(plan_reader, "read_tensors", careless)
     with pytest.raises(LawBroken, match=r"round trip: ema\['w'\]: element 0 is 0\.0 against 1\.4"):

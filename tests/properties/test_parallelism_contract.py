@@ -114,6 +114,21 @@ class WrongShare(Silent):
         self.coordinates = Coordinates(self.coordinates.world, World(0, ranks.world_size))
 
 
+class SumsInItsOwnOrder(Silent):
+    """Begins with its own terms: of three shares the sums have other bits on each rank."""
+
+    def __init__(self, ranks, model):
+        super().__init__(ranks, model)
+        self.ranks = ranks
+
+    def all_sum(self, tensors):
+        gathered = self.ranks.gather([each.clone() for each in tensors])
+        first, *others = [*gathered[self.ranks.rank :], *gathered[: self.ranks.rank]]
+        for other in others:
+            first = [one + two for one, two in zip(first, other, strict=True)]
+        return first
+
+
 def runner(kind):
     def wrap(ranks):
         return lambda model: (model, kind(ranks, model))
@@ -144,6 +159,13 @@ def test_whole_replicas_keep_the_promises(kind):
 def test_each_broken_promise_is_named(kind, rule):
     with pytest.raises(ContractBroken, match=rule):
         check_parallelism(runner(kind), world_sizes=(2,))
+
+
+def test_sums_that_each_rank_makes_in_its_own_order_are_named_on_three_ranks():
+    """A02: the order of two terms makes no difference, so the default is up to three ranks."""
+    with pytest.raises(ContractBroken, match="with 3 ranks: sums have the same bits on every rank"):
+        check_parallelism(runner(SumsInItsOwnOrder))
+    check_parallelism(runner(SumsInItsOwnOrder), world_sizes=(1, 2))
 
 
 def loss_fn(model, batch):

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "evaluate.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+TORCHRUN = ["--nproc-per-node=2", "--standalone"]
 
 
 def run_example(run, *options, ranks=(), warm=None, kill_after=None):
     """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix.
 
-    It runs in a Python of its own, as a user has it, or in a fork of one that has imported torch.
+    It runs in a Python of its own, as a user has it, or in a fork of one that has imported torch; with ``ranks``, under torchrun.
     """
-    lines = []
+    words, lines = [EXAMPLE, run, *options], []
+    command = warm.torchrun(ranks, *words) if ranks else warm.command(*words) if warm else [sys.executable, *words]
     with subprocess.Popen(
-        warm.command(EXAMPLE, run) if warm else [sys.executable, *ranks, str(EXAMPLE), str(run), *options],
+        command,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -36,7 +37,7 @@ def results(lines):
     return dict(line.split(": ", 1) for line in lines[-4:])
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow(5)
 def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(warm_python, tmp_path):
     """Q01, P30: it is killed in the middle and continues on another number of ranks with another batch size."""
     whole = run_example(tmp_path / "whole")
@@ -48,7 +49,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(warm_p
     assert results(rest) == results(whole)
 
     run_example(tmp_path / "other", warm=warm_python, kill_after="160 samples")
-    other = run_example(tmp_path / "other", "--batch-size", "14", ranks=TORCHRUN)
+    other = run_example(tmp_path / "other", "--batch-size", "14", warm=warm_python, ranks=TORCHRUN)
     assert 160 <= int(next(line for line in other if line.startswith("from sample")).split()[2]) < 500
     for name in (
         "loss",

@@ -20,7 +20,7 @@ from trainfold.core.errors import RunLocked, SaveFailed
 OURS = str(Path(trainfold.__file__).parent)
 HELPERS = (contextlib.__file__, threading.__file__)  # called by our own functions
 # Every n-th place is tried: in the usual run this reaches every call of a scene, and the two kinds of interrupt use different places.
-STRIDE = {"soak": 1, "laws": 29}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 149)
+STRIDE = {"soak": 1, "laws": 29}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 293)
 
 
 class TimeIsUp(Exception):

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import warnings
 
 import pytest
@@ -55,14 +54,14 @@ finally:
 """
 
 
-@pytest.mark.slow(12)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(("mode", "where"), [("sync", "in a save"), ("async", "between saves")])
-def test_the_survivor_of_a_killed_rank_saves_and_deletes_nothing_and_leaves_in_time(tmp_path, mode, where):
+def test_the_survivor_of_a_killed_rank_saves_and_deletes_nothing_and_leaves_in_time(warm_python, tmp_path, mode, where):
     """X10: torchrun sends SIGTERM at once and SIGKILL after 30 s; a request to save and stop cannot be agreed on without the dead rank."""
     script, run = tmp_path / "train.py", tmp_path / "run"
     script.write_text(PROGRAM)
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, mode, where, run],
+        warm_python.torchrun(["--standalone", "--nproc-per-node=2"], script, mode, where, run),
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     said = ended.stdout + ended.stderr
@@ -79,3 +78,75 @@ def test_the_survivor_of_a_killed_rank_saves_and_deletes_nothing_and_leaves_in_t
         warnings.simplefilter("ignore")
         found = trainfold.load(run, like=like, policy={"streams": "adapt"})
     assert found.trainer.step in ([2] if where == "in a save" else [2, 3]), (names, said)  # 3 may be under way
+
+
+READERS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import trainfold
+from trainfold.backends.stores.local import LocalStore
+from trainfold.core.format.fingerprint import fingerprint
+
+where, run = sys.argv[1:]
+rank = int(os.environ["RANK"])
+
+def die():
+    print("killed at", time.time(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Deadly(LocalStore):
+    def opened(self, name):
+        if rank == 1 and where == "in a load":
+            die()
+        return super().opened(name)
+
+def forward(x):
+    if rank == 1 and where == "in an evaluation" and x[0, 0] == 2.0:
+        die()
+    return {"loss": (model(x).sum(), len(x))}
+
+dist.init_process_group("gloo")
+ranks = trainfold.TorchCollectives(grace_secs=0.5)
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+live = trainfold.attach(model, optimizer)
+requests = trainfold.SignalRequests()
+try:
+    with trainfold.CheckpointManager(Deadly(run), every=1, requests=requests, collectives=ranks) as manager:
+        if not manager.restore(live).step:
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            live.advance(samples=4)
+            manager.step(live)
+        if rank == 0:
+            print("bits", fingerprint(live.capture())["optimizer"], flush=True)
+        batches = [torch.full((2, 8), float(index)) for index in range(4)]
+        found = trainfold.evaluate(forward, batches, {"loss": trainfold.metrics.Ratio()}, collectives=ranks, modules=model)
+        if rank == 0:
+            print("loss", found["loss"], flush=True)
+finally:
+    print("left at", time.time(), flush=True)
+"""
+
+
+@pytest.mark.slow(10)
+def test_a_rank_killed_in_an_evaluation_or_in_a_load_is_named_and_the_next_start_continues(warm_python, tmp_path):
+    """C07, X10: one run is started three times: it is killed in its first evaluation, then in a load, and then it is left alone."""
+    script, run, said = tmp_path / "train.py", tmp_path / "run", {}
+    script.write_text(READERS)
+    for where in ("in an evaluation", "in a load", "nowhere"):
+        ended = subprocess.run(
+            warm_python.torchrun(["--standalone", "--nproc-per-node=2"], script, where, run),
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        said[where] = ended.stdout + ended.stderr
+        assert ended.returncode == (where != "nowhere"), said[where]
+        if where != "nowhere":
+            killed, left = (float(re.search(f"{word} at ([0-9.]+)", said[where])[1]) for word in ("killed", "left"))
+            assert left - killed < 15, said[where]
+            assert "rank 1: expected every rank to take part, found no sign of it" in said[where]
+    bits = [re.findall(r"bits (\S+)", said[where]) for where in said]
+    assert bits == [bits[0], [], bits[0]], bits
+    assert len(bits[0]) == 1
+    assert "loss" in said["nowhere"]

@@ -24,6 +24,7 @@ from trainfold.adapters.cli.demo.kill import (
 from trainfold.adapters.cli.demo.settings import MADE_BY, SETTINGS_FILE, DemoSettings, write_settings
 from trainfold.adapters.cli.demo.timeline import Window, durable_secs, window_of
 from trainfold.adapters.cli.rehearse.moments import StepTimes
+from trainfold.adapters.cli.rehearse.options import under_torchrun
 from trainfold.adapters.cli.terminal import plot
 from trainfold.adapters.cli.terminal.output import Answer
 from trainfold.adapters.cli.terminal.progress import Display, display
@@ -52,7 +53,7 @@ def run_demo(directory: Path, settings: DemoSettings, *, command: Command = trai
     Args:
         directory: for everything that the demo writes; absent, empty, or from an earlier demo, which is replaced.
         settings: what to train.
-        command: maps the directory of a run to the command that starts the run.
+        command: maps the directory of a run to the command that starts the run, or one of its processes.
 
     Returns:
         The tables, and an error if the runs differ or the kills missed.
@@ -65,11 +66,15 @@ def run_demo(directory: Path, settings: DemoSettings, *, command: Command = trai
     """
     started = time.monotonic()
     directory = Path(local_path(str(directory)))
+
+    def launch(run: Path) -> list[str]:
+        return command(run) if settings.nproc == 1 else under_torchrun(command(run), settings.nproc)
+
     with _PLACE.prepared(directory):
         write_settings(settings, directory)
         console = Console(stderr=True)
         with display(console, steps=settings.steps) as shown:
-            attempts = _run_both(directory, settings, command=command, shown=shown)
+            attempts = _run_both(directory, settings, command=launch, shown=shown)
         return _conclude(directory, settings, attempts, started)
 
 
@@ -104,6 +109,7 @@ def _conclude(directory: Path, settings: DemoSettings, attempts: list[Attempt], 
     picture = _draw_losses(directory / PICTURE, one, other, comparison)
     timeline = _draw_timelines(directory / TIMELINE, {run: window_of(each) for run, each in events.items()})
     facts = [
+        *([("processes of each run", f"{settings.nproc}, under torchrun")] if settings.nproc > 1 else []),
         ("loss curves", picture),
         ("saves and steps", timeline),
         ("this table", str(directory / REPORT)),
@@ -112,7 +118,12 @@ def _conclude(directory: Path, settings: DemoSettings, attempts: list[Attempt], 
         ("seconds in all", f"{time.monotonic() - started:.1f}"),
     ]
     pictures = {"loss_curves": picture, "timelines": timeline}
-    data = {**report.as_json(comparison, other), **pictures, "secs": time.monotonic() - started}
+    data = {
+        "nproc": settings.nproc,
+        **report.as_json(comparison, other),
+        **pictures,
+        "secs": time.monotonic() - started,
+    }
     (directory / REPORT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return Answer(data, report.tables(comparison, facts), comparison.error)
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 from trainfold.adapters.cli.demo.corpus import Corpus, as_batch
 from trainfold.adapters.cli.demo.model import GPT
 from trainfold.adapters.evaluation.evaluate import evaluate
+from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.core.evaluate.suite import Suite
 from trainfold.core.metrics.ratio import Perplexity, Ratio
 from trainfold.core.metrics.topk import TopK
@@ -82,7 +83,7 @@ def held_out_losses(state: TrainState, model: GPT, corpus: Corpus) -> Measuremen
                 "top-5 accuracy": (logits, wanted),
             }
 
-        found = evaluate(forward, torch.split(corpus.heldout, size), SUITE)
+        found = evaluate(forward, torch.split(corpus.heldout, size), SUITE, collectives=SingleProcess())
         seen[size] = torch.cat(kept)
         loss = loss or float(found["loss"])
         once = torch.split(seen[max(BATCH_SIZES)], size * corpus.heldout[0, 1:].numel())
@@ -98,7 +99,7 @@ def held_out_losses(state: TrainState, model: GPT, corpus: Corpus) -> Measuremen
 
 
 def _exact(parts: Sequence[torch.Tensor]) -> float:
-    found = evaluate(lambda part: {"loss": (part, part.numel())}, parts, {"loss": Ratio()})
+    found = evaluate(lambda part: {"loss": (part, part.numel())}, parts, {"loss": Ratio()}, collectives=SingleProcess())
     return float(found["loss"])
 
 

@@ -1,18 +1,19 @@
 """Kills the demo's second run: chooses the moments, sends the signal, and finds out what each kill hit."""
 
-import contextlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import final
 
 import attrs
 
 from trainfold.adapters.cli.demo.settings import DemoSettings
 from trainfold.adapters.cli.rehearse.moments import StepTimes, Trigger, arms, plan_moments
+from trainfold.adapters.cli.rehearse.process import kill_each
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.printable import quoted
 from trainfold.core.rehearsal.entry import RecordedLine, decode_entry
@@ -47,7 +48,7 @@ class Kill:
 @final
 @attrs.frozen
 class Attempt:
-    """One process of a run, from its start to its end.
+    """One start of a run, by one process or several, to its end.
 
     Attributes:
         resumed_from: the directory of the checkpoint, or None for a fresh start.
@@ -90,10 +91,10 @@ def run_unharmed(run: Path, *, command: Command, watch: Watch) -> None:
     Raises:
         DemoFailed: if it ends with an error.
     """
-    with _process(run, command) as process:
-        for event in _events(process):
+    with _Processes(run, command) as processes:
+        for event in processes.events():
             watch(event)
-    _check_end(process, run)
+    processes.check_end()
 
 
 def run_and_kill(
@@ -130,19 +131,19 @@ def run_and_kill(
 def _attempt(run: Path, trigger: Trigger | None, pace: StepTimes, *, command: Command, watch: Watch) -> Attempt:
     seen: list[RecordedLine] = []
     killed_at = None
-    with _process(run, command) as process:
-        for event in _events(process):
+    with _Processes(run, command) as processes:
+        for event in processes.events():
             watch(event)
             seen.append(event)
             if killed_at is None and trigger is not None and arms(seen, trigger):
                 time.sleep(pace.delay_secs(trigger))
-                process.send_signal(signal.SIGKILL)  # no handler and no flush, as with the OOM killer of the kernel
+                processes.kill()
                 killed_at = time.monotonic()
     start = next((event for event in seen if event.kind == "start"), None)
-    if start is None or process.returncode != -signal.SIGKILL:
-        _check_end(process, run)
+    if start is None or processes.code != -signal.SIGKILL:
+        processes.check_end()
     assert start is not None
-    kill = _examine(run, seen) if process.returncode == -signal.SIGKILL else None
+    kill = _examine(run, seen) if processes.code == -signal.SIGKILL else None
     return Attempt(resumed_from=start.data["resumed_from"], first_step=start.step, kill=kill)
 
 
@@ -164,37 +165,60 @@ def _examine(run: Path, seen: list[RecordedLine]) -> Kill:
     return Kill(step=last.step, during="save", committed=committed, leftovers=leftovers)
 
 
-@contextlib.contextmanager
-def _process(run: Path, command: Command) -> "Iterator[subprocess.Popen[bytes]]":
-    with (
-        _stderr_of(run).open("ab") as stderr,
-        subprocess.Popen(command(run), stdout=subprocess.PIPE, stderr=stderr) as process,  # noqa: S603 - our own
-    ):
-        try:
-            yield process
-        except BaseException:
-            process.kill()  # an interrupted demo leaves no run behind
-            raise
+@final
+class _Processes:
+    """What a command started: one process, or torchrun and its ranks. Leaving the ``with`` block waits; by an error, it kills all of them.
 
+    Args:
+        run: the run's directory.
+        command: maps it to the command.
+    """
 
-def _stderr_of(run: Path) -> Path:
-    return run.with_suffix(".stderr")
+    def __init__(self, run: Path, command: Command) -> None:
+        self._run = run
+        self._stderr = run.with_suffix(".stderr")
+        with self._stderr.open("ab") as stderr:
+            self._first = subprocess.Popen(command(run), stdout=subprocess.PIPE, stderr=stderr)  # noqa: S603 - our own
+        self._pids = {self._first.pid}
 
+    def __enter__(self) -> "_Processes":
+        return self
 
-def _events(process: "subprocess.Popen[bytes]") -> Iterator[RecordedLine]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        event = decode_entry(line)
-        if event is not None:
-            yield event
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.kill()  # an interrupted demo leaves no run behind
+        assert self._first.stdout is not None
+        self._first.stdout.close()
+        self._first.wait()
 
+    @property
+    def code(self) -> int:
+        """The exit code of the command; negative for the signal that ended it."""
+        return self._first.wait()
 
-def _check_end(process: "subprocess.Popen[bytes]", run: Path) -> None:
-    if process.returncode != 0:
-        said = _stderr_of(run).read_text(encoding="utf-8", errors="replace").strip()
-        raise DemoFailed(
-            str(run),
-            expected="a run that ends with exit code 0",
-            found=f"exit code {process.returncode}, with this on its standard error:\n{quoted(said[-4000:])}\n",
-            fix="read the text above: the demo or this machine has a defect",
-        )
+    def events(self) -> Iterator[RecordedLine]:
+        """Yield each entry as it is written, until all processes have ended: each of them has the other end of the pipe."""
+        assert self._first.stdout is not None
+        for line in self._first.stdout:
+            event = decode_entry(line)
+            if event is not None:
+                self._pids.update(event.data.get("pids", []))
+                yield event
+
+    def kill(self) -> None:
+        """Send SIGKILL to all: no handler and no flush, as with the OOM killer of the kernel."""
+        if self._first.poll() is None:
+            kill_each([self._first.pid, *(self._pids - {self._first.pid})])  # torchrun first, so that it does not react
+
+    def check_end(self) -> None:
+        """Raise `DemoFailed` unless the command has ended well."""
+        if self.code != 0:
+            said = self._stderr.read_text(encoding="utf-8", errors="replace").strip()
+            raise DemoFailed(
+                str(self._run),
+                expected="a run that ends with exit code 0",
+                found=f"exit code {self.code}, with this on its standard error:\n{quoted(said[-4000:])}\n",
+                fix="read the text above: the demo or this machine has a defect",
+            )

@@ -238,6 +238,8 @@ def _left_text(kill: Kill) -> str:
     """What a kill during a save left on the disk."""
     if kill.committed:
         return "a complete checkpoint, not yet acknowledged"
+    if not kill.leftovers:
+        return "nothing: it had not written a file yet"  # ranks compare what they have first
     files = "1 file" if len(kill.leftovers) == 1 else f"{len(kill.leftovers)} files"
     return f"torn: {size_text(sum(kill.leftovers.values()))} in {files}, no manifest"
 

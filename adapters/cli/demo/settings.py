@@ -15,6 +15,7 @@ _MIN_STEPS = 6
 _SAVES = 6
 _BATCH_SIZE = 8
 _MICROBATCH_SIZE = 4
+_WORLDS = tuple(each for each in range(1, _BATCH_SIZE + 1) if _BATCH_SIZE % each == 0)
 _THREADS = 1  # two threads that wait for each other are slow on a busy machine
 
 
@@ -38,6 +39,7 @@ class DemoSettings:
         accumulate: microbatches per step.
         dropout: probability of dropout.
         heldout_bytes: length of the tail of the text that is used for the evaluation.
+        nproc: processes of each run, which share each batch. torchrun starts several.
     """
 
     steps: int
@@ -54,9 +56,12 @@ class DemoSettings:
     accumulate: int
     dropout: float
     heldout_bytes: int
+    nproc: int
 
 
-def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: bool = False) -> DemoSettings:
+def make_settings(
+    *, steps: int = 80, seed: int = 0, donate: bool = True, tiny: bool = False, nproc: int = 1
+) -> DemoSettings:
     """Return checked settings.
 
     Args:
@@ -64,12 +69,13 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
         seed: of everything that is random, >= 0.
         donate: whether a step may consume the storage of its input.
         tiny: a model of 30 thousand parameters instead of 5 million, for tests.
+        nproc: processes of each run, a divisor of the batch.
 
     Returns:
         The settings, with a checkpoint after each sixth of the run.
 
     Raises:
-        InvalidArgument: if there are too few steps to kill the run three times, or the seed is negative.
+        InvalidArgument: if there are too few steps to kill the run three times, the seed is negative, or the batch cannot be shared evenly by so many processes.
 
     Examples:
         >>> make_settings(steps=60).save_every
@@ -84,7 +90,16 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
         )
     if not 0 <= seed < 2**63:
         raise InvalidArgument("--seed", expected="an int in [0, 2**63)", found=seed, fix="pass another seed")
-    accumulate = accumulation_steps(per_step=_BATCH_SIZE, per_microbatch=_MICROBATCH_SIZE)
+    if nproc not in _WORLDS:
+        raise InvalidArgument(
+            "--nproc",
+            expected=f"one of {', '.join(map(str, _WORLDS))}, which share the {_BATCH_SIZE} samples of a batch evenly",
+            found=nproc,
+            fix="2 processes are enough to see it",
+        )
+    accumulate = accumulation_steps(
+        per_step=_BATCH_SIZE, per_microbatch=max(1, _MICROBATCH_SIZE // nproc), world_size=nproc
+    )
     check_plan(microbatches=None, accumulate=accumulate, max_steps=steps)  # the text is read again at its end
     size = (
         {"layers": 2, "width": 32, "heads": 2, "context": 16, "heldout_bytes": 1 << 10}
@@ -101,6 +116,7 @@ def make_settings(*, steps: int = 80, seed: int = 0, donate: bool = True, tiny: 
         batch_size=_BATCH_SIZE,
         accumulate=accumulate,
         dropout=0.1,
+        nproc=nproc,
         **size,
     )
 

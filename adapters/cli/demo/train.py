@@ -1,11 +1,12 @@
 """The training run of the demo, in its own process: the same command starts it and resumes it.
 
 ``python -m trainfold.adapters.cli.demo.train RUN [--async]`` reads the settings next to RUN, saves into RUN, appends its record to
-``RUN.jsonl`` and repeats the record on its standard output. With ``--async`` it saves in the background. It does not know whether it
-will be killed.
+``RUN.jsonl`` and repeats the record on its standard output. With ``--async`` it saves in the background. torchrun starts it on several
+processes: each computes its share of the batches, and rank 0 writes the record. It does not know whether it will be killed.
 """
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +21,14 @@ from trainfold.adapters.cli.demo.held_out import held_out_losses
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import DemoSettings, read_settings
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.in_process import SingleProcess
+from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.record_file import RecordFile
-from trainfold.core.data.cursor import make_cursor
+from trainfold.core.data.cursor import make_cursor, shard_of
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.schedule import horizon, wsd
 from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.save.events import Event
@@ -47,13 +51,16 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torc
     return Loss(sum=nats, weight=batch["y"].numel())
 
 
-def train(run: Path, settings: DemoSettings, log: RecordFile, *, in_background: bool = False) -> None:
+def train(
+    run: Path, settings: DemoSettings, log: RecordFile, *, ranks: Collectives, in_background: bool = False
+) -> None:
     """Train from the newest checkpoint of the run, or from the start, to the end; then evaluate.
 
     Args:
         run: the run's directory.
         settings: what to train.
         log: records each step and each save.
+        ranks: the processes of the run. Rank 0 evaluates, alone.
         in_background: save while the loop continues. The bits of the run do not depend on it.
     """
     corpus = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes)
@@ -69,39 +76,43 @@ def train(run: Path, settings: DemoSettings, log: RecordFile, *, in_background: 
         accumulate=settings.accumulate,
         clip_norm=1.0,
         donate=settings.donate,
+        collectives=ranks,
     )
     cursor = make_cursor(len(corpus.train), seed=settings.seed)
     fresh = init_state(model, adamw, seed=settings.seed, schedule=schedule, dataset=cursor)
-    state, resumed_from = resume_run(run, fresh)
+    state, resumed_from = resume_run(run, fresh, ranks)
     first = 0 if state.trainer is None else state.trainer.step
-    log.write("start", first, resumed_from=resumed_from)
-    with (_saves_in_background if in_background else _saves_in_the_loop)(run, settings, log) as boundary:
+    log.write("start", first, resumed_from=resumed_from, pids=ranks.gather(os.getpid()))
+    with (_saves_in_background if in_background else _saves_in_the_loop)(run, settings, log, ranks) as boundary:
         for done in range(first + 1, steps + 1):
             cursor = state.dataset
-            chosen = torch.from_numpy(cursor.batch_across(settings.batch_size))
+            share = shard_of(cursor.batch_across(settings.batch_size), ranks.rank, ranks.world_size)
+            chosen = torch.from_numpy(share)
             state, metrics = step(state, as_batch(corpus.train[chosen]))
             state = state.evolve(dataset=cursor.advance(settings.batch_size))
             log.write("step", done, loss=float(metrics["loss"]))
             boundary(state, done)
+    if ranks.rank != 0:
+        return
     measured = held_out_losses(state, model, corpus)
     log.write("done", steps, fingerprints=fingerprint(state), evaluation=measured.loss, measured=attrs.asdict(measured))
 
 
 @contextlib.contextmanager
-def _saves_in_the_loop(run: Path, settings: DemoSettings, log: RecordFile) -> Iterator[Boundary]:
+def _saves_in_the_loop(run: Path, settings: DemoSettings, log: RecordFile, ranks: Collectives) -> Iterator[Boundary]:
     """Save in the call: the loop waits for the disk."""
 
     def boundary(state: TrainState, done: int) -> None:
         if done % settings.save_every == 0 or done == settings.steps:
             log.write("save", done)
-            save(state, run)
+            save(state, run, collectives=ranks)
             log.write("saved", done)
 
     yield boundary
 
 
 @contextlib.contextmanager
-def _saves_in_background(run: Path, settings: DemoSettings, log: RecordFile) -> Iterator[Boundary]:
+def _saves_in_background(run: Path, settings: DemoSettings, log: RecordFile, ranks: Collectives) -> Iterator[Boundary]:
     """Save at the same steps while the loop continues.
 
     A commit is reported at the next boundary, so its record says how many seconds ago the manifest, which commits it, was written.
@@ -114,11 +125,11 @@ def _saves_in_background(run: Path, settings: DemoSettings, log: RecordFile) -> 
             written = (run / str(event.checkpoint) / MANIFEST).stat().st_mtime
             log.write("saved", event.step, secs_ago=max(0.0, time.time() - written))
 
-    with CheckpointManager(run, every=settings.save_every, mode="async", on_event=record) as manager:
+    with CheckpointManager(run, every=settings.save_every, mode="async", on_event=record, collectives=ranks) as manager:
         yield lambda state, done: manager.finish(state) if done == settings.steps else manager.step(state)
 
 
-def resume_run(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
+def resume_run(run: Path, fresh: TrainState, ranks: Collectives) -> tuple[TrainState, str | None]:
     """Load the newest complete checkpoint of a run; return its state and its name, or the fresh state and None if there is none.
 
     Raises:
@@ -128,8 +139,15 @@ def resume_run(run: Path, fresh: TrainState) -> tuple[TrainState, str | None]:
     if isinstance(planned, Refusal):
         if planned.finds_nothing:
             return fresh, None
-        return load(run, like=fresh), None  # raises, with every reason
-    return load(run, like=fresh), planned.checkpoint
+        return load(run, like=fresh, collectives=ranks), None  # raises, with every reason
+    return load(run, like=fresh, collectives=ranks), planned.checkpoint
+
+
+def _ranks(settings: DemoSettings) -> Collectives:
+    if settings.nproc == 1:
+        return SingleProcess()
+    torch.distributed.init_process_group("gloo")
+    return TorchCollectives()
 
 
 def main() -> int:
@@ -137,9 +155,13 @@ def main() -> int:
     run = Path(sys.argv[1])
     settings = read_settings(run.parent)
     torch.set_num_threads(settings.threads)
-    log = RecordFile(run.with_suffix(".jsonl"), watcher=sys.stdout.fileno(), clock=time.monotonic)
+    ranks = _ranks(settings)
+    if ranks.rank == 0:
+        log = RecordFile(run.with_suffix(".jsonl"), watcher=sys.stdout.fileno(), clock=time.monotonic)
+    else:
+        log = RecordFile(Path(os.devnull), clock=time.monotonic)
     try:
-        train(run, settings, log, in_background="--async" in sys.argv[2:])
+        train(run, settings, log, ranks=ranks, in_background="--async" in sys.argv[2:])
     except BrokenPipeError:  # the demo that reads this record has ended, so the result is not needed
         return 1
     finally:

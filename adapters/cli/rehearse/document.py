@@ -11,10 +11,10 @@ from trainfold.adapters.cli.rehearse.starts import Start
 
 def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
     """The whole result, in values that JSON can hold."""
-    conclusion = rehearsed.conclusion
+    conclusion, nproc = rehearsed.conclusion, rehearsed.settings.nproc
     return {
         "command": list(rehearsed.settings.command),
-        "settings": attrs.asdict(rehearsed.settings),
+        "settings": {**attrs.asdict(rehearsed.settings), "nproc": None if nproc is None else list(nproc)},
         "outcome": "never saved" if conclusion is None else conclusion.outcome,
         "identical": conclusion is not None and conclusion.outcome == "identical" and error_of(rehearsed) is None,
         "repeats_itself": conclusion is not None and not conclusion.noise,
@@ -25,6 +25,7 @@ def as_json(rehearsed: Rehearsed) -> dict[str, Any]:
         "noise": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.noise],
         "computed_again": [] if conclusion is None else [attrs.asdict(each) for each in conclusion.again],
         "unseeded_streams": [] if conclusion is None else list(conclusion.unseeded),
+        "components_of_ranks": list(rehearsed.of_ranks),
         "values_that_do_not_repeat": [] if conclusion is None else list(conclusion.restless),
         "reasons": [] if conclusion is None else list(conclusion.reasons),
         "failed": None if rehearsed.failed is None else str(rehearsed.failed),

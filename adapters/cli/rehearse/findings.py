@@ -8,7 +8,6 @@ import attrs
 
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, NeverSaved, NotRepeatable, ProgramFailed, ResumeDiffers
 from trainfold.adapters.cli.rehearse.kept import MeasuredDifference
-from trainfold.adapters.cli.rehearse.moments import saves_between
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.starts import Start
 from trainfold.adapters.cli.terminal.output import Table
@@ -38,6 +37,7 @@ class Rehearsed:
         measured: the size of the first difference between components; None without one, or if it could not be measured.
         room: bytes of a checkpoint, of all that are on the disk at once, and of the free space.
         failed: the failure of a program that does not repeat itself and was started again.
+        of_ranks: the components that were not compared because they belong to ranks, and starts had different numbers of them.
     """
 
     settings: RehearsalSettings
@@ -48,6 +48,12 @@ class Rehearsed:
     measured: MeasuredDifference | None = None
     room: Mapping[str, int] = attrs.field(factory=dict)
     failed: ProgramFailed | None = None
+    of_ranks: tuple[str, ...] = ()
+
+    @property
+    def has_position(self) -> bool:
+        """Whether the position in the data was compared."""
+        return any("dataset" in saved.components for saved in self.whole.stretch.saved.values())
 
     @property
     def kills(self) -> int:
@@ -132,8 +138,16 @@ def _noise(conclusion: Conclusion) -> str:
 
 
 def _not_repeatable(settings: RehearsalSettings, conclusion: Conclusion) -> TrainfoldError:
-    noise = _noise(conclusion)
     worst = max(conclusion.again, key=lambda pair: pair.apart, default=None)
+    if settings.is_resized and not conclusion.noise and worst is not None:
+        return ResumeDiffers(
+            f"start {worst.number} of the killed run",
+            expected=f"{worst.name} within {settings.tolerance} of the run that was never killed",
+            found=f"{float_of(worst.after)} and not {float_of(worst.before)} in step {worst.step}, {worst.apart:.2g} apart",
+            fix=f"rehearse with --nproc {rehearsed_on(settings)[0]} alone, which compares bits; if that finds nothing, record a value of all ranks, "
+            "since rank 0 has another share of the batch on another number of ranks, or pass a larger --tolerance",
+        )
+    noise = _noise(conclusion)
     if conclusion.outcome == "beyond" and worst is not None:
         return ResumeDiffers(
             f"start {worst.number} of the killed run",
@@ -193,7 +207,7 @@ def tables(rehearsed: Rehearsed, facts: Sequence[tuple[str, str]]) -> tuple[Tabl
         made += _noise_table(conclusion)
         made += _difference_tables(conclusion)
         made += _leaf_tables(conclusion, rehearsed.measured)
-        if conclusion.again:
+        if conclusion.again and conclusion.outcome != "samples":
             made.append(_again_table(conclusion))
         if conclusion.reasons:
             made.append(Table("Likely reasons", ("",), tuple((reason,) for reason in conclusion.reasons)))
@@ -208,19 +222,25 @@ def _history(rehearsed: Rehearsed) -> Table:
     if conclusion is not None:
         rows += [
             ("checkpoints", f"{saved}", f"{conclusion.checkpoints} compared", ""),
-            ("recorded values", f"{_count(whole)}", f"{conclusion.values} compared", ""),
+            ("recorded values", f"{_count(whole)}", f"{conclusion.values} compared{_apart(rehearsed)}", ""),
             ("a second whole run", "NOT the same" if conclusion.noise else "the same bits", "", ""),
             *((f"  stream of {name}", "not seeded: not compared", "", "") for name in conclusion.unseeded),
+            *(
+                (f"  {name} of each rank", "depends on their number: not compared", "", "")
+                for name in rehearsed.of_ranks
+            ),
             *((f"  recorded {name}", "does not repeat itself: not compared", "", "") for name in conclusion.restless),
         ]
     rows.append(("kills", "0", f"{rehearsed.kills} of {rehearsed.settings.kills}", ""))
     for start in rehearsed.killed:
-        rows.append((f"start {start.stretch.number}", "", start.resumed_from or "fresh", ""))
+        on = f" on {_ranks(rehearsed_on(rehearsed.settings), start)}" if rehearsed.settings.is_resized else ""
+        rows.append((f"start {start.stretch.number}", "", f"{start.resumed_from or 'fresh'}{on}", ""))
         rows.append((f"end {start.stretch.number}", "", hit_text(start), ""))
     rows.extend(_fingerprint_rows(rehearsed))
     if conclusion is not None:
         words = {
             "identical": "yes", "differs": "NO", "nothing": "nothing was compared", "unrepeatable": "the program does not repeat itself",
+            "samples": f"no, but the same steps{' and samples' if rehearsed.has_position else ''}",
             "within": f"no, but within {rehearsed.settings.tolerance}", "beyond": f"NO, beyond {rehearsed.settings.tolerance}",
         }  # fmt: skip
         rows.append((f"identical: {words[conclusion.outcome]}", "", "", ""))
@@ -306,10 +326,33 @@ def _again_table(conclusion: Conclusion) -> Table:
         (f"{pair.step}", f"{pair.number}", pair.name, f"{float_of(pair.before):.6g}", f"{float_of(pair.after):.6g}", f"{pair.apart:.2g}")
         for pair in worst
     )  # fmt: skip
-    columns = ("step", "start", "value", "before the kill", "after the resume", "apart")
+    before = "before the kill" if conclusion.noise else "never killed"
+    columns = ("step", "start", "value", before, "after the resume", "apart")
     return Table(
         f"Computed again after a resume: {len(conclusion.again)} values, the furthest apart first", columns, rows
     )
+
+
+def _apart(rehearsed: Rehearsed) -> str:
+    """How far the values of each resumed process on other numbers of ranks are from those of the whole run."""
+    conclusion = rehearsed.conclusion
+    if conclusion is None or conclusion.noise:
+        return ""
+    worst: dict[int, float] = {}
+    for pair in conclusion.again:
+        worst[pair.number] = max(worst.get(pair.number, 0.0), pair.apart)
+    each = [f"{apart:.2g} apart in start {number}" for number, apart in worst.items()]
+    return f"; up to {', '.join(each)}" if each else ""
+
+
+def rehearsed_on(settings: RehearsalSettings) -> tuple[int, ...]:
+    """How many ranks the starts of a run have, in turn; (1,) if the program starts its own."""
+    return settings.nproc or (1,)
+
+
+def _ranks(nproc: Sequence[int], start: Start) -> str:
+    count = nproc[(start.stretch.number - 1) % len(nproc)]
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _cut(text: str) -> str:
@@ -328,52 +371,6 @@ def hit_text(start: Start) -> str:
     if start.hit.during == "save":
         return f"SIGKILL{of} during the save of step {start.hit.step}"
     return f"SIGKILL{of} in step {start.hit.step + 1}"
-
-
-def curves(starts: Sequence[Start]) -> tuple[str, list[Mapping[int, float]]]:
-    """The first recorded value of each process, for the picture: its name, and step -> value."""
-    names = [name for start in starts for values in start.stretch.values.values() for name in values]
-    if not names:
-        return "", []
-    name = names[0]
-    return name, [
-        {step: float_of(values[name][-1]) for step, values in start.stretch.values.items() if name in values}
-        for start in starts
-    ]
-
-
-def not_rehearsed(rehearsed: Rehearsed) -> list[str]:
-    """What a run does sooner or later and did not do here. The tables list it, because its absence is easy to overlook."""
-    return [*_saves_not_hit(rehearsed), *_epochs_not_seen(rehearsed)]
-
-
-def _saves_not_hit(rehearsed: Rehearsed) -> list[str]:
-    saved = sorted({step for _, step in rehearsed.whole.stretch.saved})
-    if (
-        rehearsed.kills == 0
-        or saves_between(saved)
-        or not any(entry.kind == "save" for entry in rehearsed.whole.entries)
-    ):
-        return []
-    steps = rehearsed.settings.steps
-    return [
-        f"a kill during a save, because there was none between the first and the last: pass --every {max(1, steps // 3)} or less"
-    ]
-
-
-def _epochs_not_seen(rehearsed: Rehearsed) -> list[str]:
-    whole = rehearsed.whole
-    epochs = {entry.step: entry.data["epoch"] for entry in whole.entries if "epoch" in entry.data}
-    resumed = [start.stretch.resumed_at for start in rehearsed.killed if start.stretch.is_resumed]
-    if not epochs or not resumed or not any("dataset" in saved.components for saved in whole.stretch.saved.values()):
-        return []
-    if len(set(epochs.values())) == 1:
-        return [f"an epoch's end, which takes more than {whole.stretch.last_step} steps: pass more --steps"]
-    if all(epochs.get(step) != epochs.get(step - 1, 0) for step in resumed):
-        every = rehearsed.settings.every
-        other = every - 1 if every > 1 else 2
-        return [f"a resume inside an epoch, because each was at the end of one: pass another --every, such as {other}"]
-    return []
 
 
 def further(rehearsed: Rehearsed) -> list[tuple[str, str]]:

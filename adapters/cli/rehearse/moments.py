@@ -43,7 +43,14 @@ class StepTimes:
 
 
 def plan_moments(  # noqa: PLR0913 - keywords
-    *, steps: int, saved: Sequence[int], kills: int, seed: int, saves: bool = True, late: bool = False, ranks: int = 1
+    *,
+    steps: int,
+    saved: Sequence[int],
+    kills: int,
+    seed: int,
+    saves: bool = True,
+    late: bool = False,
+    ranks: Sequence[int] = (1,),
 ) -> list[Trigger]:
     """Choose the kills: one in each equal part of the steps after the first save; the second one (or the only one) hits a save.
 
@@ -56,7 +63,7 @@ def plan_moments(  # noqa: PLR0913 - keywords
         kills: how many kills.
         seed: of the choice.
         saves: whether the run records when a save starts.
-        ranks: how many there are. Of several, every second kill hits one, and the launcher ends the others.
+        ranks: how many each start has, in turn. Of several, every second kill hits one, and the launcher ends the others.
         late: always choose the last step before a save, so that as many steps as possible are trained again.
 
     Examples:
@@ -66,7 +73,7 @@ def plan_moments(  # noqa: PLR0913 - keywords
         [19, 29, 49]
         >>> plan_moments(steps=12, saved=[6, 12], kills=1, seed=1)[0].in_save
         False
-        >>> [trigger.rank for trigger in plan_moments(steps=60, saved=range(10, 61, 10), kills=4, seed=1, ranks=2)]
+        >>> [trigger.rank for trigger in plan_moments(steps=60, saved=range(10, 61, 10), kills=4, seed=1, ranks=[2])]
         [None, 0, None, 1]
     """
     chance = random.Random(seed)  # noqa: S311 - moments, not secrets
@@ -82,7 +89,8 @@ def plan_moments(  # noqa: PLR0913 - keywords
         if late:
             step = next((each for each in latest if each >= step), latest[-1])
         fraction = chance.random()
-        rank = chance.randrange(ranks) if ranks > 1 and number % 2 else None
+        there = ranks[number % len(ranks)]
+        rank = chance.randrange(there) if there > 1 and number % 2 else None
         triggers.append(Trigger(step, in_save, fraction, rank))
     return triggers
 

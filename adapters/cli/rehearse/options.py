@@ -30,7 +30,7 @@ class RehearsalSettings:
         tolerance: how far apart values may be after a resume, relative to the larger one, if the program does not
             repeat itself; None if none was given.
         patience_secs: how long a process may be silent before it counts as hanging.
-        nproc: how many processes torchrun starts the command on; None if the command starts its own.
+        nproc: how many processes torchrun starts the command on, for the starts of a run in turn; None if the command starts its own.
     """
 
     command: tuple[str, ...]
@@ -40,20 +40,35 @@ class RehearsalSettings:
     seed: int
     tolerance: float | None
     patience_secs: float
-    nproc: int | None = None
+    nproc: tuple[int, ...] | None = None
 
     @property
     def names_run(self) -> bool:
         """Whether the command names the directory for the program's files."""
         return any(PLACEHOLDER in word for word in self.command)
 
-    def command_for(self, run: Path) -> list[str]:
-        """The command with a directory in place of ``{run}``; torchrun starts it on several processes."""
+    @property
+    def is_resized(self) -> bool:
+        """Whether some starts have another number of processes."""
+        return len(set(self.nproc or ())) > 1
+
+    def command_for(self, run: Path, *, start: int = 1) -> list[str]:
+        """The command with a directory in place of ``{run}``; torchrun starts it on several processes.
+
+        Args:
+            run: the directory.
+            start: which start of the run it is, from 1.
+        """
         command = [word.replace(PLACEHOLDER, str(run)) for word in self.command]
         if self.nproc is None:
             return command
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}"]
-        return [*torchrun, "--no-python", *command]
+        return under_torchrun(command, self.nproc[(start - 1) % len(self.nproc)])
+
+
+def under_torchrun(command: Sequence[str], nproc: int) -> list[str]:
+    """The command that starts another one on several processes of this machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return [*torchrun, "--no-python", *command]
 
 
 def make_settings(  # noqa: PLR0913 - keywords
@@ -65,7 +80,7 @@ def make_settings(  # noqa: PLR0913 - keywords
     seed: int = 0,
     tolerance: float | None = None,
     patience_secs: float = 600.0,
-    nproc: int | None = None,
+    nproc: Sequence[int] | None = None,
 ) -> RehearsalSettings:
     """Return checked settings.
 
@@ -77,7 +92,7 @@ def make_settings(  # noqa: PLR0913 - keywords
         seed: of the moments of the kills, >= 0.
         tolerance: >= 0, or None.
         patience_secs: > 0.
-        nproc: at least 1, or None if the command starts its own processes.
+        nproc: each at least 1, or None if the command starts its own processes.
 
     Raises:
         InvalidArgument: naming the argument; nothing was started.
@@ -105,9 +120,16 @@ def make_settings(  # noqa: PLR0913 - keywords
         raise _bad("--tolerance", "a number >= 0", tolerance, "1e-3 lets values differ by a thousandth")
     if not patience_secs > 0:
         raise _bad("--patience", "a duration above 0", patience_secs, "10m waits ten minutes")
-    if nproc is not None and nproc < 1:
-        raise _bad("--nproc", "1 or more", nproc, "leave it out for a program that is one process, or starts its own")
-    return RehearsalSettings(tuple(command), steps, kills, cadence, seed, tolerance, patience_secs, nproc)
+    if nproc is not None and not (nproc and min(nproc) >= 1):
+        raise _bad(
+            "--nproc",
+            "1 or more",
+            min(nproc, default=0),
+            "leave it out for a program that is one process, or starts its own",
+        )
+    return RehearsalSettings(
+        tuple(command), steps, kills, cadence, seed, tolerance, patience_secs, None if nproc is None else tuple(nproc)
+    )
 
 
 def _bad(where: str, expected: str, found: Any, fix: str) -> InvalidArgument:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, final
@@ -83,8 +83,7 @@ class Program:
         victim = None if rank is None else self._rank_pids.get(rank)
         if victim is not None and self._process is not None:
             self._is_one_rank = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(victim, signal.SIGKILL)
+            kill_each([victim])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAUNCHER_SECS)
         self._end()
@@ -122,9 +121,7 @@ class Program:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._take_rest()
-        for pid in self._pids - {self._process.pid}:  # in a session of its own, as torchrun starts them
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_each(self._pids - {self._process.pid})
         self._process.wait()
         self._pids.discard(self._process.pid)
         late = time.monotonic() + _GONE_SECS
@@ -140,6 +137,13 @@ class Program:
         starts = [entry for entry in found if entry.kind == "start"]
         self._pids |= {entry.pid for entry in starts}
         self._rank_pids |= {entry.data["rank"]: entry.pid for entry in starts if "rank" in entry.data}
+
+
+def kill_each(pids: Iterable[int]) -> None:
+    """Send SIGKILL to each process that is still there: torchrun starts ranks in sessions of their own, so no signal to a group reaches them."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _is_there(pid: int) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from trainfold.adapters.cli.rehearse.document import as_json
 from trainfold.adapters.cli.rehearse.errors import ProgramFailed
 from trainfold.adapters.cli.rehearse.findings import Rehearsed, error_of, hit_text, tables
 from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, difference_size
+from trainfold.adapters.cli.rehearse.missed import not_rehearsed
 from trainfold.adapters.cli.rehearse.moments import Trigger, plan_moments
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.rehearse.starts import Run, Start, environment_of_programs, pace_of
@@ -26,6 +27,7 @@ from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.core.rehearsal.conclusion import conclude
 from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.number import float_of
+from trainfold.core.rehearsal.resized import of_ranks, without_ranks
 from trainfold.core.rehearsal.trajectory import NOTHING, differences, restless_parts
 
 WHOLE, AGAIN, KILLED = "whole", "again", "killed"
@@ -64,7 +66,7 @@ def run_rehearsal(directory: Path, settings: RehearsalSettings) -> Answer:
         _PLACE.mark(directory, {"command": list(settings.command), "steps": settings.steps, "seed": settings.seed})
         with display(Console(stderr=True), steps=settings.steps) as shown:
             rehearsed = _run_all(directory, settings, shown)
-        missed = report.not_rehearsed(rehearsed)
+        missed = not_rehearsed(rehearsed)
         facts = [("NOT rehearsed", each) for each in missed]
         facts += [
             ("values of each step", _draw(directory / PICTURE, rehearsed)),
@@ -98,7 +100,8 @@ def _run_all(directory: Path, settings: RehearsalSettings, shown: Display) -> Re
         return Rehearsed(settings, whole, None, (), None)
     again = run(AGAIN, "once more", lambda: kept[AGAIN].thin(whole.stretch.saved, None)).start()
     kept[AGAIN].clear_run()
-    restless = restless_parts(differences(whole.stretch, again.stretch))
+    pair, _ = _compared(settings, whole, again)
+    restless = restless_parts(differences(*(each.stretch for each in pair)))
     repeats = restless is not None
     if not repeats:
         shown.say(
@@ -126,12 +129,28 @@ def _run_all(directory: Path, settings: RehearsalSettings, shown: Display) -> Re
             break
         shown.say(f"  {hit_text(start)}")
     tolerance = None if failed is not None else settings.tolerance
-    conclusion = conclude(whole.stretch, again.stretch, [each.stretch for each in killed], tolerance=tolerance)
+    (whole, again, *killed), own = _compared(settings, whole, again, *killed)
+    conclusion = conclude(
+        whole.stretch,
+        again.stretch,
+        [each.stretch for each in killed],
+        tolerance=tolerance,
+        is_resized=settings.is_resized,
+    )
     found, other = (conclusion.noise, AGAIN) if conclusion.noise else (conclusion.found, KILLED)
     measured = difference_size(kept[WHOLE], kept[other], found)
     for name, each in kept.items():
         each.clear(except_step=measured.step if measured is not None and name in (WHOLE, other) else None)
-    return Rehearsed(settings, whole, again, tuple(killed), conclusion, measured, room.facts, failed)
+    return Rehearsed(settings, whole, again, tuple(killed), conclusion, measured, room.facts, failed, own)
+
+
+def _compared(settings: RehearsalSettings, *starts: Start) -> tuple[list[Start], tuple[str, ...]]:
+    """The starts without what belongs to ranks, if these have different numbers of them; and the names of what is left out."""
+    if not settings.is_resized:
+        return list(starts), ()
+    own = [each.stretch for each in starts]
+    left = [attrs.evolve(start, stretch=stretch) for start, stretch in zip(starts, without_ranks(own), strict=True)]
+    return left, of_ranks(own)
 
 
 def _moments(settings: RehearsalSettings, whole: Start, *, late: bool) -> list[Trigger]:
@@ -145,7 +164,7 @@ def _moments(settings: RehearsalSettings, whole: Start, *, late: bool) -> list[T
         seed=settings.seed,
         saves=any(entry.kind == "save" for entry in whole.entries),
         late=late,
-        ranks=settings.nproc or 1,
+        ranks=settings.nproc or (1,),
     )
     latest = settings.steps if says_steps or len(saved) == 1 else saved[-2]
     return [attrs.evolve(trigger, after_step=min(trigger.after_step, latest)) for trigger in found]
@@ -170,7 +189,7 @@ def _draw(path: Path, rehearsed: Rehearsed) -> str:
     if not name:
         return "not plotted: record some with live.record(loss=loss)"
     kills = [(start.hit.step, start.hit.during) for start in rehearsed.killed if start.hit is not None]
-    verdict = "the same bits" if error_of(rehearsed) is None else "NOT the same bits"
+    verdict = _verdict(rehearsed)
     with contextlib.suppress(OSError):
         try:
             plot.draw_losses(path, uninterrupted=whole, killed=killed, kills=kills, verdict=verdict, label=name)
@@ -179,6 +198,22 @@ def _draw(path: Path, rehearsed: Rehearsed) -> str:
     return str(path)
 
 
-def _curves(rehearsed: Rehearsed) -> tuple[str, list[Any]]:
-    name, found = report.curves([rehearsed.whole, *rehearsed.killed])
-    return name, found or [{}]
+def _curves(rehearsed: Rehearsed) -> tuple[str, list[Mapping[int, float]]]:
+    """The first recorded value of each process: its name, and step -> value."""
+    starts = [rehearsed.whole, *rehearsed.killed]
+    names = [name for start in starts for values in start.stretch.values.values() for name in values]
+    if not names:
+        return "", [{}]
+    name = names[0]
+    return name, [
+        {step: float_of(values[name][-1]) for step, values in start.stretch.values.items() if name in values}
+        for start in starts
+    ]
+
+
+def _verdict(rehearsed: Rehearsed) -> str:
+    """The end of the title of the picture."""
+    if error_of(rehearsed) is not None or rehearsed.conclusion is None:
+        return "NOT the same bits"
+    words = {"samples": "the same steps, other bits", "within": f"within {rehearsed.settings.tolerance}"}
+    return words.get(rehearsed.conclusion.outcome, "the same bits")

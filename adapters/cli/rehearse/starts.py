@@ -111,7 +111,7 @@ class Run:
         scan = Scan(self._home / "run", notes) if self._settings.names_run else None
         newest = scan.newest if scan is not None else 0
         program = Program(
-            self._settings.command_for(self._home / "run"),
+            self._settings.command_for(self._home / "run", start=self._number),
             environment={**self._environment, VARIABLE: encode_orders(orders)},
             record=notes / RECORD_NAME,
             output=notes / "output.txt",

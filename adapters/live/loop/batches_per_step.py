@@ -3,6 +3,8 @@
 import logging
 from typing import Any, Final, final
 
+from trainfold.backends.ranks.launcher import log_for_all
+
 _LOG: Final = logging.getLogger("trainfold")
 _SURE: Final = 2  # steps in a row that took as many batches
 
@@ -42,7 +44,7 @@ class Pace:
         if not is_whole:
             return
         if self._expected is not None and took != self._expected:
-            _LOG.warning(
+            log_for_all(
                 "live.advance: %d batches for each optimizer step before the resume and %d now: gradients are accumulated over another "
                 "number of batches; put it back, unless you changed it on purpose",
                 self._expected,

@@ -3,6 +3,8 @@
 import logging
 from typing import Final, final
 
+from trainfold.backends.ranks.launcher import log_for_all
+
 _LOG: Final = logging.getLogger("trainfold")
 _STEPS_TO_COMPARE: Final = 3
 
@@ -26,7 +28,7 @@ class DrawAhead:
         self._counted.append(batches)
         first, *others = self._counted
         if len(self._counted) == _STEPS_TO_COMPARE and first > others[0] == others[1] > 0:
-            _LOG.warning(
+            log_for_all(
                 "live.advance() has counted every batch that was handed out: %d at the first step, and %d at each of the next two. A "
                 "loop that draws batches ahead and counts them like that loses them at a resume: pass live.advance(samples=...), "
                 "the samples of the batches that the step was trained on, and attach a DataLoader that makes its batches itself",

@@ -12,6 +12,7 @@ from trainfold.adapters.live.loop.batch_stream import BatchStream
 from trainfold.adapters.live.loop.break_warnings import AGAIN, KEPT, LEFT_AFTER, NEXT_LOADER, STOPPED
 from trainfold.adapters.live.loop.draw_ahead import DrawAhead
 from trainfold.adapters.loaders.group import FeedGroup
+from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 
 _LOG: Final = logging.getLogger("trainfold")
@@ -220,7 +221,7 @@ class EpochBody:
         """Log a message about saves around a break, unless it was logged before."""
         if message not in self._warned:
             self._warned.add(message)
-            _LOG.warning(message, epoch)
+            log_for_all(message, epoch)
 
     # --- as a value ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from trainfold.adapters.live.loop.epoch_body import EpochBody, body_problems
 from trainfold.adapters.live.loop.loop_streams import LoopStreams
 from trainfold.adapters.live.loop.since_restore import SinceRestore
 from trainfold.adapters.loaders.group import FeedGroup, Samples, no_names
-from trainfold.backends.ranks.launcher import ranks_around
+from trainfold.backends.ranks.launcher import log_for_all, ranks_around
 from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.state.state import Opaque
 
@@ -51,7 +51,7 @@ class LoopData:
     ) -> Iterator[Any]:
         """Batches of one loader; in the body of `epochs`, those of one epoch, or up to a step of it."""
         if epochs is not None and self.feed.epoch >= epochs:
-            _LOG.warning("live.batches(epochs=%d) has no batch left: the run has had %d epochs; raise epochs= to extend it: "
+            log_for_all("live.batches(epochs=%d) has no batch left: the run has had %d epochs; raise epochs= to extend it: "
                          '"Train for fewer epochs than were done" in docs/how-to/change-a-run.md', epochs, self.feed.epoch)  # fmt: skip
         feed, name = self._feed(loader), loader or ""
         if self._body.epoch is None:
@@ -110,7 +110,8 @@ class LoopData:
             )
         return self.feed
 
-    def _feeds(self) -> dict[str, Feed]:
+    def feeds(self) -> dict[str, Feed]:
+        """Each loader by its name; ``""`` names the only one."""
         return self.feed.feeds if isinstance(self.feed, FeedGroup) else {"": self.feed}
 
     def _is_inside(self) -> bool:
@@ -131,7 +132,7 @@ class LoopData:
         if self._has_warned or last is None or last.has_ended or not feed.is_inside:
             return
         self._has_warned = True
-        _LOG.warning(
+        log_for_all(
             "live.batches() continues epoch %d, which the loop has left early; a plain loop would begin the next epoch there. "
             "For that, write `for epoch in live.epochs(n): for batch in live.batches(): ...`. To come back to the same epoch on "
             "purpose, as after an evaluation, let live.batches(steps=...) end the loop, and not a break",
@@ -184,7 +185,7 @@ class LoopData:
     def unaccounted(self) -> str | None:
         """Batches that were handed out and neither counted nor drawn ahead, as a text; None if there are none."""
         body = self._body
-        waiting = {name: feed.undelivered() for name, feed in self._feeds().items()}
+        waiting = {name: feed.undelivered() for name, feed in self.feeds().items()}
         if body.is_left():
             waiting.update(dict.fromkeys(body.left_early(), 0))
         count = max(0, sum(waiting.values()) - (self._ahead.depth or 0))
@@ -233,7 +234,7 @@ class LoopData:
         value = saved.value if isinstance(saved, Opaque) and isinstance(saved.value, dict) else {}
         if not is_pace(value.get("pace")):
             found.append(mismatch("state.dataset.pace", "two counts", repr(value["pace"])[:80], OTHER))
-        found += body_problems(value.get("body"), self._feeds())
+        found += body_problems(value.get("body"), self.feeds())
         if value.get("moves") not in (None, True):
             found.append(mismatch("state.dataset.moves", "True, or nothing", repr(value["moves"])[:80], OTHER))
         return found

@@ -14,6 +14,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart
 from trainfold.adapters.live.restore import refusals, write_all
 from trainfold.adapters.own_state.read_back import Difference, first_unequal
 from trainfold.adapters.streams.rng_streams import RngPart, preserved_rng
+from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core import tree
 from trainfold.core.errors import RestoreRefused
 from trainfold.core.format.codec import DENSE
@@ -66,7 +67,7 @@ class SinceRestore:
         if names:
             if message is not LEFT:
                 parts["rng"].write(self._streams)
-            _LOG.warning(message, ", ".join(names))
+            log_for_all(message, ", ".join(names))
 
     # --- a body that runs again from the middle of its epoch ------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class SinceRestore:
             if reasons:
                 raise RestoreRefused("live.epochs", reasons)
             write_all({name: part for name, part in parts.items() if name in changed}, kept)
-            _LOG.warning(
+            log_for_all(
                 "the run was saved in the middle of epoch %d, after the start of its body in live.epochs() had run. The resume has run "
                 "that start again, and what it changed is put back as it was saved: %s. Change on purpose before live.epochs(), "
                 "or after the first batch",

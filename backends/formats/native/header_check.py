@@ -5,12 +5,13 @@ from typing import Final, final
 
 import xxhash
 
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, TrainfoldError
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.strict_json import strict_json
-from trainfold.core.save.file_layout import header_of
+from trainfold.core.save.file_layout import Stored, header_of, stored_in
 
 _CHUNK_BYTES: Final = 16 << 20
 _LENGTH_BYTES: Final = 8
@@ -34,15 +35,19 @@ class HeaderCheck:
         self._directory = directory
         self._manifest = manifest
         self._checked: set[int] = set()
+        self._stored: Stored | None = None
 
+    @without_collecting
     def check(self, files: Iterable[int]) -> None:
         """Check these files of the manifest, by index.
 
         Raises:
             CheckpointDamaged: if the bytes of a header are not those that were written.
         """
+        if self._stored is None:
+            self._stored = stored_in(self._manifest)
         for index in sorted(set(files) - self._checked):
-            wanted = header_of(self._manifest, index)
+            wanted = header_of(self._manifest, index, stored=self._stored)
             name = f"{self._directory}/{self._manifest.files[index].name}"
             if wanted is not None and (found := self._store.read(name, stop=len(wanted))) != wanted:
                 if not _says_the_same(found, wanted):

@@ -1,25 +1,28 @@
 """`PlanReader`: carries out a `ReadPlan` on a store. The plan decides which bytes are read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 
 from trainfold.backends.formats.native.header_check import HeaderCheck
-from trainfold.backends.formats.native.reader import ReadRequest, fresh_tensor, read_tensors
+from trainfold.backends.formats.native.reader import ReadRequest, check_memory, fresh_tensor, read_tensors
+from trainfold.backends.formats.native.scatter import Inside, can_scatter
+from trainfold.backends.formats.native.small_shards import SMALL_BYTES, SmallShards
+from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.format.dtypes import STORED
+from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES, Manifest, TensorRecord
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box, intersect, whole_box
+from trainfold.core.layout.slices import Box
 from trainfold.core.optim.slot_layout import laid_out_like
 from trainfold.core.resume.reads import ComponentReads, ShardRead, TensorRead
 
 
 @final
 class PlanReader:
-    """Reads the tensors of one checkpoint into fresh memory on the devices of their targets.
+    """Reads the tensors of one checkpoint, into fresh memory on the devices of their targets or into memory that is there.
 
     Args:
         store: the run.
@@ -33,57 +36,103 @@ class PlanReader:
         self._files: Final = manifest.files
         self._headers: Final = HeaderCheck(store, directory, manifest)
 
-    def read(self, reads: ComponentReads, targets: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    def read(
+        self,
+        reads: ComponentReads,
+        targets: Mapping[str, Any],
+        *,
+        unread: UnreadTensors | None = None,
+        later: Collection[int] = (),
+    ) -> dict[int, torch.Tensor]:
         """Read the tensors of a component.
 
         Args:
             reads: the component's part of the plan.
             targets: leaf path -> the leaf of this run that decides the device and the memory layout.
+            unread: gets what is not read now; None for nothing.
+            later: the tensors that are not read now, by index.
 
         Returns:
-            Index in the component's table -> tensor; a slice where a slice was planned.
+            Index in the component's table -> tensor; a slice where a slice was planned; for what is read later, a meta tensor.
 
         Raises:
             CheckpointTorn: if a file is missing or too short.
             CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
             CheckpointHostile: if what is needed does not fit into memory.
         """
-        single = {index: each for index, each in reads.tensors.items() if each.is_one_read}
-        requests = without_collecting(self._requests)(single.values())
-        dense = dict(zip(single, read_tensors(self._store, requests), strict=True))
-        found = {
-            index: _onto(dense.pop(index) if index in single else self._assembled(each), targets.get(each.path))
-            for index, each in reads.tensors.items()
-        }
+        waits = frozenset() if unread is None else frozenset(later)
+        now = {index: each for index, each in reads.tensors.items() if index not in waits}
+        dense = dict(zip(now, without_collecting(self._fresh)(now.values()), strict=True))
+        found = {}
+        for index, each in reads.tensors.items():
+            target = _memory_of(targets.get(each.path))
+            if unread is not None and index in waits:
+                found[index] = unread.stand_in(self, each, target)
+            else:
+                found[index] = laid_out_like(dense.pop(index), target)
         self._headers.check(reads.files)  # last: a checkpoint that does not fit into memory is refused by then
         return found
 
-    def _assembled(self, read: TensorRead) -> torch.Tensor:
-        """A slice assembled from several reads, or from a part of one; what lies in one run of its memory is read there."""
-        record = read.record
-        box = whole_box(record.shape) if read.box is None else read.box
-        where = f"{self._store.url}/{self._directory} {record.path}"
-        out = fresh_tensor(tuple(stop - start for start, stop in box), record.dtype, where)
-        common = [intersect(each.box, box) or () for each in read.shards]
-        targets = [
-            out[_within(part, box)] if part == each.box else None
-            for part, each in zip(common, read.shards, strict=True)
-        ]
-        requests = [self._request(record, each, out) for each, out in zip(read.shards, targets, strict=True)]
-        pieces = read_tensors(self._store, requests)
-        for each, part, target, piece in zip(read.shards, common, targets, pieces, strict=True):
-            if target is None:
-                out[_within(part, box)] = piece[_within(part, each.box)]
-        return out
+    def read_into(self, reads: Sequence[tuple[TensorRead, torch.Tensor]]) -> None:
+        """Read tensors straight into memory that is there.
 
-    def _requests(self, reads: Iterable[TensorRead]) -> list[ReadRequest]:
-        return [self._request(each.record, each.shards[0]) for each in reads]
+        No other memory is used, except for a tensor on another device: it is read into memory of its own, one tensor after the other, and copied.
+
+        Args:
+            reads: the reads of a tensor, and its memory, of the planned shape and the stored dtype.
+
+        Raises:
+            CheckpointTorn: if a file is missing or too short.
+            CheckpointDamaged: if bytes have another digest; some of the memory is overwritten then.
+        """
+        here = [(read, out.detach()) for read, out in reads if can_scatter(out)]
+        read_tensors(self._store, [request for read, out in here for request in self._requests(read, out)])
+        for read, out in reads:
+            if not can_scatter(out):
+                read_tensors(self._store, self._requests(read, out.detach()))
+        torch.autograd.graph.increment_version([out for _, out in here])  # other writes are torch's own
+
+    def _fresh(self, reads: Iterable[TensorRead]) -> list[torch.Tensor]:
+        """The tensors in memory of their own."""
+        requests: list[ReadRequest] = []
+        found: list[torch.Tensor | None] = []
+        small = SmallShards(self._store, self._directory, self._files)
+        planned = list(reads)
+        shapes = [tuple(stop - start for start, stop in each.wanted) for each in planned]
+        sizes = [size_bytes(each.record.dtype, shape) for each, shape in zip(planned, shapes, strict=True)]
+        check_memory(self._store, sizes, lambda i: f"{self._first_file(planned[i])} {planned[i].record.path}")
+        for each, shape, size in zip(planned, shapes, sizes, strict=True):
+            if each.is_one_read and size > SMALL_BYTES:
+                requests.append(self._request(each.record, each.shards[0]))
+                found.append(None)
+                continue
+            out = fresh_tensor(shape, each.record.dtype, f"{self._store.url}/{self._directory} {each.record.path}")
+            if not small.take(each, out):
+                requests += self._requests(each, out)
+            found.append(out)
+        small.check()
+        given = (
+            tensor
+            for request, tensor in zip(requests, read_tensors(self._store, requests), strict=True)
+            if request.out is None
+        )
+        small.read()
+        return [next(given) if out is None else out for out in found]
+
+    def _first_file(self, read: TensorRead) -> str:
+        return f"{self._directory}/{self._files[read.shards[0].file].name}" if read.shards else self._directory
+
+    def _requests(self, read: TensorRead, out: torch.Tensor) -> list[ReadRequest]:
+        """The requests that read a tensor into its memory."""
+        return [self._request(read.record, each, out[_within(each.box, read.wanted)]) for each in read.shards]
 
     def _request(self, record: TensorRecord, read: ShardRead, out: torch.Tensor | None = None) -> ReadRequest:
         shard = record.shards[read.shard]
         first = (read.start - shard.start) // PIECE_BYTES * DIGEST_DIGITS
         last = -(-(read.stop - shard.start) // PIECE_BYTES) * DIGEST_DIGITS
         is_whole = (read.start, read.stop) == (shard.start, shard.stop)
+        sizes = tuple(stop - start for start, stop in shard.box)
+        starts = tuple(start - low for (start, _), (low, _) in zip(read.box, shard.box, strict=True))
         return ReadRequest(
             name=f"{self._directory}/{self._files[shard.file].name}",
             start=read.start,
@@ -94,7 +143,7 @@ class PlanReader:
             digest=shard.digest,
             path=record.path,
             out=out,
-            skip=read.skip,
+            inside=None if is_whole and read.box == shard.box else Inside(sizes, starts, read.start - shard.start),
             pieces="" if is_whole else shard.pieces[first:last],
         )
 
@@ -104,5 +153,5 @@ def _within(part: Box, box: Box) -> tuple[slice, ...]:
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True))
 
 
-def _onto(value: torch.Tensor, target: Any) -> torch.Tensor:
-    return laid_out_like(value, target.tensor if isinstance(target, Shard) else target)
+def _memory_of(target: Any) -> Any:
+    return target.tensor if isinstance(target, Shard) else target

@@ -10,6 +10,7 @@ import attrs
 import torch
 import xxhash
 
+from trainfold.backends.formats.native.scatter import Inside, Scatter, can_scatter
 from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import DIGEST_PREFIX
@@ -19,8 +20,6 @@ from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.manifest import DIGEST_DIGITS
 from trainfold.core.format.manifest import PIECE_BYTES as VERIFIED_BYTES
 from trainfold.core.tensor_memory import tensor_bytes
-
-__all__ = ["OpensFiles", "ReadRequest", "fresh_tensor", "read_tensors"]
 
 PIECE_BYTES: Final = 512 << 10  # hashed while it is still in the core's own cache
 _THREADS: Final = 2
@@ -53,7 +52,7 @@ class ReadRequest:
         digest: the digest that its bytes must have.
         path: the leaf path, for messages.
         out: a tensor to read into, or None for a fresh one.
-        skip: how many bytes of the range come before those of the tensor.
+        inside: for a part of a shard: where it lies in it. None if the range is the tensor.
         pieces: for a range that is a part of what the digest covers: the digests of each of its pieces, as a `ShardRecord` has them.
     """
 
@@ -66,7 +65,7 @@ class ReadRequest:
     digest: str
     path: str = ""
     out: torch.Tensor | None = None
-    skip: int = 0
+    inside: Inside | None = None
     pieces: str = ""
 
 
@@ -91,7 +90,10 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
     sizes: dict[str, int | None] = {}
     for request in requests:
         _check(store, request, sizes)
-    _check_memory(store, requests)
+    fresh = [request for request in requests if request.out is None]
+    check_memory(
+        store, [request.stop - request.start for request in fresh], lambda i: f"{fresh[i].name} {fresh[i].path}"
+    )
     # not in the threads: each of them would make the allocator keep another heap
     targets = [_target(store, request) for request in requests]
     runs = [list(run) for run in _by_file(requests)]
@@ -124,16 +126,21 @@ def fresh_tensor(shape: tuple[int, ...], dtype: str, where: str) -> torch.Tensor
         raise _too_large(where, "memory for it", size_bytes(dtype, shape)) from error
 
 
-def _check_memory(store: Store, requests: Sequence[ReadRequest]) -> None:
-    """Refuse a tensor that cannot fit, before any memory is touched. With overcommitted memory the allocator would not refuse it."""
-    fresh = [request for request in requests if request.out is None]
-    wanted = sum(request.stop - request.start for request in fresh)
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def check_memory(store: Store, sizes: Sequence[int], name: Callable[[int], str]) -> None:
+    """Refuse tensors that cannot fit, before any memory is touched. With overcommitted memory the allocator would not refuse them.
+
+    Args:
+        store: the run.
+        sizes: bytes of each tensor that gets fresh memory.
+        name: index of a tensor -> its file and path.
+
+    Raises:
+        CheckpointHostile: naming the largest.
+    """
+    wanted, limit = sum(sizes), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > limit:
-        largest = max(fresh, key=lambda request: request.stop - request.start)
-        raise _too_large(
-            f"{store.url}/{largest.name} {largest.path}".rstrip(), f"at most the {limit} bytes of memory here", wanted
-        )
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        raise _too_large(f"{store.url}/{name(largest)}".rstrip(), f"at most the {limit} bytes of memory here", wanted)
 
 
 def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> None:
@@ -144,18 +151,11 @@ def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> 
     if STORED[request.dtype].name != request.stored:
         raise _hostile(where, f"{request.dtype} stored as {STORED[request.dtype].name}", request.stored)
     span = request.stop - request.start
-    if request.start < 0 or not (request.skip + planned <= span if request.pieces else span == planned):
+    if request.start < 0 or not (_is_part(request) if request.inside is not None else span == planned):
         raise _hostile(where, f"a range of {planned} bytes", f"[{request.start}, {request.stop})")
     if request.name not in sizes:
         sizes[request.name] = store.size(request.name)
-    size = sizes[request.name]
-    if size is None or size < request.stop:
-        raise CheckpointTorn(
-            where,
-            expected=f"a file of at least {request.stop} bytes",
-            found="no file" if size is None else f"{size} bytes",
-            fix="this checkpoint lost bytes after it was committed: load an earlier one",
-        )
+    check_size(where, sizes[request.name], request.stop)
     out = request.out
     if out is not None and (str(out.dtype) != f"torch.{request.dtype}" or tuple(out.shape) != request.shape):
         raise InvalidArgument(
@@ -164,6 +164,32 @@ def _check(store: Store, request: ReadRequest, sizes: dict[str, int | None]) -> 
             found=f"{out.dtype}{list(out.shape)}",
             fix="pass a tensor like the saved one",
         )
+
+
+def check_size(where: str, size: int | None, least: int) -> None:
+    """Refuse a file that is missing or too short.
+
+    Raises:
+        CheckpointTorn: naming it.
+    """
+    if size is None or size < least:
+        raise CheckpointTorn(
+            where,
+            expected=f"a file of at least {least} bytes",
+            found="no file" if size is None else f"{size} bytes",
+            fix="this checkpoint lost bytes after it was committed: load an earlier one",
+        )
+
+
+def _is_part(request: ReadRequest) -> bool:
+    """Whether a tensor lies in its shard, and the range too; without the digests of pieces it must be the whole shard."""
+    inside, span = request.inside, request.stop - request.start
+    if inside is None or not inside.has(request.shape):
+        return False
+    whole = size_bytes(request.dtype, inside.shape)
+    if request.pieces:
+        return inside.offset % VERIFIED_BYTES == 0 and 0 <= inside.offset <= whole - span
+    return (inside.offset, span) == (0, whole)
 
 
 def _by_file(requests: Sequence[ReadRequest]) -> Iterator[list[int]]:
@@ -188,8 +214,8 @@ def _split(requests: Sequence[ReadRequest], run: list[int], limit_bytes: int) ->
 
 
 def _target(store: Store, request: ReadRequest) -> torch.Tensor:
-    """The tensor to read into: ``out`` itself if its memory has the order of the file, else a fresh one."""
-    if request.out is not None and _lies_plainly(request.out):
+    """The tensor to read into: ``out`` itself if it is in the memory of the CPU, else a fresh one."""
+    if request.out is not None and can_scatter(request.out):
         return request.out.detach()
     return fresh_tensor(request.shape, request.dtype, f"{store.url}/{request.name} {request.path}".rstrip())
 
@@ -197,20 +223,21 @@ def _target(store: Store, request: ReadRequest) -> torch.Tensor:
 def _given(request: ReadRequest, target: torch.Tensor) -> torch.Tensor:
     if request.out is None:
         return target
-    if not _lies_plainly(request.out):
+    if not can_scatter(request.out):
         with torch.no_grad():
             request.out.copy_(target)
     return request.out
 
 
 def _read_run(store: Store, requests: Sequence[ReadRequest], targets: Sequence[torch.Tensor], run: list[int]) -> None:
-    with _opened(store, requests[run[0]].name) as read_into:
+    with opened(store, requests[run[0]].name) as read_into:
         for index in run:
             _read(store, requests[index], targets[index], read_into)
 
 
 @contextmanager
-def _opened(store: Store, name: str) -> Iterator[ReadInto]:
+def opened(store: Store, name: str) -> Iterator[ReadInto]:
+    """Open a file once for many reads, if the store can."""
     if isinstance(store, OpensFiles):
         with store.opened(name) as read_into:
             yield read_into
@@ -219,10 +246,10 @@ def _opened(store: Store, name: str) -> Iterator[ReadInto]:
 
 
 def _read(store: Store, request: ReadRequest, target: torch.Tensor, read_into: ReadInto) -> None:
-    memory = tensor_bytes(target)
-    if request.pieces:
-        _read_pieces(store, request, memory, read_into)
+    if request.inside is not None or not target.is_contiguous():
+        _read_part(store, request, target, request.inside or Inside(request.shape, (0,) * target.dim()), read_into)
         return
+    memory = tensor_bytes(target)
     digest = xxhash.xxh3_128()
     for start in range(0, len(memory), PIECE_BYTES):
         piece = memory[start : start + PIECE_BYTES]
@@ -231,35 +258,45 @@ def _read(store: Store, request: ReadRequest, target: torch.Tensor, read_into: R
     _check_digest(store, request, request.digest, DIGEST_PREFIX + digest.hexdigest())
 
 
-def _read_pieces(store: Store, request: ReadRequest, memory: memoryview, read_into: ReadInto) -> None:
-    """Read the pieces in which a tensor lies: those inside of it into its memory, and what is beside it nowhere."""
-    size = request.stop - request.start
-    for number, low in enumerate(range(0, size, VERIFIED_BYTES)):
-        high = min(low + VERIFIED_BYTES, size)
-        first, last = max(low - request.skip, 0), min(high - request.skip, len(memory))
-        is_inside = last - first == high - low
-        piece = memory[first:last] if is_inside else memoryview(bytearray(high - low))
+def _read_part(store: Store, request: ReadRequest, target: torch.Tensor, inside: Inside, read_into: ReadInto) -> None:
+    """Read what a tensor lies in, piece by piece: straight into its memory where it is one run of it, else through one buffer."""
+    run = inside.run(target.shape) if target.is_contiguous() else None
+    memory = memoryview(b"") if run is None else tensor_bytes(target)
+    begin = 0 if run is None else run[0] * target.element_size() - inside.offset  # where the tensor begins in the range
+    scatter = Scatter(target, inside) if run is None else None
+    size, digest = request.stop - request.start, xxhash.xxh3_128()
+    step = VERIFIED_BYTES if request.pieces else PIECE_BYTES
+    buffer = memoryview(b"")
+    for number, low in enumerate(range(0, size, step)):
+        high = min(low + step, size)
+        is_direct = scatter is None and begin <= low and high <= begin + len(memory)
+        if not is_direct and not buffer:
+            buffer = memoryview(bytearray(min(step, size)))
+        piece = memory[low - begin : high - begin] if is_direct else buffer[: high - low]
         read_into(piece, request.start + low)
-        if not is_inside:
-            begin = first + request.skip - low
-            memory[first:last] = piece[begin : begin + last - first]
-        wanted = request.pieces[number * DIGEST_DIGITS :][:DIGEST_DIGITS]
-        _check_digest(store, request, DIGEST_PREFIX + wanted, DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(piece))
+        if request.pieces:
+            wanted = DIGEST_PREFIX + request.pieces[number * DIGEST_DIGITS :][:DIGEST_DIGITS]
+            _check_digest(store, request, wanted, DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(piece))
+        else:
+            digest.update(piece)
+        if scatter is not None:
+            scatter.put(piece, inside.offset + low)
+        elif not is_direct:
+            first, last = max(low, begin), min(high, begin + len(memory))
+            memory[first - begin : max(first, last) - begin] = piece[first - low : max(first, last) - low]
+    if not request.pieces:
+        _check_digest(store, request, request.digest, DIGEST_PREFIX + digest.hexdigest())
 
 
 def _check_digest(store: Store, request: ReadRequest, wanted: str, found: str) -> None:
     if found != wanted:
-        raise CheckpointDamaged(
-            f"{store.url}/{request.name} {request.path}".rstrip(),
-            expected=wanted,
-            found=found,
-            fix="the bytes changed on disk or on the way: verify the run, and load another checkpoint",
-        )
+        raise damaged(f"{store.url}/{request.name} {request.path}".rstrip(), wanted, found)
 
 
-def _lies_plainly(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor has the order of the file, so that bytes can be read straight into it."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def damaged(where: str, wanted: str, found: str) -> CheckpointDamaged:
+    """The error for bytes with another digest."""
+    fix = "the bytes changed on disk or on the way: verify the run, and load another checkpoint"
+    return CheckpointDamaged(where, expected=wanted, found=found, fix=fix)
 
 
 def _hostile(where: str, expected: object, found: object) -> CheckpointHostile:

@@ -4,6 +4,7 @@ A piece here is a run of consecutive bytes of a tensor, at most `PIECE_BYTES`; i
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Protocol, final, runtime_checkable
 
 import numpy as np
@@ -14,8 +15,9 @@ from trainfold.backends.stores.protocol import Buffer, Place, Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.manifest import PIECE_BYTES
+from trainfold.core.layout.slices import Box, run_blocks, whole_box
 from trainfold.core.save.file_layout import FilePlan, TensorPlacement
-from trainfold.core.save.written import WrittenFile
+from trainfold.core.save.written import PartDigests, WrittenFile
 from trainfold.core.tensor_memory import tensor_bytes
 
 
@@ -31,8 +33,11 @@ class PiecewiseTensor(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
 
-    def pieces(self, piece_bytes: int, place: Place | None = None) -> Iterator[memoryview]:
-        """Its bytes in order. The writer uses each piece before it requests the next. With ``place``, the bytes are in the memory it returns."""
+    def pieces(self, piece_bytes: int, place: Place | None = None, *, until: int | None = None) -> Iterator[memoryview]:
+        """Its bytes in order, up to one of them; a second call continues there. The writer uses each piece before it requests the next.
+
+        With ``place``, the bytes are in the memory it returns.
+        """
 
 
 def write_file(
@@ -64,8 +69,7 @@ def write_file(
         plan.name,
         plan.size_bytes,
         DIGEST_PREFIX + stream.whole.hexdigest(),
-        dict(stream.tensor_digests),
-        dict(stream.piece_digests),
+        tuple(stream.parts),
     )
 
 
@@ -75,8 +79,7 @@ class _Stream:
 
     def __init__(self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], where: str) -> None:
         self.whole = xxhash.xxh3_128()
-        self.tensor_digests: dict[str, str] = {}
-        self.piece_digests: dict[str, str] = {}
+        self.parts: list[PartDigests] = []
         self._plan = plan
         self._tensors = tensors
         self._where = where
@@ -91,7 +94,8 @@ class _Stream:
 
     def _parts(self, place: Place | None) -> Iterator[Buffer]:
         yield self._hashed(self._plan.header)
-        for placed in self._plan.tensors:
+        of_leaf: xxhash.xxh3_128 | None = None  # of the leaf whose first elements were written here
+        for placed, following in zip_longest(self._plan.tensors, self._plan.tensors[1:]):
             yield from self._padding(placed.start, placed.path)
             digest, pieces = xxhash.xxh3_128(), _PieceDigests() if placed.stop - placed.start > PIECE_BYTES else None
             begin = self._position
@@ -102,12 +106,19 @@ class _Stream:
                 digest.update(piece)
                 if pieces is not None:
                     pieces.update(piece)
+                if of_leaf is not None:
+                    of_leaf.update(piece)
                 yield self._hashed(piece)
             if self._position != placed.stop:
                 raise self._broken(placed.path, f"{placed.stop - placed.start} bytes", self._position - begin)
-            self.tensor_digests[placed.path] = DIGEST_PREFIX + digest.hexdigest()
-            if pieces is not None:
-                self.piece_digests[placed.path] = pieces.text()
+            of_leaf, whole = digest.copy() if placed.is_first_of_whole else of_leaf, ""
+            if of_leaf is not None and (following is None or following.path != placed.path):
+                for piece in self._rest_of(placed):
+                    of_leaf.update(piece)
+                whole, of_leaf = DIGEST_PREFIX + of_leaf.hexdigest(), None
+            self.parts.append(
+                PartDigests(DIGEST_PREFIX + digest.hexdigest(), "" if pieces is None else pieces.text(), whole)
+            )
         yield from self._padding(self._plan.size_bytes, "the end")
 
     def _hashed(self, piece: Buffer) -> Buffer:
@@ -125,13 +136,22 @@ class _Stream:
         tensor = self._tensors.get(placed.path)
         if tensor is None:
             raise self._broken(placed.path, "a tensor for each planned path", "none")
-        if tuple(tensor.shape) != placed.shape or str(tensor.dtype) != f"torch.{placed.dtype}":
-            expected = f"torch.{placed.dtype}{list(placed.shape)}"
-            raise self._broken(placed.path, expected, f"{tensor.dtype}{list(tensor.shape)}")
+        shape = placed.shape if placed.held is None else tuple(stop - start for start, stop in placed.held)
+        if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{placed.dtype}":
+            raise self._broken(placed.path, f"torch.{placed.dtype}{list(shape)}", f"{tensor.dtype}{list(tensor.shape)}")
         if not isinstance(tensor, torch.Tensor):
-            return tensor.pieces(PIECE_BYTES, place)
-        data = tensor_bytes(tensor)
-        return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
+            return tensor.pieces(PIECE_BYTES, place, until=placed.bytes_held[1])
+        return _cut(tensor if placed.held is None else _box_of(tensor, placed.box, placed.held))
+
+    def _rest_of(self, placed: TensorPlacement) -> Iterator[memoryview]:
+        """The bytes after those that were written, of a tensor whose digest is recorded here."""
+        tensor = self._tensors[placed.path]
+        if not isinstance(tensor, torch.Tensor):
+            yield from tensor.pieces(PIECE_BYTES)
+            return
+        held = whole_box(tuple(tensor.shape))
+        for box in run_blocks(placed.bytes_held[1] // tensor.element_size(), tensor.numel(), tuple(tensor.shape)):
+            yield from _cut(_box_of(tensor, box, held))
 
     def _broken(self, what: str, expected: object, found: object) -> SaveFailed:
         return SaveFailed(
@@ -140,6 +160,18 @@ class _Stream:
             found=found,
             fix="plan the save again from the state that is saved; it changed after it was planned",
         )
+
+
+def _box_of(tensor: torch.Tensor, box: Box, held: Box) -> torch.Tensor:
+    """The box of a tensor that holds another one."""
+    return tensor.detach()[
+        tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, held, strict=True))
+    ]
+
+
+def _cut(tensor: torch.Tensor) -> Iterator[memoryview]:
+    data = tensor_bytes(tensor)
+    return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
 
 
 @final

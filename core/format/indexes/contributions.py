@@ -1,6 +1,6 @@
 """What each rank contributes to the fingerprint of a component, so that no rank has to know the digest of every part that the others wrote."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -18,8 +18,9 @@ class Contribution:
     """What a rank wrote of a component.
 
     Attributes:
-        whole: the tensors that it wrote whole, as text: ``index:digest`` without the digests' prefix, joined by commas.
-        parts: the digest of the parts of other tensors that it wrote; empty for none.
+        whole: the tensors that it wrote whole, or of which it wrote the first elements and all ranks hold the others, as text: ``index:digest`` without
+            the digests' prefix, joined by commas.
+        parts: the digest of the parts of tensors that no rank holds whole; empty for none.
         own: the fingerprint of what it alone has; empty for a component that all ranks share.
     """
 
@@ -28,33 +29,45 @@ class Contribution:
     own: str = ""
 
 
-def contribution_of(component: ComponentRecord, manifest: Manifest, rank: int) -> Contribution:
-    """What a rank contributes.
+def contributions_of(component: ComponentRecord, manifest: Manifest, ranks: Collection[int]) -> dict[int, Contribution]:
+    """What ranks contribute, in the order in which they are given.
 
     Args:
-        component: with at least the shards of the rank.
+        component: with at least the shards of these ranks.
         manifest: whose files the shards lie in.
-        rank: the rank.
+        ranks: the ranks.
     """
     if component.is_own:
-        lines = [(str(record.spec), tensor_digest(record)) for record in component.tensors[rank]]
-        return Contribution(own=component_fingerprint(f"{component.name}@{rank}", [(component.nodes[rank], lines)]))
-    whole, parts = [], []
+        return {rank: _own(component, rank) for rank in ranks}
+    whole: dict[int, list[str]] = {rank: [] for rank in ranks}
+    parts: dict[int, list[str]] = {rank: [] for rank in ranks}
+    writers = [file.rank for file in manifest.files]
     for number, record in enumerate(component.tensors[0]):
+        all_of_it, kind = whole_box(record.shape), str(record.spec)
         for shard in record.shards:
-            if manifest.files[shard.file].rank != rank:
+            rank = writers[shard.file]
+            if rank not in whole:
                 continue
-            if shard.box == whole_box(record.shape):
-                whole.append(f"{number}:{shard.digest.removeprefix(DIGEST_PREFIX)}")
-            else:
-                parts.append(f"{record.path}\t{record.spec}\t{shard.box}\t{shard.digest}\n")
-    return Contribution(",".join(whole), digest_of(_bytes(parts)) if parts else "")
+            of_all = shard.digest if shard.box == all_of_it else shard.whole
+            if of_all:
+                whole[rank].append(f"{number}:{of_all.removeprefix(DIGEST_PREFIX)}")
+            elif of_all is None:
+                parts[rank].append(f"{record.path}\t{kind}\t{shard.box}\t{shard.digest}\n")
+    return {
+        rank: Contribution(",".join(whole[rank]), digest_of(_bytes(parts[rank])) if parts[rank] else "")
+        for rank in whole
+    }
+
+
+def _own(component: ComponentRecord, rank: int) -> Contribution:
+    lines = [(str(record.spec), tensor_digest(record)) for record in component.tensors[rank]]
+    return Contribution(own=component_fingerprint(f"{component.name}@{rank}", [(component.nodes[rank], lines)]))
 
 
 def fingerprint_from(name: str, node: Json, kinds: Sequence[str], contributions: Mapping[int, Contribution]) -> str:
     """The fingerprint of a component.
 
-    Law: for a component whose tensors are stored whole, it is that of the same component of a state.
+    Law: for a component whose tensors ranks hold whole, it is that of the same component of a state, however they share the writing.
 
     Args:
         name: the component.
@@ -83,7 +96,7 @@ def fingerprint_in(component: ComponentRecord, manifest: Manifest) -> str:
     ranks = {0, *(file.rank for file in manifest.files if file.component == component.name)}
     if component.is_own:
         ranks = set(range(len(component.nodes)))
-    contributions = {rank: contribution_of(component, manifest, rank) for rank in sorted(ranks)}
+    contributions = contributions_of(component, manifest, sorted(ranks))
     kinds = [] if component.is_own else [str(record.spec) for record in component.tensors[0]]
     return fingerprint_from(component.name, component.nodes[0], kinds, contributions)
 

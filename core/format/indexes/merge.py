@@ -1,31 +1,26 @@
 """Puts the root of a checkpoint and the indexes of its ranks together, as the document that `parse_manifest` checks."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Collection, Mapping
+from operator import attrgetter
+from typing import Any, Final
 
-from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointDamaged, CheckpointTorn, TrainfoldError
-from trainfold.core.format.dtypes import STORED, size_bytes
-from trainfold.core.format.manifest import INDEX_FORMAT, box_by_rule
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.format.indexes.needed import Missing, Needs, Tables, ranks_that_meet
+from trainfold.core.format.indexes.proved import OF_ONE_RANK, ReadIndex, index_of, index_rows
+from trainfold.core.format.indexes.shard_rows import ShardRows
+from trainfold.core.format.manifest import MAX_DIMENSIONS
 from trainfold.core.format.strict_json import (
-    digest_text,
     fields,
     hostile,
     int_of,
     list_of,
     object_of,
-    single_name,
     sized,
-    strict_json,
     text_of,
 )
 from trainfold.core.json_values import Json, shown
-from trainfold.core.layout.mesh import make_mesh
-from trainfold.core.layout.placement import Placement, make_placement
-from trainfold.core.layout.slices import Box
-
-ReadIndex: TypeAlias = Callable[[str, int], bytes | None]
-"""Returns the bytes of a file of the checkpoint by its name and size; None if there is no such file."""
+from trainfold.core.layout.placement import Placement, placement_of
 
 _BODY_FIELDS: Final = {
     "world_size",
@@ -38,18 +33,23 @@ _BODY_FIELDS: Final = {
     "indexes",
     "index",
 }
-_MOST_SIDES: Final = 64
-_OLDER: Final = "use an older checkpoint of the run"
+_BOX: Final = attrgetter("box")
 
 
-def merged(document: Mapping[str, Any], head_fields: set[str], where: str, read: ReadIndex | None) -> dict[str, Any]:
-    """The root with the shards of all ranks in its tables.
+def merged(
+    document: Mapping[str, Any], head_fields: set[str], where: str, read: ReadIndex | None, needs: Needs | None = None
+) -> tuple[dict[str, Any], frozenset[int] | None]:
+    """The root with the shards of all ranks in its tables, or of as many ranks as have what is needed.
 
     Args:
         document: the root, version 2.
         head_fields: the fields of its head.
         where: its path, for errors.
         read: reads the indexes of other ranks; None for a checkpoint that must have none.
+        needs: what a rank needs; None for everything.
+
+    Returns:
+        The document, and the ranks whose indexes are in it; None for all of them.
 
     Raises:
         CheckpointTorn: if an index is missing.
@@ -58,50 +58,60 @@ def merged(document: Mapping[str, Any], head_fields: set[str], where: str, read:
     """
     fields(document, head_fields | _BODY_FIELDS, where, exact=True)
     layouts = [_layout(each, where) for each in list_of(document["layouts"], where)]
-    rows = [_index_row(each, where) for each in list_of(document["indexes"], where)]
-    indexes = {0: object_of(document["index"], where)}
-    for row in rows:
-        if row["rank"] in indexes:
-            raise hostile(where, "each rank once among the indexes", row["rank"])
-        indexes[row["rank"]] = _index(row, where, read)
+    rows = index_rows(document, where)
+    by_rank = {row["rank"]: row for row in rows}
+    if len(by_rank) != len(rows) or 0 in by_rank:
+        raise hostile(where, "each rank once among the indexes", [row["rank"] for row in rows][:8])
     files = _files(document, where)
-    components = [_component(each, indexes, files, layouts, where) for each in list_of(document["components"], where)]
-    known = {each["name"] for each in components}
+    described = _described(document["components"], where)
+    tables = {each["name"]: _table(each["tensors"], layouts, where) for each in described if "node" in each}
+    indexes: dict[int, dict[str, Any]] = {}
+
+    def add(rank: int) -> None:
+        known = None if needs is None else needs.opened.get(rank)
+        if known is None:
+            known = object_of(document["index"], where) if rank == 0 else index_of(by_rank[rank], where, read)
+        indexes[rank] = known
+        _add_shards(rank, indexes[rank], tables, files, where)
+
+    add(0)
+    if needs is None:
+        for rank in by_rank:
+            add(rank)
+    else:
+        writers: dict[str, set[int]] = {}
+        for name, rank in files:
+            writers.setdefault(name, set()).update({rank} & by_rank.keys())
+        for rank in sorted(_opened_for_own(document, by_rank, needs) | ranks_that_meet(tables, needs, writers)):
+            add(rank)
+        missing = Missing(tables, needs)
+        for rank in missing.ranks(writers, indexes):
+            add(rank)
+        missing.check(where)
+    told = None if needs is None else needs.own
+    components = [
+        _component(each, indexes, told or {}, by_rank=by_rank, shared=tables, files=files, where=where)
+        for each in described
+    ]
+    _check_names(indexes, {each["name"] for each in components}, where)
+    rest = {name: document[name] for name in document if name not in ("layouts", "index")}
+    opened = None if len(indexes) == len(rows) + 1 else frozenset(indexes)
+    return {**rest, "components": components, "indexes": rows}, opened
+
+
+def _check_names(indexes: Mapping[int, Mapping[str, Any]], known: Collection[str], where: str) -> None:
     for rank, index in indexes.items():
         fields(index, {"own", "shards"}, f"{where}: index of rank {rank}", exact=True)
-        unknown = ({*object_of(index["own"], where)} | {*object_of(index["shards"], where)}) - known
+        unknown = ({*object_of(index["own"], where)} | {*object_of(index["shards"], where)}) - {*known}
         if unknown:
             raise hostile(where, f"components among {sorted(known)}", sorted(unknown)[:8])
-    rest = {name: document[name] for name in document if name not in ("layouts", "index")}
-    return {**rest, "components": components, "indexes": rows}
 
 
-def _index_row(value: Json, where: str) -> dict[str, Any]:
-    fields(value, {"name", "rank", "size_bytes", "digest"}, where, exact=True)
-    return {
-        "name": single_name(value["name"], where),
-        "rank": int_of(value["rank"], where),
-        "size_bytes": int_of(value["size_bytes"], where),
-        "digest": digest_text(value["digest"], where),
-    }
-
-
-def _index(row: Mapping[str, Any], where: str, read: ReadIndex | None) -> dict[str, Any]:
-    """The checked document of one rank's index."""
-    place = f"{where}: {row['name']}"
-    data = None if read is None else read(row["name"], row["size_bytes"])
-    if data is None:
-        raise CheckpointTorn(place, expected=f"{row['size_bytes']} bytes", found="no such file", fix=_OLDER)
-    if len(data) != row["size_bytes"] or digest_of(data) != row["digest"]:
-        raise CheckpointDamaged(
-            place, expected=f"{row['size_bytes']} bytes, {row['digest']}", found=f"{len(data)} bytes, {digest_of(data)}",
-            fix="use an older checkpoint of the run; `trainfold verify` names every damaged file",
-        )  # fmt: skip
-    document = strict_json(data, place)
-    fields(document, {"format", "rank", "own", "shards"}, place, exact=True)
-    if document["format"] != INDEX_FORMAT or document["rank"] != row["rank"] or type(document["rank"]) is not int:
-        raise hostile(place, f"the index of rank {row['rank']}", shown([document["format"], document["rank"]]))
-    return {"own": document["own"], "shards": document["shards"]}
+def _opened_for_own(document: Mapping[str, Any], by_rank: Collection[int], needs: Needs) -> set[int]:
+    """The ranks whose indexes are opened for what each has of its own: that of this rank, and those of which no rank has sent it."""
+    own = {each["name"] for each in document["components"] if "node" not in each}
+    mine = {needs.rank} & {*by_rank} if own and document["world_size"] == needs.world_size else set()
+    return mine if needs.own is None or not own - OF_ONE_RANK else mine | ({*by_rank} - needs.own.keys())
 
 
 def _files(document: Mapping[str, Any], where: str) -> dict[tuple[str, int], int]:
@@ -116,35 +126,58 @@ def _files(document: Mapping[str, Any], where: str) -> dict[tuple[str, int], int
     return found
 
 
-def _component(
-    value: Json,
+def _described(value: Json, where: str) -> list[dict[str, Any]]:
+    """The components of the root, each with the fields that it must have, and each once."""
+    found = [object_of(each, where) for each in list_of(value, where)]
+    for each in found:
+        more = {"node", "tensors"} if "node" in each else set()
+        fields(each, {"name", "fingerprint", *more}, where, exact=True)
+    names = [text_of(each["name"], where) for each in found]
+    if len({*names}) != len(names):
+        raise hostile(where, "each component once", [shown(name) for name in names[:8]])
+    return found
+
+
+def _add_shards(
+    rank: int, index: Mapping[str, Any], tables: Tables, files: Mapping[tuple[str, int], int], where: str
+) -> None:
+    """Add the shards of a rank to the tables that all ranks share."""
+    shards, rows = object_of(index.get("shards"), where), ShardRows(rank, where)
+    for name, table in tables.items():
+        for row in list_of(shards.get(name, []), where):
+            rows.add(row, table, files.get((name, rank)))
+
+
+def _component(  # noqa: PLR0913 - private
+    each: Mapping[str, Any],
     indexes: Mapping[int, Mapping[str, Any]],
+    told: Mapping[int, Mapping[str, Any]],
+    *,
+    by_rank: Collection[int],
+    shared: Tables,
     files: Mapping[tuple[str, int], int],
-    layouts: list[Placement],
     where: str,
 ) -> dict[str, Any]:
-    each = object_of(value, where)
-    is_own = "node" not in each
-    fields(each, {"name", "fingerprint"} if is_own else {"name", "fingerprint", "node", "tensors"}, where, exact=True)
-    name = text_of(each["name"], where)
-    if is_own:
-        held = [_own(name, rank, indexes.get(rank), where) for rank in range(len(indexes))]
-        nodes, tables = [node for node, _ in held], [_table(rows, [], where) for _, rows in held]
-        if len(held) < 2:
-            raise hostile(f"{where}: {name[:40]}", "a structure in the root", "one for a single rank")
+    name = each["name"]
+    if "node" in each:
+        for rank, index in indexes.items():
+            if name in object_of(index.get("own"), where):
+                raise hostile(f"{where}: {name[:40]}", "one structure for all ranks", f"another one of rank {rank}")
+        nodes, tables = [each["node"]], [shared[name]]
     else:
-        nodes, tables = [each["node"]], [_table(each["tensors"], layouts, where)]
-    for rank, index in indexes.items():
-        if not is_own and name in object_of(object_of(index, where).get("own"), where):
-            raise hostile(f"{where}: {name[:40]}", "one structure for all ranks", f"another one of rank {rank}")
-        rows = object_of(object_of(index, where).get("shards"), where).get(name, [])
-        table = tables[rank] if is_own else tables[0]
-        for row in list_of(rows, where):
-            _add_shard(row, table, files.get((name, rank)), rank, where)
+        count = len(by_rank) + 1
+        if count < 2:
+            raise hostile(f"{where}: {name[:40]}", "a structure in the root", "one for a single rank")
+        read = indexes if name in OF_ONE_RANK else {**told, **indexes}
+        unread = {rank for rank in by_rank if rank not in read}
+        held = [(None, []) if rank in unread else _own(name, rank, read.get(rank), where) for rank in range(count)]
+        nodes, tables = [node for node, _ in held], [_table(rows, [], where) for _, rows in held]
+        for rank, table in enumerate(tables):
+            if rank in read:
+                _add_shards(rank, read[rank], {name: table}, files, where)
     for record in (record for table in tables for record in table):
-        record["shards"].sort(key=lambda shard: shard[3])
-        del record["sizes"]
-    return {"name": each["name"], "fingerprint": each["fingerprint"], "nodes": nodes, "tensors": tables}
+        record["shards"].sort(key=_BOX)
+    return {"name": name, "fingerprint": each["fingerprint"], "nodes": nodes, "tensors": tables}
 
 
 def _own(name: str, rank: int, index: Mapping[str, Any] | None, where: str) -> tuple[Json, Json]:
@@ -160,49 +193,29 @@ def _table(rows: Json, layouts: list[Placement], where: str) -> list[dict[str, A
     table = []
     for row in list_of(rows, where):
         path, dtype, shape, layout = sized(row, 4, where)
+        place = f"{where}: {text_of(path, where)[:200]}"
         if not isinstance(dtype, str) or dtype not in STORED:
-            raise hostile(where, "a known dtype", shown(dtype))
-        sizes = tuple(int_of(size, where) for size in list_of(shape, where))
+            raise hostile(place, "a known dtype", shown(dtype))
+        sizes = tuple(int_of(size, place) for size in list_of(shape, place))
+        if len(sizes) > MAX_DIMENSIONS:
+            raise hostile(place, f"at most {MAX_DIMENSIONS} dimensions", len(sizes))
         if layout is not None and (type(layout) is not int or not 0 <= layout < len(layouts)):
             raise hostile(where, f"a layout below {len(layouts)}", shown(layout))
         rule = None if layout is None else layouts[layout]
         if rule is not None and len(rule.cuts) > len(sizes):
             raise hostile(where, f"a tensor of at least {len(rule.cuts)} dimensions", f"the shape {shown(shape)}")
-        table.append({"path": path, "dtype": dtype, "shape": shape, "shards": [], "layout": rule, "sizes": sizes})
+        box = layout, sizes, dtype  # what a box by rule depends on; the rule itself is slow to hash
+        held = {"path": path, "dtype": dtype, "sizes": sizes, "shards": [], "layout": rule, "box": box, "where": place}
+        table.append(held)
     return table
-
-
-def _add_shard(row: Json, table: list[dict[str, Any]], file: int | None, rank: int, where: str) -> None:
-    number, start, sides, digest, pieces = sized(row, 5, where)
-    if type(number) is not int or not 0 <= number < len(table) or file is None:
-        raise hostile(where, f"a tensor below {len(table)} and a file of rank {rank}", f"{shown(number)}, file {file}")
-    record = table[number]
-    box = box_by_rule(record["sizes"], record["layout"], rank) if sides is None else _box(sides, where)
-    if box is None:
-        raise hostile(where, "a box, where no rule gives one", "none")
-    stop = int_of(start, where) + size_bytes(record["dtype"], tuple(high - low for low, high in box))
-    record["shards"].append([file, start, stop, [list(side) for side in box], digest, pieces])
-
-
-def _box(sides: Json, where: str) -> Box:
-    found = list_of(sides, where)
-    if len(found) > _MOST_SIDES:
-        raise hostile(where, f"at most {_MOST_SIDES} sides", len(found))
-    box = tuple((int_of(low, where), int_of(high, where)) for low, high in (sized(side, 2, where) for side in found))
-    if any(high < low for low, high in box):
-        raise hostile(where, "sides that end after they begin", shown(sides))
-    return box
 
 
 def _layout(value: Json, where: str) -> Placement:
     shape, first, strides, ranks, cuts = sized(value, 5, where)
     try:
-        mesh = make_mesh(
-            _ints(shape, where),
-            first=int_of(first, where),
-            **({"strides": _ints(strides, where)} if ranks is None else {"ranks": _ints(ranks, where)}),
-        )
-        return make_placement(mesh, [_ints(axes, where) for axes in list_of(cuts, where)])
+        reach = (_ints(strides, where), None) if ranks is None else (None, _ints(ranks, where))
+        axes = [_ints(each, where) for each in list_of(cuts, where)]
+        return placement_of([_ints(shape, where), int_of(first, where), *reach, axes])
     except TrainfoldError as error:
         raise hostile(where, "a layout", f"{error.found}") from None
 

@@ -16,12 +16,14 @@ import torch
 from trainfold.core import tree
 from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.format.codec import DENSE, as_tensor, check_type, is_tensor_leaf
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.places import KEYS, MAX_DEPTH
 from trainfold.core.format.structure.rebuild import class_name
 from trainfold.core.json_values import SCALARS, Json, encode_scalar
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.shard import Shard
 from trainfold.core.leaf_path import join
+from trainfold.core.printable import with_article
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import leaf_spec
 
@@ -30,20 +32,6 @@ _DICT: Final = frozenset({dict})
 # in `map`, these are twice as fast as a loop
 _ADDRESS, _VALUES = torch.Tensor.data_ptr, dict.values
 _DTYPE, _SHAPE = map(attrgetter, ("dtype", "shape"))
-
-
-@final
-@attrs.frozen
-class Described:
-    """A component without its tensor values. Ranks gather it, a save plans with it, and the manifest records it.
-
-    Attributes:
-        node: the JSON structure, scalars included.
-        tensors: path -> spec, and not value, of each stored tensor, in the order of their indices; a tied tensor has its first path.
-    """
-
-    node: Json
-    tensors: Mapping[str, LeafSpec]
 
 
 Describe: TypeAlias = Callable[[tree.Tree, str], tuple[Described, dict[str, Any]]]
@@ -287,7 +275,7 @@ def _without_memory(leaf: Any, path: str, why: str) -> UnsupportedLeaf:
     return UnsupportedLeaf(
         path,
         expected="a tensor with values",
-        found=f"a {type(leaf).__qualname__} without memory of its own{why}",
+        found=f"{with_article(type(leaf).__qualname__)} without memory of its own{why}",
         fix="save outside of torch's transforms; save the tensors that a wrapper is made of; run a lazy module once before",
     )
 

@@ -11,6 +11,7 @@ import attrs
 from trainfold.core.errors import CheckpointHostile
 from trainfold.core.format.structure.places import places
 from trainfold.core.json_values import SCALAR_TAGS, Json, shown
+from trainfold.core.printable import with_article
 
 _PAIRED = frozenset({"map", "odict"})
 
@@ -129,7 +130,7 @@ def mapping_kind(value: Kind) -> Kind:
 
 def node_of(name: str) -> Kind:
     """A node of one class."""
-    return Kind(name, f"a {name}", lambda node: type(node) is dict and node.get("node") == name, _in_node, False)  # noqa: FBT003
+    return Kind(name, with_article(name), lambda node: type(node) is dict and node.get("node") == name, _in_node, False)  # noqa: FBT003
 
 
 def fields_of(name: str, *, trees: Mapping[str, Kind], static: Mapping[str, Kind], required: Iterable[str]) -> NodeKind:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from trainfold.core.json_values import Json
+from trainfold.core.json_values import Json, decode_scalar
 
 _OPAQUE: Final = "trainfold.Opaque"
 _PER_RANK: Final = "trainfold.PerRank"
@@ -54,6 +54,17 @@ def share_of(node: Json) -> tuple[int, int] | None:
     return found if isinstance(found[0], int) and isinstance(found[1], int) else None  # type: ignore[return-value]
 
 
+def without_value(node: Json) -> Json:
+    """The structure of a component of a share, as a rank has it whose value an earlier rank of the share stores.
+
+    Examples:
+        >>> without_value({"node": "trainfold.PerRank", "fields": {"value": 7}, "static": {"share": 1, "shares": 2}})["fields"]
+        {'value': None}
+    """
+    assert isinstance(node, dict)
+    return {**node, "fields": {"value": None}}
+
+
 def share_of_position(node: Json) -> tuple[int, int] | None:
     """The share of the data that a loader's position is in, and the number of shares; None if it does not say it.
 
@@ -67,27 +78,87 @@ def share_of_position(node: Json) -> tuple[int, int] | None:
     return found if type(found[0]) is int and type(found[1]) is int else None  # type: ignore[return-value]
 
 
-def is_of_stateful_loader(node: Json) -> bool:
-    """Whether a position is that of a loader with a state of its own."""
-    return _own_position(node).get("kind") == "stateful"
+def continues_by_share(node: Json) -> bool:
+    """Whether each loader of a position has a state of its own, for its share, or is read over all ranks: then other shares may continue.
+
+    Examples:
+        >>> one = {"node": "trainfold.Opaque", "fields": {"value": {"dict": {"kind": "stateful"}}}}
+        >>> continues_by_share(one), continues_by_share({})
+        (True, False)
+    """
+    found = _loaders(node).values()
+    return bool(found) and all(each.get("kind") == "stateful" or _is_shared(each) for each in found)
+
+
+def unread_by_share(node: Json) -> str:
+    """What the share of a position has not read; empty if it is between two epochs, or all of it is read over all ranks.
+
+    Examples:
+        >>> position = {"kind": "stateful", "epoch": 1, "batches": 3}
+        >>> unread_by_share({"node": "trainfold.Opaque", "fields": {"value": {"dict": position}}})
+        'epoch 1, after 3 batches'
+    """
+    return " and ".join(
+        f"epoch {each.get('epoch')}, after {each['batches']} batches" + (f", of the loader {name!r}" if name else "")
+        for name, each in _loaders(node).items()
+        if each.get("batches") and not _is_shared(each)
+    )
 
 
 def are_alike_but_for_shares(nodes: Sequence[Json]) -> bool:
     """Whether the positions of all ranks say the same, except for the share of each."""
-    first, *others = [{k: v for k, v in _own_position(node).items() if k not in ("share", "shares")} for node in nodes]
+    first, *others = [_without_shares(_own_position(node)) for node in nodes]
     return bool(first) and all(each == first for each in others)
+
+
+def _without_shares(position: Mapping[str, Json]) -> dict[str, Json]:
+    """The position without its share, and without whether this rank's random streams moved: the streams have a component."""
+    kept = {name: value for name, value in position.items() if name not in ("share", "shares")}
+    draws = kept.get("draws")
+    if isinstance(draws, dict) and isinstance(seen := draws.get("dict"), dict):
+        kept["draws"] = {"dict": {name: value for name, value in seen.items() if name != "moved"}}
+    return kept
 
 
 def _own_position(node: Json) -> Mapping[str, Json]:
     fields = node.get("fields") if is_opaque(node) and isinstance(node, dict) else None
-    value = fields.get("value") if isinstance(fields, dict) else None
+    return _dict_of(fields.get("value")) if isinstance(fields, dict) else {}
+
+
+def _loaders(node: Json) -> dict[str, Mapping[str, Json]]:
+    """Loader -> its position; ``""`` for the only one."""
+    own = _own_position(node)
+    if own.get("kind") != "group":
+        return {"": own} if own else {}
+    return {name: each for name, found in _dict_of(own.get("loaders")).items() if (each := _dict_of(found))}
+
+
+def _dict_of(value: Json) -> Mapping[str, Json]:
     found = value.get("dict") if isinstance(value, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def _is_shared(position: Mapping[str, Json]) -> bool:
+    return isinstance(position.get("shared"), dict)
 
 
 def is_opaque(node: Json) -> bool:
     """Whether a structure belongs to other code, such as captured streams or a loader's position."""
     return isinstance(node, dict) and node.get("node") == _OPAQUE
+
+
+def seed_of_streams(node: Json) -> int | None:
+    """The seed of saved random streams; None if they are not those of a live run.
+
+    Examples:
+        >>> seed_of_streams({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"seed": {"int": "9007199254740993"}}}}})
+        9007199254740993
+        >>> seed_of_streams({"node": "trainfold.Key", "fields": {"bits": 5}}) is None
+        True
+    """
+    seed = _own_position(node).get("seed")
+    found = decode_scalar(seed, "rng") if isinstance(seed, dict) and list(seed) == ["int"] else seed
+    return found if type(found) is int else None
 
 
 def is_between_epochs(node: Json) -> bool:
@@ -110,7 +181,7 @@ def is_over_all_ranks(node: Json) -> bool:
         (True, False)
     """
     found = list(_positions(node))
-    return bool(found) and all(isinstance(each.get("shared"), dict) for each in found)
+    return bool(found) and all(map(_is_shared, found))
 
 
 def _positions(node: Json) -> Iterator[Mapping[str, Json]]:

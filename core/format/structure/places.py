@@ -62,11 +62,18 @@ class Walk:
         visit: called with each leaf, and whether it is a numpy array; what it returns stands in the containers.
         make: makes a node of its class's name, the fields that are part of the tree, the other fields, and its path. Without it the
             walk only visits.
+        leaves: makes `Leaves` of a dict.
     """
 
-    def __init__(self, visit: Callable[[Leaf, bool], Any], *, make: Make | None) -> None:
+    def __init__(
+        self,
+        visit: Callable[[Leaf, bool], Any],
+        *,
+        make: Make | None,
+        leaves: Callable[[dict[str, Any]], Any] = dict,
+    ) -> None:
         self._visit = visit
-        self._make = make
+        self._make, self._leaves = make, leaves
 
     def node(self, node: Json, path: str, depth: int) -> Any:  # noqa: PLR0911, C901 - one return for each tag
         """Walk over a node, and return the value that it represents.
@@ -102,13 +109,6 @@ class Walk:
             return self._pairs(held, path, depth, dict if tag == "map" else OrderedDict)
         raise hostile_node(path, "a known tag", shown(tag))
 
-    def _leaves(self, items: dict[str, Any]) -> Any:
-        if self._make is None:
-            return None
-        from trainfold.core.state.leaves import Leaves
-
-        return Leaves(items)
-
     def _pairs(self, held: list[Any], path: str, depth: int, kind: type[Any]) -> Any:
         built = kind()
         for pair in held:
@@ -134,7 +134,7 @@ class Walk:
         values = {key: self.node(child, f"{path}.{key}", depth + 1) for key, child in fields.items()}
         if self._make is None:
             return None
-        plain = Walk(_plain, make=self._make)
+        plain = Walk(_plain, make=self._make, leaves=self._leaves)
         held = {key: plain.node(child, f"{path}.{key}", depth + 1) for key, child in static.items()}
         return self._make(name, values, held, path)
 

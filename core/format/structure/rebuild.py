@@ -17,6 +17,7 @@ from trainfold.core.format.structure.places import Walk, hostile_node
 from trainfold.core.json_values import Json, shown
 from trainfold.core.metrics.registry import ACCUMULATORS
 from trainfold.core.rng import Key
+from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState
 
 # named here so that they are registered wherever a checkpoint is loaded
@@ -40,7 +41,9 @@ def rebuild(node: Json, name: str, tensor: Callable[[int, bool], Any]) -> tree.T
         {'w': 'tensor 0', 'n': (1, None)}
     """
     return Walk(
-        lambda leaf, as_numpy: leaf.value if leaf.tensor is None else tensor(leaf.tensor, as_numpy), make=make_node
+        lambda leaf, as_numpy: leaf.value if leaf.tensor is None else tensor(leaf.tensor, as_numpy),
+        make=make_node,
+        leaves=Leaves,
     ).node(node, name, 0)
 
 

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.printable import with_article
 
 Hook = Callable[..., Any]
 
@@ -88,7 +89,7 @@ def _check_apart(name: str, hook: Hook) -> None:
         raise InvalidArgument(
             f"model: a hook of {name}",
             expected="a function of the gradient, or of the parameter that it receives",
-            found=f"a function that holds a {type(held).__name__}, whose values are not those of the state",
+            found=f"a function that holds {with_article(type(held).__name__)}, whose values are not those of the state",
             fix="use register_post_accumulate_grad_hook, whose function receives the parameter with its gradient",
         )
 

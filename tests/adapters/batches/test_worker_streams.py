@@ -196,10 +196,10 @@ def test_workers_of_any_shape_are_resumed_exactly(shape, name, kills):
     check(partial(LOADERS[name], **shape), epochs=2, chains=[kills])
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(4)
 def test_workers_that_are_spawned_are_resumed_exactly():
     """W01: everything sent to a worker can be pickled, and the bits are those of forked workers."""
-    make = partial(LOADERS["whole batches"], num_workers=2, persistent_workers=True)
+    make = partial(LOADERS["whole batches"], num_workers=1, persistent_workers=True)
     whole, spawned = plain_loop(make, 1), partial(make, multiprocessing_context="spawn")
     run = Run(spawned)
     seen = run.read(3)

@@ -9,7 +9,7 @@ from trainfold.adapters.cli.ls import list_run
 from trainfold.adapters.cli.terminal.output import aligned
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import save
-from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.state.state import Progress, TrainState

@@ -9,7 +9,7 @@ from kit.adapters.cli_cases import flip, state_at
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import save
-from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.runs.quarantine_file import begin_attempt
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.best.record import make_best_record, updated

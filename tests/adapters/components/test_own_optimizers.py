@@ -344,7 +344,7 @@ def test_what_an_own_way_writes_at_any_moment_is_copied_in_the_call():
     """W05, D02: a hook before the step protects only tensors that nothing else writes to."""
     for make, is_copied in ((several, True), (MAKERS["own"], True), (MAKERS["writing"], False)):
         run = Run(make, 0).train(1)
-        lent = run.live.view()
+        lent = run.live.read(view=True)
         contents = contents_of_all()
         snapshot = contents.snapshot(run.live, lent)
         leaves = {name: leaf for name, leaf in snapshot.named().items() if name[0] in ("model", "optimizer")}

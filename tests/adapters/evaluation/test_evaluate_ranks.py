@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
@@ -191,10 +190,10 @@ def test_uneven_shares_do_not_hang_a_forward_that_communicates(processes, world_
 # --- a launcher ------------------------------------------------------------------------------------------------------
 
 
-def launched(script, ranks):
+def launched(warm_python, script, ranks):
     """What a script prints under torchrun."""
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script],
+        warm_python.torchrun(["--standalone", f"--nproc-per-node={ranks}"], script),
         cwd=script.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -206,15 +205,15 @@ def launched(script, ranks):
     return done.stdout
 
 
-@pytest.mark.slow(5)
-def test_the_script_of_the_page_runs_under_torchrun_and_prints_the_rounded_fraction(root, tmp_path):
+@pytest.mark.slow(3)
+def test_the_script_of_the_page_runs_under_torchrun_and_prints_the_rounded_fraction(warm_python, root, tmp_path):
     page = (root / "docs" / "how-to" / "evaluate-on-several-ranks.md").read_text()
     (text,) = re.findall(r"<!--- skip: next -->\n\n```python\n(.*?)```", page, re.DOTALL)
     script = tmp_path / "evaluate.py"
     script.write_text(text)
     terms = [Fraction(term) for term in torch.linspace(0, 1, 1001).tolist()]
     mean = float(sum(terms) / len(terms))
-    assert launched(script, 3) == f"{{'mean': {mean}}} {mean.hex()}\n"
+    assert launched(warm_python, script, 3) == f"{{'mean': {mean}}} {mean.hex()}\n"
 
 
 # --- ranks that fail -------------------------------------------------------------------------------------------------

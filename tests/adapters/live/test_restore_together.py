@@ -169,7 +169,7 @@ def test_ranks_that_see_other_checkpoints_decide_nothing():
         mine = stale if world.rank else new
         with CheckpointManager(mine, collectives=world, policy={"streams": "adapt"}) as manager:
             for call in (manager.should_load, manager.restore):
-                with pytest.raises(RanksDisagree, match="the same plan on every rank, found another one on ranks"):
+                with pytest.raises(RanksDisagree, match="the same manifest on every rank, found on rank 1"):
                     call(live)
         return prints(live) == before
 

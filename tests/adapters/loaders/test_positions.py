@@ -1,5 +1,6 @@
 """After a resume, a loader gives the sample that would have come next."""
 
+import os
 import random
 from functools import cache
 from itertools import chain
@@ -42,6 +43,7 @@ pytestmark = [
 ]
 
 
+IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 BATCH_SAMPLERS: dict[str, Any] = {
     "shuffled": lambda: BatchSampler(RandomSampler(range(N)), 4, drop_last=False),
     "shuffled, drop_last": lambda: BatchSampler(RandomSampler(range(N)), 4, drop_last=True),
@@ -131,7 +133,7 @@ def test_the_next_batch_is_the_one_that_would_have_come_next(name):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @example(kills=(1, 2, 3))
 @example(kills=(1, 1, 2))
 @example(kills=(2, 5, 9))
@@ -146,7 +148,8 @@ def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epoc
 @pytest.mark.parametrize("name", WORKERS)
 def test_it_comes_next_from_worker_processes_too(name):
     """G01: workers have prefetched batches that were not trained on."""
-    check_resumes_everywhere(WORKERS[name], 8, [(2,), (1, 2, 3), (2, 5, 7), (4, 6)])
+    chains = [(1, 2, 3), (2, 5, 7), *([(2,), (4, 6)] if IS_DEEP else [])]
+    check_resumes_everywhere(WORKERS[name], 8, chains)
 
 
 @pytest.mark.parametrize("name", ["shuffled", "batch sampler"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import make_best_record, updated
 

@@ -13,7 +13,7 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.decide_best import decide_best
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.lease import raise_after
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.triggers import SaveTriggers
+from trainfold.adapters.manager.triggers import SaveTriggers, _say_what_is_missing
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.runs.api import load
@@ -20,6 +21,7 @@ from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.errors import (
     InvalidArgument,
+    RankFailed,
     RanksDisagree,
     RunLocked,
     SaveFailed,
@@ -155,6 +157,97 @@ def test_what_only_one_rank_says_of_a_boundary_is_refused_on_all_with_that_rank(
         assert isinstance(outcome.error, RanksDisagree), outcome.error
         assert f"{what}: expected the same on every rank, found True on rank 1 of 3" in str(outcome.error)
     assert read_inventory(store).entries == ()
+
+
+def waits_alone(what, left):
+    """How two ranks end, of which rank 1 is given a flag at step 5, and rank 0 has left its boundaries without one."""
+    store, has_left, has_ended = MemoryStore(), threading.Event(), threading.Event()
+
+    def main(world):
+        with CheckpointManager(store, every=100, collectives=world) as manager:
+            if world.rank == 0:
+                for step in left:
+                    manager.step(state_at(step))
+                has_left.set()
+                has_ended.wait(20)  # as in an all-reduce of the training
+                manager.step(state_at(6))
+                return
+            try:
+                manager.step(state_at(4))
+                has_left.wait(20)
+                manager.step(state_at(5), **{what: True})
+            finally:
+                has_ended.set()
+
+    return [each.error for each in thread_outcomes(2, main, timeout_secs=1.0)]
+
+
+@pytest.mark.parametrize("what", ["is_last", "is_best"])
+def test_a_rank_that_waits_alone_at_its_last_boundary_says_so_soon_and_again_in_its_error(what, monkeypatch, caplog):
+    """X10: the other rank has not come to that boundary, and may never come: it may wait for this one in its backward."""
+    monkeypatch.setattr("trainfold.adapters.manager.triggers.PATIENCE_SECS", 0.1)
+    failed = waits_alone(what, [4])[1]
+    assert isinstance(failed, RankFailed)
+    assert "rank 0" in str(failed)
+    said = (
+        f"rank 1 was given {what}=True at step 5, and waits there for all ranks: give it on every rank at this boundary"
+    )
+    assert said in failed.__notes__
+    assert [f"{said}, which some have not reached for 0.1 s"] == [each.getMessage() for each in caplog.records][:1]
+
+
+@pytest.mark.parametrize("what", ["is_last", "is_best"])
+def test_ranks_of_which_only_some_give_a_flag_raise_although_nothing_is_sent_at_their_boundaries(what, monkeypatch):
+    """R01, X10: a deadline of ten minutes ended that. The rank that waits names the others; these raise at their next boundary."""
+    monkeypatch.setattr("trainfold.adapters.manager.triggers.PATIENCE_SECS", 0.1)
+    other, waited = waits_alone(what, [4, 5])
+    assert isinstance(waited, RanksDisagree)
+    text = f"{what}: expected the same on every rank, found True on rank 1, and not on rank 0, which went on"
+    assert text in str(waited)
+    assert waited.step == 5
+    assert isinstance(other, RankFailed)
+    assert (other.rank, other.step) == (1, 6)
+    assert text in str(other)
+
+
+def test_a_rank_that_ends_after_a_boundary_that_all_have_left_waits_for_those_that_do_so_later():
+    """`finish` comes after the last boundary, and one rank may take its time before it."""
+    store, is_slow = MemoryStore(), threading.Event()
+
+    def main(world):
+        with CheckpointManager(store, every=100, collectives=world) as manager:
+            manager.step(state_at(5))
+            if world.rank == 0:
+                is_slow.wait(1.5)
+            return manager.finish(state_at(5)).step
+
+    assert run_threads(2, main) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        {"every": None},
+        {"every_secs": 60},
+        {"at_end": False},
+        {"mode": "async"},
+        {"when_busy": "skip"},
+        {"components": ["trainer"]},
+        {"replica_check": "none"},
+    ],
+)
+def test_ranks_whose_managers_have_other_arguments_are_told_so_when_these_are_made(mine):
+    """C07, V05: a cadence on rank 0 alone, which saves for all in other libraries, would leave it waiting in a save while the others train."""
+    store = MemoryStore()
+
+    def main(world):
+        with CheckpointManager(store, **{"every": 2, **(mine if world.rank == 1 else {})}, collectives=world):
+            pass
+
+    (name,), outcomes = mine, thread_outcomes(3, main)
+    assert {type(each.error) for each in outcomes} == {RanksDisagree}
+    assert all(f"CheckpointManager.{name}: expected the same on every rank" in str(each.error) for each in outcomes)
+    assert all("on ranks 0, 2; " in str(each.error) for each in outcomes)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -416,3 +509,19 @@ def test_the_cadence_in_seconds_goes_by_the_clock_of_one_rank(elapsed, is_due, m
             return manager.step(state_at(1)) is None and manager.step(state_at(2)) is not None
 
     assert run_threads(2, run) == [is_due, is_due]
+
+
+def test_no_thread_that_watches_for_a_flag_outlives_its_boundary(monkeypatch):
+    """R07: one that still held the group of the ranks when Python shut down freed it there, and aborted a process that had trained to its end."""
+    monkeypatch.setattr("trainfold.adapters.manager.triggers._LOOK_SECS", 0.0)
+    looks = threading.Event()
+
+    class Passed:
+        def numbers(self):
+            looks.set()
+            time.sleep(0.2)  # a slow store
+            return [-1]
+
+    with _say_what_is_missing(4, "is_last", SingleProcess(), Passed()):
+        assert looks.wait(10)
+    assert "trainfold-flag" not in {each.name for each in threading.enumerate()}

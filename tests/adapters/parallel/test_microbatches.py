@@ -92,8 +92,17 @@ def wrap_tensor_parallel(model):
 WRAPS = {"ddp": wrap_ddp, "fsdp2": wrap_fsdp2, "hsdp": wrap_hsdp, "tp": wrap_tensor_parallel}
 
 
+def both_norms(kind):
+    """The norm of real gradients, and that of torch."""
+    model, ranks = WRAPS[kind](plain()[0])
+    backward(model, batch_of(0, 0, ranks.coordinates.data.rank))
+    gradients = [each.grad for each in model.parameters()]
+    wanted = nn.utils.get_total_norm(gradients)
+    return ranks.norm(gradients).item(), (wanted.full_tensor() if kind != "ddp" else wanted).item()
+
+
 def evidence_of(collectives, kinds):
-    return {kind: play_by_the_rules(WRAPS[kind]) for kind in kinds}
+    return {kind: (play_by_the_rules(WRAPS[kind]), both_norms(kind)) for kind in kinds}
 
 
 @pytest.mark.slow(4)
@@ -102,7 +111,8 @@ def test_torch_parallelism_keeps_its_promises_under_ddp_and_fsdp2(processes):
     for size, kinds in ((3, ["ddp", "fsdp2"]), (4, ["hsdp", "tp"])):
         ran = processes.run(size, evidence_of, kinds, collectives=PATIENT)
         for kind in kinds:
-            check_parallelism(lambda *_, kind=kind: [each[kind] for each in ran], world_sizes=(size,))  # noqa: B023
+            check_parallelism(lambda *_, kind=kind: [each[kind][0] for each in ran], world_sizes=(size,))  # noqa: B023
+            assert [mine for mine, _ in (each[kind][1] for each in ran)] == [ran[0][kind][1][1]] * size
 
 
 def test_torch_parallelism_keeps_its_promises_on_one_process():
@@ -123,6 +133,7 @@ def everything(collectives, kind, folder):
         found["parts"] = in_parts(collectives)
     if kind == "ddp":
         found |= {"sums": live_and_pure(collectives), "inner": of_the_inner(collectives)}
+        found["later"] = registered_later(collectives)
     return found
 
 
@@ -172,6 +183,31 @@ def test_only_the_boundary_communicates_gradients(two_ranks):
         assert window["all_reduce"] == alone["all_reduce"] == 1
         assert by_hand["all_reduce"] == OF
         assert inside["all_reduce"] == OF
+
+
+def registered_later(collectives):
+    """A second wrapper, registered after the first window; and what a check exchanges."""
+    first, second = wrapped("ddp", 2), wrapped("ddp", 2)
+    live = attach(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    x = batch_of(0, 0, collectives.rank)
+    with live.microbatch():
+        loss = backward(first, x)
+    checked = collectives_of(lambda: live.check(loss, weight=4, clip_norm=1.0))
+    live.register("second", second)
+
+    def window():
+        for _ in range(OF):
+            with live.microbatch(of=OF):
+                backward(second, x)
+
+    return collectives_of(window), checked
+
+
+def test_a_wrapper_that_is_registered_later_synchronises_at_the_boundary_too(two_ranks):
+    """A03, A05: and the denominator of the loss is reduced once a step, with the loss; the norm of equal gradients costs no call."""
+    for window, checked in (each["later"] for each in two_ranks["ddp"]):
+        assert window["all_reduce"] == 1
+        assert checked["all_reduce"] == 1
 
 
 def test_fsdp2_reduces_each_group_once_a_window(two_ranks):
@@ -482,6 +518,18 @@ def of_the_inner(collectives):
 def test_ranks_that_nothing_tells_of_are_refused(two_ranks):
     for each in two_ranks["ddp"]:
         assert "attach the wrapper itself" in each["inner"]
+
+
+def test_a_microbatch_that_fails_does_not_count_and_is_run_again():
+    """A03: the setting before comes back, and so does the place in the window."""
+    model = plain()
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index in range(2):
+        with contextlib.suppress(ZeroDivisionError), live.microbatch(of=2):
+            _ = 1 / 0
+        with live.microbatch(of=2) as is_boundary:
+            backward(model, batch_of(0, index, 0), 2)
+        assert is_boundary == (index == 1)
 
 
 def test_a_window_may_end_early_and_counts_itself():

@@ -1,5 +1,6 @@
 """Loaders with a state of their own are kept for each share of the data, and every rank that reads the share takes it."""
 
+import logging
 from contextlib import nullcontext
 
 import attrs
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
+from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
@@ -152,3 +154,68 @@ def test_between_epochs_any_number_of_ranks_continues_with_a_distributed_sampler
     for upto, size in enumerate((2, 3), start=1):
         found = run_threads(size, lambda ranks, upto=upto: epoch(ranks, upto))
         assert sorted(sample for seen in found for sample in seen) == list(range(12))
+
+
+def test_what_leaving_shares_had_not_read_is_warned_of_once_by_name(caplog):
+    """G06: a declared policy may lose samples, and says which."""
+    store, declared = MemoryStore(), {"policy": {"data_ranks": "adapt"}}
+    run_threads(4, lambda ranks: read(store, ranks, copies=1, upto=2))
+    with caplog.at_level(logging.WARNING, logger="trainfold"):
+        run_threads(2, lambda ranks: read(store, ranks, copies=1, upto=3, **declared))
+    said = [each.getMessage() for each in caplog.records if "shares 2, 3 have left" in each.getMessage()]
+    assert len(said) == 1
+    assert "what they had not read of epoch 0, after 2 batches, is not read" in said[0]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="trainfold"):
+        run_threads(3, lambda ranks: read(store, ranks, copies=1, upto=4, **declared))
+    assert not [each for each in caplog.records if "not read" in each.getMessage()], "no share has left"
+
+
+def test_a_loader_that_cannot_continue_by_share_and_begins_again_is_warned_of(caplog):
+    """G06: with the declaration it is at its start, which a reader of the log has to know."""
+    store = MemoryStore()
+
+    def epoch(ranks, upto, **options):
+        sampler = DistributedSampler(range(12), num_replicas=ranks.world_size, rank=ranks.rank, shuffle=False)
+        live = attach(torch.nn.Flatten(), loader=DataLoader(range(12), sampler=sampler), parallelism=Grid(ranks, 1))
+        with CheckpointManager(store, collectives=ranks, **options) as manager:
+            manager.restore(live)
+            for _ in live.batches(steps=upto):
+                live.advance()
+            manager.save(live)
+
+    run_threads(2, lambda ranks: epoch(ranks, 2))
+    with caplog.at_level(logging.WARNING, logger="trainfold"):
+        run_threads(3, lambda ranks: epoch(ranks, 3, policy={"data_ranks": "adapt"}))
+    (said,) = [each.getMessage() for each in caplog.records if "dataset:" in each.getMessage()]
+    assert "its loader begins where the script has it" in said
+
+
+@settings(max_examples=15, deadline=None)
+@given(shares=st.integers(1, 3), wanted=st.integers(1, 3), steps=st.integers(1, 3))
+def test_several_loaders_continue_by_share_each_in_its_way(shares, wanted, steps):
+    """G06, N06: a stream with a state by its share, and a dataset over all ranks without a loss."""
+    store, size = MemoryStore(), 36
+
+    def resume(ranks, upto, **options):
+        sampler = GlobalBatchSampler(range(size), 6, shuffle=False, rank=ranks.rank, replicas=ranks.world_size)
+        loaders = {"stream": Stream(ranks.rank), "data": DataLoader(range(size), batch_sampler=sampler)}
+        live = attach(torch.nn.Flatten(), loader=loaders, parallelism=Grid(ranks, 1))
+        with CheckpointManager(store, collectives=ranks, **options) as manager:
+            manager.restore(live)
+            found = [], []
+            for one, batch in zip(live.batches("stream", steps=upto), live.batches("data", steps=upto), strict=True):
+                found[0].append(int(one))
+                found[1].extend(batch.tolist())
+                live.advance()
+            manager.save(live)
+        return found
+
+    before = run_threads(shares, lambda ranks: resume(ranks, steps))
+    declared = {} if shares == wanted else {"policy": {"data_ranks": "adapt"}}
+    after = run_threads(wanted, lambda ranks: resume(ranks, steps + 2, **declared))
+    for share, (streamed, _) in enumerate(after):
+        first = steps if share < shares else 0
+        assert streamed == [share * 100 + first, share * 100 + first + 1]
+    read_all = sorted(sample for _, data in (*before, *after) for sample in data)
+    assert read_all == list(range(6 * (steps + 2)))

@@ -8,7 +8,10 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.formats.native.contents import content_fingerprints
+from trainfold.backends.runs.scan import read_manifest
 from trainfold.core.errors import InvalidArgument, RanksDisagree, ResumeRefused
+from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.state.state import OfRankZero, Opaque, PerRank, TrainState, make_progress
 from trainfold.ranks import Coordinates, World, run_threads
 from trainfold.stores import MemoryStore
@@ -112,6 +115,32 @@ def test_another_number_of_ranks_gets_what_belongs_to_its_shares_and_what_is_ran
         assert (log, meter) == ([5.0], [])
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_value_of_a_share_is_stored_once(mode):
+    """B06: the first rank of a share writes what all its ranks have; contents have one fingerprint for the ranks and the checkpoint."""
+    store, kept = MemoryStore(), 100_000
+
+    def save(ranks):
+        live, extra = trained(ranks, {**DECLARED, "queue": "each_share"})
+        extra["queue"].load_state_dict({"values": [torch.full((kept,), ranks.rank // 2 + 0.5)]})
+        state = live.capture()
+        with CheckpointManager(store, collectives=ranks, mode=mode) as manager:
+            manager.save(live)
+        return content_fingerprint(state, collectives=ranks)
+
+    wanted = run_threads(4, save)
+    sizes = {
+        name: store.size(f"step-00000001/{name}") for name in store.list("step-00000001") if name.startswith("queue-")
+    }
+    assert sorted(sizes) == ["queue-00000-of-00004.safetensors", "queue-00002-of-00004.safetensors"]
+    found = read_manifest(store, "step-00000001")
+    contents = content_fingerprints(store, "step-00000001", found)
+    for each in wanted:  # the streams of threads are those of the process
+        assert {**each, "rng": ""} == {**contents, "rng": ""}
+    for rank, (loaded, _) in enumerate(run_threads(4, lambda ranks: load_on(ranks, store))):
+        assert loaded["queue"] == [kept * (rank // 2 + 0.5)]
+
+
 def test_replicas_of_a_share_that_differ_are_refused():
     """B06: ranks with one share must have one value."""
     store = MemoryStore()
@@ -195,7 +224,49 @@ def test_a_checkpoint_from_before_the_declaration_is_taken():
     assert run_threads(2, play) == [(PerRank, Opaque)] * 2
 
 
+def test_what_is_registered_later_is_shared_as_declared_and_gets_what_belongs_to_it():
+    """B05: a meter of each rank, and buffers that are rank 0's, registered before or after the restore."""
+    store = MemoryStore()
+
+    def play(ranks, steps, *, is_late):
+        live = attach(nn.Flatten(), parallelism=shares_of_two(ranks))
+        meter, average = Meter([]), nn.BatchNorm1d(2)
+        with CheckpointManager(store, collectives=ranks) as manager:
+            for now in (is_late, not is_late):
+                if now:
+                    manager.restore(live)
+                else:
+                    live.register("meter", meter, sharing={"meter": "each_rank"})
+                    live.register("average", average, sharing={"average.buffers": "each_rank"})
+            found = held(meter), average.running_mean.tolist()
+            for _ in range(steps):
+                meter.load_state_dict({"values": [float(ranks.rank)]})
+                average.running_mean.fill_(ranks.rank + 0.5)
+                live.advance(samples=1)
+                manager.save(live)
+        return found
+
+    run_threads(2, lambda ranks: play(ranks, 1, is_late=False))
+    for is_late in (False, True):
+        loaded = run_threads(2, lambda ranks, is_late=is_late: play(ranks, 0, is_late=is_late))
+        assert loaded == [([float(rank)], [rank + 0.5] * 2) for rank in range(2)]
+
+
+def test_a_declaration_at_a_registration_is_of_the_object_that_is_registered():
+    live = attach(nn.Linear(1, 1), extra={"late_buffers": Meter([])})
+    with pytest.raises(InvalidArgument, match=r"model\.buffers"):
+        live.register("meter", Meter([]), sharing={"model.buffers": "rank_0"})
+    with pytest.raises(InvalidArgument, match="optimizer"):
+        live.register("second", torch.optim.SGD([torch.ones(1)]), sharing={"second": "each_rank"})
+    with pytest.raises(InvalidArgument, match="late_buffers"):
+        live.register("late", nn.BatchNorm1d(1), sharing={"late.buffers": "each_rank"})
+    assert live.names == ("late_buffers",)
+
+
 # --- buffers ------------------------------------------------------------------------------------------------------------
+
+
+MAX_OR_SUM = {torch.float32: torch.distributed.ReduceOp.SUM, torch.int64: torch.distributed.ReduceOp.MAX}
 
 
 def statistics_under_fsdp2(collectives, folder):
@@ -203,7 +274,7 @@ def statistics_under_fsdp2(collectives, folder):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    def run(name, sharing, steps, leave_at=None):
+    def run(name, sharing, steps, leave_at=None, *, synchronised=False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         fully_shard(model, mesh=init_device_mesh("cpu", (collectives.world_size,)))
@@ -217,6 +288,12 @@ def statistics_under_fsdp2(collectives, folder):
                 model(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                for each in (
+                    model[1].buffers() if synchronised else ()
+                ):  # as SyncBatchNorm does, which torch has for accelerators only
+                    torch.distributed.all_reduce(
+                        each.div_(collectives.world_size) if each.is_floating_point() else each, MAX_OR_SUM[each.dtype]
+                    )
                 live.advance(samples=8)
                 manager.step(live)
                 if live.progress.step == leave_at:
@@ -231,13 +308,16 @@ def statistics_under_fsdp2(collectives, folder):
         start, *after = run(how, sharing, 4)
         _, *wanted = run(f"{how}-whole", sharing, 4)
         found[how] = ended, start, after[:2], wanted[:2], after[2]
+    _, ended = run("synchronised", {}, 4, leave_at=2, synchronised=True)
+    start, *after = run("synchronised", {}, 4, synchronised=True)
+    found["synchronised"] = ended, start, after, run("synchronised-whole", {}, 4, synchronised=True)[1:]
     found["each_rank"] += (refusal(lambda: run("each_rank", {}, 4)),)
     return found
 
 
 @pytest.mark.slow(2)
 def test_batch_statistics_under_fsdp2_are_saved_as_declared(processes, tmp_path):
-    """B05: refused without a declaration; rank 0's for all, or each rank's own, which resumes exactly."""
+    """B05: refused without a declaration; rank 0's for all, or each rank's own, which resumes exactly, as synchronised ones do without one."""
     ranks = processes.run(2, statistics_under_fsdp2, str(tmp_path), collectives=PATIENT)
     of_rank_zero = ranks[0]["rank_0"][0]
     for each in ranks:
@@ -247,4 +327,7 @@ def test_batch_statistics_under_fsdp2_are_saved_as_declared(processes, tmp_path)
         assert weights == wanted, "a forward in training mode reads no statistics"
         ended, start, after, wanted, step, _ = each["each_rank"]
         assert (start, after, step) == (ended, wanted, 2)
+        ended, start, after, wanted = each["synchronised"]
+        assert (start, after[:2], after[2]) == (ended, [*wanted[:2]], 2)
     assert ranks[0]["each_rank"][0] != ranks[1]["each_rank"][0]
+    assert ranks[0]["synchronised"][0] == ranks[1]["synchronised"][0]

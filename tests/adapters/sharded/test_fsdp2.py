@@ -14,14 +14,14 @@ from trainfold.backends.ranks.in_process import SingleProcess
 pytestmark = pytest.mark.slow(3)
 
 
-def run(collectives, folder, *, kind="adamw", mode="sync", steps=6, restore=None, seed=0, **options):
+def run(collectives, folder, *, kind="adamw", mode="sync", steps=6, restore=None, in_place=False, seed=0, **options):
     """A run to a step, or from a checkpoint; returns the bits at its start and at its end."""
     model = sharded(collectives.world_size, seed=seed, **options)
     optimizer = OPTIMIZERS[kind](model.parameters())
     torch.manual_seed(5 + collectives.rank)  # other dropout masks on each rank
     live = attach(model, optimizer)
     with CheckpointManager(folder, every=2, mode=mode, collectives=collectives) as manager:
-        found = manager.restore(live, step=restore)
+        found = manager.restore(live, step=restore, in_place=in_place)
         assert found.is_fresh == (restore is None)
         start = bits(model, optimizer)
         train(model, optimizer, live, manager, steps=steps)
@@ -37,15 +37,18 @@ def undisturbed(collectives, folder, modes):
 
 
 def resumed(collectives, folder, modes):
+    options = {"restore": 4, "seed": 9}
     return {
-        (kind, mode): run(collectives, f"{folder}/{kind}-{mode}", kind=kind, mode=mode, restore=4, seed=9)
+        (kind, mode): run(
+            collectives, f"{folder}/{kind}-{mode}", kind=kind, mode=mode, in_place=mode == "sync", **options
+        )
         for kind in OPTIMIZERS
         for mode in modes
     }
 
 
 def test_a_run_that_resumes_on_as_many_ranks_ends_with_the_bits_of_one_that_was_not_stopped(processes, tmp_path):
-    """Each torch optimizer, its saves in the call and in the background; seven rows on two ranks, and one row on two ranks."""
+    """Each torch optimizer, its saves in the call and in the background; seven rows on two ranks, and one row on two ranks; restored in both ways."""
     modes = ["sync", "async"]
     whole = processes.run(2, undisturbed, str(tmp_path), modes, collectives=PATIENT)
     parts = processes.run(2, resumed, str(tmp_path), modes, collectives=PATIENT)
@@ -62,9 +65,9 @@ def saved(collectives, folder, kinds):
 
 
 def loaded(collectives, folder, kinds, mesh_shape=None):
+    options = {"steps": 4, "restore": 4, "seed": 9, "mesh_shape": mesh_shape}
     return {
-        kind: run(collectives, f"{folder}/{kind}", kind=kind, steps=4, restore=4, seed=9, mesh_shape=mesh_shape)[0]
-        for kind in kinds
+        kind: run(collectives, f"{folder}/{kind}", kind=kind, in_place=kind != "fused", **options)[0] for kind in kinds
     }
 
 
@@ -162,7 +165,7 @@ def parallel_run(collectives, folder, dp, hidden, *, steps, restore=None, seed=0
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)  # some parameters are plain tensors
     live = attach(model, optimizer)
     with CheckpointManager(folder, every=2, collectives=collectives or SingleProcess()) as manager:
-        manager.restore(live, step=restore)
+        manager.restore(live, step=restore, in_place=hidden == 10)
         start = bits(model, optimizer)
         group = 0 if collectives is None else collectives.rank // 2  # ranks of one replica have the same data
         while live.progress.step < steps:

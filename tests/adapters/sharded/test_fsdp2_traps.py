@@ -389,12 +389,17 @@ class OddSlots(torch.optim.SGD):
 def refused(collectives):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import Shard as Cut
 
     mesh = init_device_mesh("cpu", (2,))
     errors = {}
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
     errors["partial"] = refusal(lambda: attach(model))
+    rows = torch.ones((3, 2) if collectives.rank == 0 else (1, 2))
+    model = nn.Linear(2, 4, bias=False)
+    model.weight = nn.Parameter(DTensor.from_local(rows, mesh, [Cut(0)], shape=torch.Size((4, 2)), stride=(2, 1)))
+    errors["by hand"] = refusal(lambda: attach(model).capture())
     for kind in (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.LBFGS):
         model = sharded(2)
         errors[kind.__name__] = refusal(lambda kind=kind, model=model: attach(model, kind(model.parameters())))
@@ -421,8 +426,9 @@ def refused(collectives):
 def test_what_cannot_be_saved_exactly_is_refused_by_name(processes):
     for errors in processes.run(2, refused, collectives=PATIENT):
         assert "Partial" in errors["partial"]
+        assert "[2, 2] belong" in errors["by hand"], "three rows and one are not where the rule of cuts has them"
         for name in ("Adafactor", "Rprop", "LBFGS"):
-            assert f"a {name} for DTensors" in errors[name]
+            assert f" {name} for DTensors" in errors[name]
         assert "that the model does not have" in errors["early"]
         assert "['odd']" in errors["odd"]
         assert "whole, beside a parameter that is cut" in errors["odd"]

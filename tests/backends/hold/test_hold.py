@@ -86,6 +86,50 @@ def test_what_is_read_is_what_was_there_and_the_copies_fit(kinds, pieces_before,
     assert hold.copied_bytes <= (exposed_bytes(leaves.values()) if room is None else room) + copied_at_once
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    kinds=shapes_of_leaves(),
+    pieces_before=st.integers(0, 12),
+    room=st.none() | st.integers(0, 4000),
+    is_first=st.booleans(),
+    data=st.data(),
+)
+def test_of_leaves_that_ranks_share_only_the_bytes_that_this_rank_writes_are_held(
+    kinds, pieces_before, room, is_first, data
+):
+    """Law: the bytes of a part are those from before the update, and no byte outside of it is waited for or copied (D01, D02)."""
+    leaves = {name_of(i): make_leaf(kind, i) for i, kind in enumerate(kinds)}
+    before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
+    parts = {
+        name: tuple(sorted(data.draw(st.lists(st.integers(0, len(before[name])), min_size=2, max_size=2))))
+        for name in data.draw(st.sets(st.sampled_from(sorted(leaves))))
+    }
+    hold = Hold(leaves, max_extra_bytes=room)
+    if is_first:  # the update comes before the plan is made
+        threading.Thread(target=hold.protect, daemon=True).start()
+    hold.read_in_order(list(leaves), parts=parts)
+    needed = sum(parts[name][1] - parts[name][0] if name in parts else len(before[name]) for name in leaves)
+    found = dict.fromkeys(leaves, b"")
+    waiter = threading.Thread(target=hold.protect, daemon=True)
+    count = 0
+    for name in leaves:
+        first, end = parts.get(name, (0, len(before[name])))
+        held = hold.leaves_of(name[0])[name[1]]
+        for until in (data.draw(st.integers(first, end)), None):  # as the writer of the first rows of a tensor reads it
+            for piece in held.pieces(PIECE, until=until):
+                if count == pieces_before:
+                    waiter.start()
+                found[name] += bytes(piece)
+                count += 1
+    if count <= pieces_before:
+        waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert found == {name: each[slice(*parts[name])] if name in parts else each for name, each in before.items()}
+    if not is_first and all(leaf.is_contiguous() and not leaf.is_conj() for leaf in leaves.values()):
+        assert hold.copied_bytes <= needed
+
+
 def test_nothing_is_copied_of_what_has_been_read():
     leaves = {name_of(i): torch.full((256,), float(i)) for i in range(4)}
     hold = Hold(leaves)

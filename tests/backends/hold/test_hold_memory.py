@@ -222,6 +222,25 @@ def test_leaves_on_a_device_are_read_beside_the_computation_and_before_later_wri
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_of_leaves_on_a_device_are_read_as_the_writer_of_a_shared_tensor_reads_them():
+    """N05 on CUDA: the last rows alone; and the first rows, and then the others for the digest."""
+    leaves = {name_of(i): torch.arange(10_000_000.0, device="cuda") + i for i in range(2)}
+    first, second = leaves
+    before = {name: bytes_of(leaf) for name, leaf in leaves.items()}
+    hold = Hold(leaves)
+    hold.read_in_order(leaves, parts={second: (20_000_000, 40_000_000)})
+    held = hold.leaves_of(first[0])
+    rows = b"".join(bytes(piece) for piece in held[first[1]].pieces(1 << 19, until=20_000_000))
+    hold.protect()
+    for leaf in leaves.values():
+        leaf.fill_(-1.0)
+    assert rows + b"".join(bytes(piece) for piece in held[first[1]].pieces(1 << 19)) == before[first]
+    assert b"".join(map(bytes, held[second[1]].pieces(1 << 19))) == before[second][20_000_000:]
+    assert hold.copied_bytes == 40_000_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_write_that_nobody_announced_fails_the_save():
     leaf = torch.zeros(10_000_000, device="cuda")
     hold = Hold({W: leaf})

@@ -32,6 +32,7 @@ ALLOWED = {
     "backends/ranks/torch_distributed.py",
     "core/save/replicas.py",  # the call stands in a text
     "adapters/parallel/torch_parallelism.py",  # of the training, in its group and thread
+    "adapters/parallel/pipeline.py",  # the same, over the stages
 }
 GONE = "ended, hung, or busy elsewhere"
 
@@ -331,7 +332,7 @@ def make_but_for_one():
 def test_a_rank_that_does_not_make_its_collectives_is_not_waited_for_for_ever(processes):
     zero, _, two = processes.run(3, make_but_for_one)
     for told in (zero, two):
-        assert told.startswith("the ranks: expected every rank to make its TorchCollectives, found ")
+        assert told.startswith("rank 1: expected every rank to make its TorchCollectives, found no call in time: ")
 
 
 def fail_one_of_two():
@@ -375,6 +376,10 @@ class CpuOnly:
         self.look(arguments)
         return self.group.allgather(*arguments)
 
+    def broadcast(self, *arguments):
+        self.look(arguments)
+        return self.group.broadcast(*arguments)
+
     def allreduce(self, *arguments):
         self.look(arguments)
         return self.group.allreduce(*arguments)
@@ -382,6 +387,37 @@ class CpuOnly:
     def alltoall_base(self, *arguments):
         self.look(arguments)
         return self.group.alltoall_base(*arguments)
+
+
+class Received:
+    """A group that counts the bytes that this rank receives."""
+
+    def __init__(self, group, rank):
+        self.group, self.rank, self.count = group, rank, 0
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def allgather(self, rows, *arguments):
+        self.count += sum(row.nbytes for row in rows[0])
+        return self.group.allgather(rows, *arguments)
+
+    def broadcast(self, tensors, options):
+        self.count += tensors[0].nbytes
+        return self.group.broadcast(tensors, options)
+
+
+def broadcast_a_root(collectives, length):
+    collectives._group = Received(collectives._group, collectives.rank)
+    assert len(collectives.broadcast(b"x" * length if collectives.rank == 1 else None, source=1)) == length
+    return collectives._group.count
+
+
+def test_a_rank_receives_a_broadcast_value_once_however_many_ranks_there_are(processes):
+    """A manifest of 10 MB cost each of N ranks N x 10 MB."""
+    for world_size in (2, 4):
+        for received in processes.run(world_size, broadcast_a_root, 3_000_000, collectives=PATIENT):
+            assert 3_000_000 < received < 3_000_000 + 600 * world_size
 
 
 def call_everything(collectives):

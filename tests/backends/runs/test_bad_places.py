@@ -40,10 +40,10 @@ def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
     """V05: a checkpoint that one rank cannot read counts as unreadable on all; no rank waits for one that has given up."""
     resume = run_load.run_resume
 
-    def failing(plan, like, *, store):
+    def failing(plan, like, **more):
         if plan.step == 2 and threading.current_thread().name in failing.threads:
             raise failing.error
-        return resume(plan, like, store=store)
+        return resume(plan, like, **more)
 
     def body(world):
         if world.rank == 1:

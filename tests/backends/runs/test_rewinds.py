@@ -16,7 +16,7 @@ from trainfold.adapters.manager.loading import RunLoader
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.best_file import BestIgnored, load_best, load_best_n, save_best
+from trainfold.backends.runs.best.best_file import BestIgnored, load_best, load_best_n, save_best
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.runs.save import save_snapshot

@@ -59,6 +59,9 @@ def reader(root):
     return namespace
 
 
+TABLE = torch.rand(3, 300, 100)  # two ranks divide it inside of a row
+
+
 def same_bits(tensor: torch.Tensor, array: np.ndarray) -> bool:
     return array.tobytes() == bytes(tensor_bytes(tensor)) and array.shape[:-1] == tuple(tensor.shape)
 
@@ -99,12 +102,16 @@ def test_the_reader_of_the_specification_puts_the_slices_of_many_ranks_together(
     def on_rank(collectives):
         rows = slice(2, 7) if collectives.rank else slice(0, 2)
         shard = Shard(whole[rows].clone(), whole.shape, (rows.start, 0))
-        state = TrainState(trainer=Progress(step=1), rng={"rank": collectives.rank}, extra={"ema": {"w": shard}})
+        extra = {"ema": {"w": shard, "all": TABLE}}
+        state = TrainState(trainer=Progress(step=1), rng={"rank": collectives.rank}, extra=extra)
         trainfold.save(state, tmp_path / "run", collectives=collectives)
 
     run_threads(2, on_rank)
     found = reader["read_checkpoint"](tmp_path / "run" / "step-00000001")
     assert same_bits(whole, found["ema"]["w"])
+    assert same_bits(TABLE, found["ema"]["all"])
+    sizes = [path.stat().st_size for path in (tmp_path / "run" / "step-00000001").glob("ema-*")]
+    assert max(sizes) < TABLE.nbytes  # each rank wrote a part of it
     assert found["rng"] == [{"rank": 0}, {"rank": 1}]
 
 

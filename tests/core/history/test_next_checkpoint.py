@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainfold
-from trainfold.backends.runs.save import begin_checkpoint
+from trainfold.backends.runs.begin import begin_checkpoint
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointUnreadable, SaveFailed
 from trainfold.core.format.manifest import Head

@@ -12,9 +12,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout import placement as module
+from trainfold.core.layout.mesh import Mesh, make_mesh
 from trainfold.core.layout.placement import make_placement
-from trainfold.core.layout.slices import check_cover, volume
+from trainfold.core.layout.slices import check_cover, intersect, volume
 
 MESH_SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 SHAPES = st.lists(st.integers(0, 13), max_size=3).map(tuple)
@@ -47,6 +48,33 @@ def test_the_boxes_of_all_ranks_tile_a_tensor_and_each_is_held_by_exactly_the_re
         check_cover("w", list(holders), shape)
         for found in holders.values():
             assert sorted(each.replica for each in found) == list(range(found[0].replicas))
+
+
+@given(placed(), st.data())
+def test_the_ranks_that_meet_a_box_are_those_whose_boxes_do(case, data):
+    """X12: a rank finds those whose indexes it opens without a step for each rank."""
+    placement, shape = case
+    ends = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
+    box = tuple((low, high) for low, high in ends)
+    mesh = placement.mesh
+    wanted = [at for at in coordinates(mesh) if intersect(placement.box(shape, at), box) is not None]
+    found = list(placement.ranks_meeting(box, shape))
+    assert sorted(found) == sorted(mesh.rank_at(at) for at in wanted), "each once"
+
+
+def test_finding_them_takes_as_many_steps_in_a_mesh_of_any_size(monkeypatch):
+    """X12."""
+    steps, meeting, rank_at = [], module._meeting, Mesh.rank_at
+    monkeypatch.setattr(module, "_meeting", lambda *args: (steps.append("chunks"), meeting(*args))[1])
+    monkeypatch.setattr(Mesh, "rank_at", lambda *args: (steps.append("rank"), rank_at(*args))[1])
+    counts = []
+    for parts in (8, 4096):
+        rule = make_placement(make_mesh((parts, 3)), [[0]])
+        assert len(list(rule.ranks_meeting(((3, 9),), (2 * parts,)))) == 4 * 3
+        counts.append((steps.count("chunks"), steps.count("rank")))
+        steps.clear()
+    assert counts[0] == counts[1]
+    assert counts[0][1] == 12
 
 
 @given(placed())

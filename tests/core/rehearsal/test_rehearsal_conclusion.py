@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from trainfold.core.rehearsal.conclusion import conclude
 from trainfold.core.rehearsal.number import exact_text, float_of, relative_difference
+from trainfold.core.rehearsal.resized import of_ranks, without_ranks
 from trainfold.core.rehearsal.trajectory import SavedStep, Stretch
 
 NAMES = ("loss", "norm")
@@ -161,3 +162,87 @@ def test_texts_are_equal_if_and_only_if_the_bits_are(one, other):
 @pytest.mark.parametrize("number", [True, 7, -(2**80), 0.1, -0.0, float("nan"), float("-inf"), 2 + 3j])
 def test_a_number_is_as_far_from_itself_as_can_be_hoped(number):
     assert relative_difference(exact_text(number), exact_text(number)) == 0.0
+
+
+# --- on other numbers of ranks ---------------------------------------------------------------------------------------
+
+
+def on_ranks(stretch, count, *, bits=0, moved=0, samples=0):
+    """What a process on so many ranks has saved: each rank its own streams, and one position in the data."""
+
+    def saved(step):
+        ranks = [""] if count == 1 else [f"@rank{rank}" for rank in range(count)]
+        leaves = {"model.params['w']": f"w{step + bits}", "trainer.samples": f"{8 * step + samples}"}
+        for rank, name in enumerate(ranks):
+            leaves[f"rng{name}.value['torch']"] = f"stream {rank} of {count}"
+            position = {
+                "epoch": "0",
+                "shared']['seed": "3",
+                "shared']['length": "99",
+                "shared']['next": f"{8 * step + moved}",
+            }
+            leaves |= {f"dataset{name}.value['{key}']": text for key, text in position.items()}
+            leaves[f"dataset{name}.value['shared']['rank']"] = f"{rank}"
+        names = dict.fromkeys(path.partition("@")[0].partition(".")[0] for path in leaves)
+        return SavedStep(
+            {name: f"{[each for each in leaves.items() if each[0].startswith(name)]}" for name in names}, leaves
+        )
+
+    return attrs.evolve(stretch, saved={key: saved(key[1]) for key in stretch.saved})
+
+
+counts = st.lists(st.integers(1, 4), min_size=2, max_size=5).filter(lambda each: len(set(each)) > 1)
+
+
+@given(rehearsals(), counts, st.integers(0, 1), st.data())
+def test_other_numbers_of_ranks_may_change_bits_and_never_counts(rehearsal, worlds, bits, data):
+    """W15, G06: the position in the data and the counts are compared exactly on any numbers of ranks; other bits are not a wrong resume."""
+    whole, killed = rehearsal
+    worlds = [worlds[number % len(worlds)] for number in range(len(killed))]
+    runs = [on_ranks(each, world, bits=bits * (number > 0)) for number, (each, world) in enumerate(zip(killed, worlds, strict=True))]  # fmt: skip
+    one = on_ranks(whole, worlds[0])
+    left, again, *ran = without_ranks([one, one, *runs])
+    has_checkpoints = any(each.saved for each in ran[1:])
+    found = conclude(left, again, ran, tolerance=None, is_resized=True)
+    assert found.outcome == ("nothing" if not has_checkpoints else "samples" if bits else "identical")
+    assert found.found == ()
+    moved, samples = data.draw(st.sampled_from([(1, 0), (0, 1)]))
+    places = [number for number, each in enumerate(ran) if number and each.saved]
+    if not places:
+        return
+    at = data.draw(st.sampled_from(places))
+    wrong = on_ranks(killed[at], worlds[at], bits=bits, moved=moved, samples=samples)
+    left, again, *ran = without_ranks([one, one, *runs[:at], wrong, *runs[at + 1 :]])
+    found = conclude(left, again, ran, tolerance=1e9, is_resized=True)
+    assert found.outcome == "differs"
+    assert {(each.name, each.number) for each in found.found} == {("dataset" if moved else "trainer", at + 1)}
+
+
+def test_what_belongs_to_ranks_is_left_out_of_all_runs_by_name():
+    """On one rank a component has no rank in its leaves, and is left out all the same; a position that each rank has for itself too."""
+    (key,) = {("run", 4)}
+    one = on_ranks(stretch(1, 0, 4, every=4), 1)
+    two = on_ranks(stretch(2, 0, 4, every=4), 2)
+    assert of_ranks([one, two]) == ("rng",)
+    left = without_ranks([one, two])
+    assert left[0].saved[key].leaves == left[1].saved[key].leaves
+    assert left[0].saved[key].components["dataset"] == "epoch 0, sample 32 of 99 in the order of seed 3"
+    assert left[0].saved[key].components.keys() == {"model", "trainer", "dataset"}
+    assert without_ranks([one]) != left[:1]
+    own = [
+        attrs.evolve(each, saved={key: SavedStep(saved.components, {path: text for path, text in saved.leaves.items() if "shared" not in path})})
+        for each in (one, two)
+        for saved in each.saved.values()
+    ]  # fmt: skip
+    assert of_ranks(own) == ("rng", "dataset")
+    assert {tuple(each.saved[key].components) for each in without_ranks(own)} == {("model", "trainer")}
+
+
+def test_values_without_a_checkpoint_to_compare_say_nothing_about_samples():
+    whole, resumed = stretch(1, 0, 4, every=2), attrs.evolve(stretch(2, 2, 4, every=2), saved={})
+    bent = attrs.evolve(resumed, values={**resumed.values, 4: {"loss": ("7", "8"), "norm": ("1.5",)}})
+    for tolerance in (None, 1e9):
+        found = conclude(
+            whole, whole, [stretch(1, 0, 2, every=2, is_cut=True), bent], tolerance=tolerance, is_resized=True
+        )
+        assert found.outcome == "nothing"

@@ -8,6 +8,7 @@ from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.data.cursor import DataCursor, make_cursor
 from trainfold.core.errors import CheckpointHostile
+from trainfold.core.resume import position_checks
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.rng import KEY_BITS, Key, make_key
 from trainfold.core.state.state import Progress, TrainState
@@ -67,3 +68,8 @@ def test_all_ranks_choose_the_same_checkpoint():
 
     with pytest.warns(CheckpointPassedOver):
         assert run_threads(2, work) == [1, 1]
+
+
+def test_a_key_has_as_many_bits_here_as_where_it_is_made():
+    """V18: a plan imports no torch, so the number stands here again (ADR-0023)."""
+    assert position_checks.KEY_BITS == KEY_BITS

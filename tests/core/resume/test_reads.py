@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,24 +64,24 @@ def resume_of(table, places, *, verb="load", kept=(), files=3):
 
 
 def carried_out(read, files):
-    """The slice that a tensor's reads give: every shard is read whole and copied to its place."""
+    """The slice that a tensor's reads give: the bytes that are read, in their place in the shard, and of these the needed box."""
     record = read.record
-    box = read.box if read.box is not None else tuple((0, size) for size in record.shape)
-    out = np.full([stop - start for start, stop in box], -1, dtype=np.int16)
-    for each in read.shards:
-        shard = record.shards[each.shard]
-        assert each.file == shard.file
-        assert shard.start <= each.start <= each.stop <= shard.stop
-        sizes = [stop - start for start, stop in each.box]
-        data = files[each.file][each.start : each.stop][each.skip :][: math.prod(sizes) * ITEM_BYTES]
-        piece = np.frombuffer(data, dtype=np.int16).reshape(sizes)
-        common = intersect(each.box, box)
-        if common is None:
-            continue
-        source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, each.box, strict=True))
-        place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
-        out[place] = piece[source]
+    out = np.full([stop - start for start, stop in read.wanted], -1, dtype=np.int16)
+    for number in {each.shard for each in read.shards}:
+        shard, those = record.shards[number], [each for each in read.shards if each.shard == number]
+        data = bytearray(b"\xff" * (shard.stop - shard.start))
+        for each in those:
+            assert (each.file, each.box) == (shard.file, those[0].box)
+            assert shard.start <= each.start <= each.stop <= shard.stop
+            data[each.start - shard.start : each.stop - shard.start] = files[each.file][each.start : each.stop]
+        stored = np.frombuffer(data, dtype=np.int16).reshape([stop - start for start, stop in shard.box])
+        box = those[0].box
+        out[within(box, read.wanted)] = stored[within(box, shard.box)]
     return out
+
+
+def within(part, box):
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True))
 
 
 @given(data=st.data(), case=tables())
@@ -155,6 +156,62 @@ def test_what_is_not_loaded_is_not_read(verb):
     plan = plan_reads(resume_of(two_tensors(), [0, 1], verb=verb), {"ema": {"ema[0]": None}})
     assert plan.components == {}
     assert str(plan) == "read step-00000007: 0 files, 0 bytes"
+
+
+# --- parts of shards --------------------------------------------------------------------------------------------------
+
+PIECE = 16  # bytes; elements have two
+
+
+@st.composite
+def cut_tensors(draw):
+    """One tensor in one shard of many pieces, in a file after other bytes; and a part of it, cut in any dimension."""
+    shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+    values = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
+    start = draw(st.integers(0, 5)) * 2 + BASE
+    pieces = "" if values.nbytes <= PIECE else "0" * (-(-values.nbytes // PIECE) * 32)
+    shard = ShardRecord(0, start, start + values.nbytes, tuple((0, size) for size in shape), "xxh3:", pieces)
+    box = tuple((low, high) for low, high in draw(boxes(shape)))
+    return values, (TensorRecord("ema[0]", "int16", shape, (shard,)),), bytes(start) + values.tobytes(), box
+
+
+def runs_of(shape, box, row_bytes):
+    """The runs of bytes of a box whose rows of at most so many bytes are taken whole: how many, and how many bytes."""
+    count, inner = 1, len(shape)
+    while inner > 1 and math.prod(shape[inner - 1 :]) * ITEM_BYTES <= row_bytes:
+        inner -= 1
+    # the dimensions from `inner` on are whole; before the last cut one, each index begins another run
+    last = max((d for d in range(inner) if box[d] != (0, shape[d])), default=0)
+    for low, high in box[:last]:
+        count *= high - low
+    size = count * (box[last][1] - box[last][0]) * math.prod(shape[last + 1 :]) * ITEM_BYTES
+    return count, size
+
+
+@given(case=cut_tensors())
+def test_a_part_of_a_shard_costs_its_rows_and_at_most_a_piece_at_each_end_of_a_run(case):
+    """V12: bytes read / bytes needed; rows of at most a piece are read whole, because their digests cover them whole."""
+    values, table, data, box = case
+    with mock.patch.object(reads_module, "PIECE_BYTES", PIECE):
+        plan = plan_reads(resume_of(table, [0], files=1), {"ema": {"ema[0]": box}})
+    (read,) = plan.components["ema"].tensors.values()
+    wanted = values[tuple(slice(*side) for side in box)]
+    assert np.array_equal(carried_out(read, [data]), wanted)
+    once = [byte for each in plan.components["ema"].shards for byte in range(each.start, each.stop)]
+    assert len(once) == len(set(once)), "no byte is read twice"
+    (shard,) = table[0].shards
+    if not wanted.size:
+        assert once == []
+        return
+    runs, size = runs_of(values.shape, box, PIECE)
+    most = size + 2 * (PIECE - 1) * runs
+    assert len(once) <= min(most, values.nbytes)
+    if size == wanted.nbytes:  # cut between rows, or inside of rows that are larger than a piece
+        event("as the law says")
+        assert len(once) <= wanted.nbytes + 2 * (PIECE - 1) * runs
+    for each in read.shards if shard.pieces and len(once) < values.nbytes else ():
+        assert (each.start - shard.start) % PIECE == 0
+        assert (each.stop - shard.start) % PIECE == 0 or each.stop == shard.stop
 
 
 def test_the_cost_is_linear_in_the_shards_and_does_not_depend_on_the_number_of_ranks(monkeypatch):

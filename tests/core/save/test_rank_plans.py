@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.core.format.structure.describe import Described, describe
+from trainfold.core.format.structure.describe import describe
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.outline import (
     Announcement,
     announcement_of,
@@ -19,13 +20,16 @@ from trainfold.core.format.structure.outline import (
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
+from trainfold.core.layout.replica_shares import UNIT_BYTES
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import check_cover, volume
 from trainfold.core.layout.world import World
 from trainfold.core.save.save_plan import plan_save
 
 MESHES = st.sampled_from([(1,), (2,), (3,), (2, 2), (2, 3), (2, 1, 2)])
-SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+SHAPES = st.one_of(
+    st.lists(st.integers(0, 9), max_size=3), st.just([300, 200]), st.just([1, 70_000]), st.just([3, 60_000])
+).map(tuple)
 
 
 @st.composite
@@ -72,15 +76,20 @@ def test_a_rank_plans_for_itself_what_all_ranks_plan_for_it_and_each_element_is_
     for name, (shape, _, rule, kind) in leaves.items():
         pieces = [(file.rank, each.box) for file in whole.files for each in file.tensors if each.path == name]
         check_cover(name, [box for _, box in pieces], shape)
+        assert not volume(tuple((0, size) for size in shape)) or all(volume(box) for _, box in pieces), "no empty parts"
         for rank, box in pieces:
             held = rule.box(shape, mesh.coordinate_of(rank))
-            assert kind == "whole" or box == held or not volume(box)
+            assert (
+                kind == "whole"
+                or not volume(box)
+                or all(a <= c and d <= b for (a, b), (c, d) in zip(held, box, strict=True))
+            )
 
 
 @settings(deadline=None)
 @given(worlds())
 def test_replicas_share_the_bytes_of_what_they_hold(case):
-    """N05: no replica writes more than its share plus the largest box."""
+    """N05: no replica writes more than its share and 2 %, or a unit."""
     mesh, leaves = case
     for axes in {rule.replica_axes for _, _, rule, _ in leaves.values()}:
         mine = {name: leaf for name, leaf in leaves.items() if leaf[2].replica_axes == axes and leaf[3] == "rule"}
@@ -93,7 +102,7 @@ def test_replicas_share_the_bytes_of_what_they_hold(case):
                 for shape, dtype, rule, _ in mine.values()
             ]
             replicas = next(iter(mine.values()))[2].at(mesh.coordinate_of(rank)).replicas
-            assert written <= sum(held) / replicas + max(held)
+            assert written <= sum(held) / replicas + max(0.02 * sum(held) / replicas, min(max(held), UNIT_BYTES))
 
 
 @settings(deadline=None)

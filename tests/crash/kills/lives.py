@@ -24,7 +24,7 @@ from torch import nn
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.runs.best_file import load_best, save_best
+from trainfold.backends.runs.best.best_file import load_best, save_best
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.best.record import BestRecord, make_best_record, updated

@@ -184,7 +184,7 @@ def _save_on(mode: str, run: Path) -> Iterator[tuple[str, int, Any]]:
     """
     import trainfold
     from crash.saves.scenarios import digest_of_state, state_at
-    from trainfold.backends.runs.best_file import save_best
+    from trainfold.backends.runs.best.best_file import save_best
     from trainfold.backends.runs.scan import read_inventory
     from trainfold.core.best.record import make_best_record, updated
     from trainfold.core.format.file_names import directory_of

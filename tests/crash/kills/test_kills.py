@@ -10,7 +10,7 @@ import pytest
 from crash.effort import IS_SOAK
 from crash.kills.lives import STEPS, WANTED, Job, Kill, Life, Lives, best_of_all, digest, litter
 from trainfold.backends.runs.api import load
-from trainfold.backends.runs.best_file import load_best
+from trainfold.backends.runs.best.best_file import load_best
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.file_names import MANIFEST

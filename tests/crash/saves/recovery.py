@@ -16,7 +16,7 @@ from crash.disk.effects import Effect, Mark
 from crash.disk.frozen_store import Files, FrozenStore, materialise, visible
 from crash.disk.states import Budget, CrashState, crash_states, digest_of_files
 from crash.saves.scenarios import SHM, Doing, Make, digest_of_state, record, state_at
-from trainfold.backends.runs.best_file import load_best
+from trainfold.backends.runs.best.best_file import load_best
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store

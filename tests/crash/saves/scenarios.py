@@ -21,7 +21,7 @@ from crash.disk.frozen_store import files_in, materialise
 from crash.disk.states import after_all, live
 from crash.disk.syscalls import Handler, watched
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.stores import direct_io
 from trainfold.backends.stores.local import LocalStore

@@ -3,7 +3,7 @@
 import pytest
 
 from trainfold.backends.runs.api import save
-from trainfold.backends.runs.best_reader import read_best
+from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import make_best_record, updated

@@ -2,6 +2,7 @@
 
 import pytest
 
+from trainfold.adapters.cli.rehearse import options
 from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.rehearse import run_rehearsal
 from trainfold.adapters.cli.terminal import plot
@@ -117,3 +118,48 @@ HIDDEN = {
     ],
     "numbers drawn between the restore and the loop": [("manager.restore(live)", "manager.restore(live)\nrandom.random()"), ("    loss = (model", "    x = x * (1 + 0.1 * random.random())\n    loss = (model")],
 }  # fmt: skip
+
+
+RANKS = """
+import sys
+import torch
+import trainfold
+from trainfold.ranks import run_threads
+
+x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(x, x.sum(dim=1))
+
+def train(ranks):
+    model = torch.nn.Linear(6, 1)
+    torch.nn.init.zeros_(model.weight)  # threads share the generator, so no random number is drawn
+    torch.nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sampler = trainfold.data.GlobalBatchSampler(data, 12, seed=3, rank=ranks.rank, replicas=ranks.world_size)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    live = trainfold.attach(model, optimizer, loader=loader)
+    manager = trainfold.CheckpointManager("runs/mine", every=1000, collectives=ranks)
+    manager.restore(live)
+    for x, y in live.batches(epochs=100):
+        loss = (model(x).squeeze(1) - y).square().sum() / 12
+        optimizer.zero_grad()
+        loss.backward()
+        sums = ranks.all_sum([loss.detach(), *(each.grad for each in model.parameters())])
+        for each, whole in zip(model.parameters(), sums[1:]):
+            each.grad.copy_(whole)
+        optimizer.step()
+        live.record(loss=sums[0])
+        live.advance()
+        manager.step(live)
+        if manager.should_stop:
+            break
+    manager.close()
+
+run_threads(int(sys.argv[-1]), train)
+"""
+
+
+@pytest.fixture
+def on_threads(rehearse, monkeypatch):
+    """Rehearses a program whose ranks are threads: it is given their number as its last argument."""
+    monkeypatch.setattr(options, "under_torchrun", lambda command, count: [*command, str(count)])
+    return rehearse

@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import os
 import sys
 import threading
+import time
+from pathlib import Path
 
 import attrs
 import pytest
@@ -13,7 +16,7 @@ from kit.adapters.cli_cases import fits_its_schema
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.demo import train
 from trainfold.adapters.cli.demo.command import KILLED, REPORT, run_demo
-from trainfold.adapters.cli.demo.corpus import help_text, make_corpus
+from trainfold.adapters.cli.demo.corpus import as_batch, help_text, make_corpus
 from trainfold.adapters.cli.demo.kill import UNINTERRUPTED, Attempt, DemoFailed, Kill, plan_kills, train_command
 from trainfold.adapters.cli.demo.losses import Losses, losses_of
 from trainfold.adapters.cli.demo.report import EvaluationDiffers, KillsMissing, NotIdentical, RunRecord, compare, tables
@@ -21,9 +24,13 @@ from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.cli.demo.timeline import window_of
 from trainfold.adapters.cli.rehearse.moments import arms
 from trainfold.adapters.cli.terminal import plot
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.stores.record_file import RecordFile, read_entries
+from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 from trainfold.core.rehearsal.entry import RecordedLine
+
+IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 
 # A run that starts in 30 ms: its state is a number, its checkpoint a file, and its save slow enough for a kill to hit it.
 QUICK_RUN = """
@@ -40,7 +47,7 @@ saved = sorted(path for path in run.glob("step-*") if (path / "manifest.json").e
 state = json.loads((saved[-1] / "manifest.json").read_text()) if saved else {"step": 0, "value": 0.5}
 if saved and "SABOTAGE" in os.environ:
     state["value"] *= 1 + 2.0**-52
-emit("start", state["step"], resumed_from=saved[-1].name if saved else None)
+emit("start", state["step"], resumed_from=saved[-1].name if saved else None, pids=[os.getpid(), *map(int, os.environ.get("OTHERS", "").split())])
 while state["step"] < settings["steps"]:
     time.sleep(0.004)
     state = {"step": state["step"] + 1, "value": 3.7 * state["value"] * (1 - state["value"])}
@@ -262,7 +269,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, quick_run):
         run_demo(tmp_path / "file" / "demo", make_settings(steps=20, tiny=True), command=quick_run)
 
 
-@pytest.mark.parametrize("bad", [{"steps": 5}, {"seed": -1}])
+@pytest.mark.parametrize("bad", [{"steps": 5}, {"seed": -1}, {"nproc": 0}, {"nproc": 3}, {"nproc": 16}])
 def test_arguments_that_cannot_work_are_refused_before_anything_is_made(bad):
     with pytest.raises(InvalidArgument):
         make_settings(**bad)
@@ -284,6 +291,18 @@ def test_torn_lines_of_a_log_cost_nothing_but_themselves(tmp_path):
         assert [event.step for event in read_entries(path)] == ([1, 2] if cut == len(whole) - 1 else [2])
         path.unlink()
     assert read_entries(path) == []
+
+
+@pytest.mark.parametrize(
+    ("leftovers", "said"),
+    [({}, "nothing: it had not written a file yet"), ({"step-00000004/model": 7}, "torn: 7 B in 1 file, no manifest")],
+)
+def test_what_a_kill_during_a_save_left_is_said_in_words(leftovers, said):
+    """Ranks compare what they have before they write, so a kill may come before the first file."""
+    kill = Kill(step=4, during="save", committed=False, leftovers=leftovers)
+    attempt = Attempt(resumed_from=None, first_step=0, kill=kill)
+    made = tables(compare(a_record(), a_record(), [attempt], wanted_kills=1), [])
+    assert ("left 1", "", said, "") in made[0].rows
 
 
 def test_losses_that_contradict_each_other_are_found(tmp_path):
@@ -450,3 +469,126 @@ def test_a_real_resume_that_bends_one_parameter_by_one_bit_makes_the_demo_fail(w
     assert isinstance(answer.error, NotIdentical)
     assert "model" in answer.error.found
     assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 3
+
+
+# It stands for torchrun: the run is rank 0, and rank 1 waits. Both are in sessions of their own, out of reach of a signal to the launcher.
+LAUNCHER = """
+import os, subprocess, sys
+rank_1 = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(20)"], start_new_session=True)
+os.environ["OTHERS"] = str(rank_1.pid)
+code = subprocess.Popen(sys.argv[1:], start_new_session=True).wait()
+rank_1.kill()
+sys.exit(code)
+"""
+
+
+def outlives_its_kill(pid):
+    """A process that is being killed closes its files first, and is a zombie a moment later."""
+    for _ in range(500):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_each_kill_hits_the_launcher_and_all_its_ranks(tmp_path, quick_run, monkeypatch):
+    """C02: a rank that outlived the kill could still write into the run that the next start resumes."""
+    asked = []
+
+    def under_launcher(command, nproc):
+        asked.append(nproc)
+        return [sys.executable, "-S", "-c", LAUNCHER, *command]
+
+    def command(run):
+        starts = [entry for entry in read_entries(tmp_path / "demo" / f"{KILLED}.jsonl") if entry.kind == "start"]
+        assert not [pid for start in starts for pid in start.data["pids"] if outlives_its_kill(pid)]
+        return quick_run(run)
+
+    monkeypatch.setattr("trainfold.adapters.cli.demo.command.under_torchrun", under_launcher)
+    answer = run_demo(tmp_path / "demo", make_settings(steps=60, tiny=True, nproc=2), command=command)
+    assert answer.error is None
+    fits_its_schema("demo", answer.data)
+    assert set(asked) == {2}
+    assert answer.data["nproc"] == 2
+    assert ("processes of each run", "2, under torchrun") in answer.tables[-1].rows
+    starts = [entry for entry in read_entries(tmp_path / "demo" / f"{KILLED}.jsonl") if entry.kind == "start"]
+    assert len(starts) >= 4
+    assert all(len(start.data["pids"]) == 2 for start in starts)
+
+
+class Death(BaseException):
+    """A rank ends here."""
+
+
+class Memory:
+    """A record; the rank dies at a step."""
+
+    def __init__(self, dies_at=None):
+        self.entries, self._dies_at = [], dies_at
+
+    def write(self, kind, step, **data):
+        self.entries.append((kind, step, data))
+        if (kind, step) == ("step", self._dies_at):
+            raise Death
+
+
+def test_two_ranks_share_the_batches_and_resume_with_the_same_bits(tmp_path, monkeypatch):
+    """The training of the demo itself, on ranks that are threads; one run saves in the background and the other in the loop."""
+    settings = make_settings(steps=12, seed=3, tiny=True, nproc=2)
+    assert (settings.batch_size, settings.accumulate) == (8, 2)
+    one_by_one, make_model = threading.Lock(), train.make_model  # it seeds the generator, which threads share
+
+    def make(settings):
+        with one_by_one:
+            return make_model(settings)
+
+    monkeypatch.setattr(train, "make_model", make)
+    read = []
+    monkeypatch.setattr(train, "as_batch", lambda windows: read.extend(windows) or as_batch(windows))
+
+    def start(run, *, dies_at=None, in_background=False):
+        logs = [Memory(dies_at) for _ in range(2)]
+
+        def rank(ranks):
+            train.train(tmp_path / run, settings, logs[ranks.rank], ranks=ranks, in_background=in_background)
+
+        run_threads(2, rank)
+        return logs
+
+    whole, other = start("whole", in_background=True)
+    windows = make_corpus(help_text(), context=settings.context, heldout_bytes=settings.heldout_bytes).train
+    meant = windows[torch.from_numpy(make_cursor(len(windows), seed=3).batch_across(12 * 8))]
+    assert sorted(window.tolist() for window in read) == sorted(meant.tolist())
+    with pytest.raises(Death):
+        start("killed", dies_at=7)
+    resumed, _ = start("killed")
+    assert resumed.entries[0][1:] == (6, {"resumed_from": "step-00000006", "pids": [os.getpid()] * 2})
+    assert [entry[0] for entry in (whole.entries[-1], resumed.entries[-1], other.entries[-1])] == [
+        "done",
+        "done",
+        "saved",
+    ]
+    assert resumed.entries[-1] == whole.entries[-1]
+    assert [entry for entry in whole.entries if entry[0] == "step"] == [
+        entry for entry in other.entries if entry[0] == "step"
+    ]
+
+
+@pytest.mark.skipif(not IS_DEEP, reason="five starts of torchrun, 8 s each: part of the laws")
+def test_the_real_thing_on_two_processes(warm_python, tmp_path):
+    """The demo under torchrun: all its processes are really killed, and the run ends with the same bits."""
+
+    def command(run):
+        return warm_python.command(train.__file__, *train_command(run)[3:])
+
+    answer = run_demo(tmp_path / "demo", make_settings(steps=60, seed=1, tiny=True, nproc=2), command=command)
+    assert answer.error is None, answer.data
+    assert answer.data["kills"] >= 3
+    assert answer.data["kills_during_a_save"] >= 1
+    assert all(attempt["resumed_from"] for attempt in answer.data["attempts"][1:])
+    assert main(["diff", str(tmp_path / "demo" / "uninterrupted"), str(tmp_path / "demo" / KILLED)]) == 0
+    starts = [entry for entry in read_entries(tmp_path / "demo" / f"{KILLED}.jsonl") if entry.kind == "start"]
+    assert not [pid for start in starts for pid in start.data["pids"] if outlives_its_kill(pid)]

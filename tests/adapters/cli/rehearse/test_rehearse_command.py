@@ -31,6 +31,7 @@ from trainfold.core.errors import CheckpointForeign, InvalidArgument
 from trainfold.core.rehearsal.orders import VARIABLE
 
 rehearse = rehearse_cases.rehearse
+IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 
 
 PLAIN = ("for x, y in live.batches(epochs=100):", "for x, y in (batch for _ in range(100) for batch in loader):")
@@ -107,9 +108,9 @@ def test_without_a_manager_and_without_a_directory_it_says_what_is_missing(rehea
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(12)
-def test_the_command_runs_a_real_python_with_json_and_exit_code(tmp_path):
-    """The only test here that starts the program as a user does."""
+@pytest.mark.slow(3)
+def test_the_command_ends_with_json_and_an_exit_code(warm_python, tmp_path):
+    """The command is a new Python, as a user starts it; the program that it starts is one too in the laws."""
     script = tmp_path / "train.py"
     script.write_text(
         program(("runs/mine", "{sys.argv[2]}/checkpoints"), ('"{', 'f"{'), *HIDDEN["a variable of the loop"])
@@ -124,8 +125,7 @@ def test_the_command_runs_a_real_python_with_json_and_exit_code(tmp_path):
         "--dir",
         "here",
         "--",
-        sys.executable,
-        str(script),
+        *([sys.executable, str(script)] if IS_DEEP else warm_python.command(script)),
         "--out",
         "{run}",
     ]

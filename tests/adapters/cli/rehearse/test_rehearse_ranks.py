@@ -77,12 +77,12 @@ def test_all_ranks_are_killed_also_for_a_rank_that_has_no_manager(launched, rank
 
 
 def test_torchrun_starts_the_command_on_as_many_processes():
-    settings = make_settings(["python", "train.py", "--out", "{run}"], nproc=2)
+    settings = make_settings(["python", "train.py", "--out", "{run}"], nproc=[2])
     assert settings.command_for(Path("/r")) == [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "python", "train.py", "--out", "/r",
     ]  # fmt: skip
     with pytest.raises(InvalidArgument, match="--nproc: expected 1 or more, found 0"):
-        make_settings(["python"], nproc=0)
+        make_settings(["python"], nproc=[0])
 
 
 def test_the_record_of_two_ranks_has_what_both_have_saved(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_the_record_of_two_ranks_has_what_both_have_saved(tmp_path, monkeypatch)
 def test_the_examples_are_rehearsed_on_two_ranks(example, root, tmp_path):
     """W15, H01: all ranks are killed once and one rank once, and the bits are those of the run that was not."""
     command = [sys.executable, str(root / "examples" / example), "{run}"]
-    answer = run_rehearsal(tmp_path / "rehearsal", make_settings(command, steps=20, kills=2, nproc=2))
+    answer = run_rehearsal(tmp_path / "rehearsal", make_settings(command, steps=20, kills=2, nproc=[2]))
     assert answer.error is None, answer.data
     fits_its_schema("rehearse", {**answer.data})
     kills = [start["kill"]["rank"] for start in answer.data["starts"] if start["kill"] is not None]

@@ -54,22 +54,42 @@ def test_a_step_that_is_saved_again_is_counted_as_it_is_now():
     assert steps_left(store) == [4, 5]
 
 
+class Asked:
+    """Notes which whole manifests are read and which sizes are asked for."""
+
+    def __init__(self):
+        self.inner, self.manifests, self.sizes = MemoryStore(), [], []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def read(self, name, *, start=0, stop=None):
+        if name.endswith("/manifest.json") and stop == self.inner.size(name):
+            self.manifests.append(name)
+        return self.inner.read(name, start=start, stop=stop)
+
+    def size(self, name):
+        self.sizes.append(name)
+        return self.inner.size(name)
+
+
 def test_a_manifest_is_read_once_however_many_saves_follow():
-    reads = []
-
-    class Counting:
-        def __init__(self):
-            self.inner = MemoryStore()
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def read(self, name, *, start=0, stop=None):
-            if name == "step-00000001/manifest.json" and stop == self.inner.size(name):
-                reads.append(name)
-            return self.inner.read(name, start=start, stop=stop)
-
-    with CheckpointManager(Counting(), keep_last=9) as manager:
+    store = Asked()
+    with CheckpointManager(store, keep_last=9) as manager:
         for step in range(1, 8):
             manager.save(state_at(step))
-    assert len(reads) == 1
+    assert store.manifests.count("step-00000001/manifest.json") == 1
+
+
+def test_a_save_that_keeps_everything_proves_no_earlier_checkpoint():
+    """E01: each save read the manifest before it and asked for the size of every file of the run. What a kill has left goes all the same."""
+    store = Asked()
+    with CheckpointManager(store) as manager:
+        for step in range(2, 8):
+            manager.save(state_at(step))
+        store.write("step-00000001/w-00000-of-00001.safetensors", [b"torn"], size_bytes=4)
+        store.manifests.clear(), store.sizes.clear()
+        manager.save(state_at(8))
+    assert store.manifests == []
+    assert [name for name in store.sizes if name.endswith(".safetensors") and "00008/" not in name] == []
+    assert steps_left(store) == [2, 3, 4, 5, 6, 7, 8]

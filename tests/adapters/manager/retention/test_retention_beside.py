@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainfold.adapters.manager.config import CheckpointConfig, create_checkpoint_manager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, plan
-from trainfold.backends.runs.best_file import save_best
+from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import make_best_record, updated

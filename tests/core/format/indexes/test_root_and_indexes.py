@@ -5,13 +5,14 @@ import math
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, TrainfoldError
 from trainfold.core.format.file_names import index_name
-from trainfold.core.format.indexes.contributions import contribution_of, fingerprint_from, fingerprint_in
+from trainfold.core.format.indexes.contributions import contributions_of, fingerprint_from, fingerprint_in
+from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.manifest import (
     END,
     PIECE_BYTES,
@@ -29,7 +30,7 @@ from trainfold.core.format.manifest import (
 from trainfold.core.format.manifest_reader import check_root, check_structures, decode_manifest
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
-from trainfold.core.layout.slices import volume, whole_box
+from trainfold.core.layout.slices import intersect, volume, whole_box
 
 DIGEST = digest_of(b"x")
 
@@ -48,7 +49,7 @@ def manifests(draw):
 
     for number in range(draw(st.integers(0, 4))):
         shape = tuple(draw(st.lists(st.sampled_from([1, 2, 5, 700]), min_size=1, max_size=3)))
-        kind = draw(st.sampled_from(["whole", "rule", "list"]))
+        kind = draw(st.sampled_from(["whole", "rows", "rule", "list"]))
         rule = make_placement(mesh, [range(len(mesh.shape))]) if kind == "rule" else None
         if kind == "whole":
             boxes = {draw(st.integers(0, mesh.size - 1)): whole_box(shape)}
@@ -57,6 +58,10 @@ def manifests(draw):
             boxes = {rank: cut.box(shape, mesh.coordinate_of(rank)) for rank in range(mesh.size)}
         shards = [shard(rank, box, 4) for rank, box in boxes.items() if volume(box)]
         shards.sort(key=lambda each: each.box)
+        if kind == "rows":  # of a tensor that ranks hold whole
+            shards = [
+                attrs.evolve(each, whole="" if index else digest_of(b"whole")) for index, each in enumerate(shards)
+            ]
         table.append(TensorRecord(f"ema[{number}]", "float32", shape, tuple(shards), rule))
     ema = ComponentRecord("ema", ({"list": [{"t": number} for number in range(len(table))]},), (tuple(table),), DIGEST)
     files = [FileRecord(f"ema-{rank}.safetensors", "ema", rank, ends[rank], DIGEST) for rank in range(mesh.size)]
@@ -122,6 +127,65 @@ def test_a_changed_byte_of_a_root_or_an_index_is_found_and_a_missing_index_is_na
             read({key: each for key, each in data.items() if key != name})
 
 
+def needed_shards(manifest, box_of):
+    """What of each shared tensor the shards that meet a box hold: file, range and box."""
+    return {
+        record.path: {(each.file, each.start, each.stop, each.box) for each in record.shards if intersect(each.box, box_of(record)) is not None}
+        for record in manifest.component("ema").tensors[0]
+    }  # fmt: skip
+
+
+@settings(deadline=None)
+@given(manifests(), st.data())
+def test_the_indexes_that_a_rank_opens_hold_all_that_it_needs(manifest, data):
+    """V12: whatever the rule, the list or the replica that wrote it; and a missing index is missed only by those who need it."""
+    whole, files = written(manifest)
+    boxes = {}
+    for record in whole.component("ema").tensors[0]:
+        sides = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in record.shape]
+        boxes[record.path] = data.draw(st.sampled_from([None, tuple(map(tuple, sides))]))
+    rank = data.draw(st.integers(0, 3))
+    needs = Needs(rank, data.draw(st.sampled_from([whole.world_size, 7])), lambda _, path, __: boxes[path])
+    opened = []
+
+    def read_index(name, _):
+        opened.append(name)
+        return files[name]
+
+    found = decode_manifest(files["manifest.json"], "m", read=read_index, needs=needs)
+    check_structures(found, "m")
+
+    def box_of(record):
+        return whole_box(record.shape) if boxes[record.path] is None else boxes[record.path]
+
+    assert needed_shards(found, box_of) == needed_shards(whole, box_of)
+    assert len(opened) == len(set(opened)) < whole.world_size
+    assert found.opened == (None if len(opened) + 1 == whole.world_size else {0, *(int(name[6:11]) for name in opened)})
+    assert found.files == whole.files
+    event(f"{len(opened)} of {whole.world_size - 1} indexes")
+    if not any(volume(box_of(record)) for record in whole.component("ema").tensors[0]):
+        assert len(opened) <= 1, "its own random streams"
+
+
+def test_shards_that_are_missing_in_all_indexes_are_named():
+    """The digests fit, so an attacker, or a bug, wrote it so."""
+    rule = make_placement(make_mesh((2,)), [[0]])
+    shards = tuple(ShardRecord(rank, 4096, 4104, ((2 * rank, 2 * rank + 2),), DIGEST) for rank in range(1))
+    table = (TensorRecord("ema[0]", "float32", (4,), shards, rule),)
+    files = tuple(FileRecord(f"ema-{rank}", "ema", rank, 4104, DIGEST) for rank in range(2))
+    component = ComponentRecord("ema", ({"list": [{"t": 0}]},), (table,), DIGEST)
+    _, data = written(Manifest(Head("run", 7), 2, (component,), (), {}, {}, files))
+    for low, is_there in ((0, True), (2, False)):
+        needs = Needs(0, 1, lambda *_, low=low: ((low, low + 2),))
+        if is_there:
+            assert decode_manifest(data["manifest.json"], "m", read=lambda *_: None, needs=needs).opened == {0}
+        else:
+            with pytest.raises(
+                CheckpointHostile, match=r"ema\[0\]: expected shards that hold \(\(2, 4\),\) once, found 0 of 2"
+            ):
+                decode_manifest(data["manifest.json"], "m", read=lambda name, _: data[name], needs=needs)
+
+
 def resealed(document):
     """The bytes of a changed root with a matching digest, as an attacker would write them."""
     first = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
@@ -182,6 +246,9 @@ ROOTS = {
     "an index of rank 0": lambda d: d["indexes"][0].update(rank=0),
     "an index that is the manifest": lambda d: d["indexes"][0].update(name="manifest.json"),
     "an index that escapes": lambda d: d["indexes"][0].update(name="../index.json"),
+    "more ranks than structures": lambda d: d.update(world_size=3),
+    "fewer ranks than files": lambda d: d.update(world_size=1),
+    "a file of a rank that there is not": lambda d: d["files"][0].update(rank=2),
     "own structures of too few ranks": lambda d: d["index"]["own"].pop("rng"),
     "an own structure beside a shared one": lambda d: d["index"]["own"].update(model={"node": {}, "tensors": []}),
     "shards of an unknown component": lambda d: d["index"]["shards"].update(ema=[]),
@@ -191,6 +258,9 @@ ROOTS = {
     "a start inside the header": lambda d: d["index"]["shards"]["model"][0].__setitem__(1, 4),
     "more bytes than the file": lambda d: d["index"]["shards"]["model"][0].__setitem__(1, 4100),
     "no tensor of that number": lambda d: d["index"]["shards"]["model"][0].__setitem__(0, 1),
+    "the digest of the whole tensor in one part": lambda d: d["index"]["shards"]["model"][0].append(DIGEST),
+    "no digest of the whole tensor": lambda d: d["index"]["shards"]["model"][0].append(""),
+    "a part with one item more": lambda d: d["index"]["shards"]["model"][0].extend([DIGEST, 1]),
     "an unknown field": lambda d: d["index"].update(more={}),
 }
 
@@ -221,6 +291,6 @@ def test_an_index_of_another_rank_or_kind_is_refused(change):
 @given(manifests())
 def test_a_fingerprint_is_put_together_from_what_each_rank_wrote(manifest):
     for component in manifest.components:
-        parts = {rank: contribution_of(component, manifest, rank) for rank in range(manifest.world_size)}
+        parts = {rank: contributions_of(component, manifest, [rank])[rank] for rank in range(manifest.world_size)}
         kinds = [] if component.is_own else [str(record.spec) for record in component.tensors[0]]
         assert fingerprint_from(component.name, component.nodes[0], kinds, parts) == fingerprint_in(component, manifest)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import CheckpointDamaged, ResumeRefused
+from trainfold.core.errors import CheckpointDamaged, InvalidState, ResumeRefused
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.manifest import PIECE_BYTES
@@ -53,12 +53,17 @@ def state_of(values, cuts, mesh, rank):
     return TrainState(model=ModelState(Leaves(leaves), Leaves()), trainer=Progress(step=1))
 
 
+def zeros(like):
+    """As `torch.zeros_like`, which cannot fill each dtype."""
+    return torch.zeros((*like.shape, like.element_size()), dtype=torch.uint8).view(like.dtype).reshape(like.shape)
+
+
 def fresh(state):
     """The state with other values."""
     params = {
-        name: Shard(torch.zeros_like(leaf.tensor), leaf.shape, leaf.starts, placement=leaf.placement)
+        name: Shard(zeros(leaf.tensor), leaf.shape, leaf.starts, placement=leaf.placement)
         if isinstance(leaf, Shard)
-        else torch.zeros_like(leaf)
+        else zeros(leaf)
         for name, leaf in state.model.params.items()
     }
     return state.evolve(model=ModelState(Leaves(params), Leaves()))
@@ -109,6 +114,50 @@ def test_what_any_mesh_saved_any_other_mesh_loads(data):
             mine, theirs = (each.tensor if isinstance(each, Shard) else each for each in (leaf, found))
             assert mine.shape == theirs.shape
             assert same_bits(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
+@pytest.mark.parametrize(
+    ("mesh", "cuts", "shape"),
+    [((2, 2), [[1]], (1,)), ((2, 3), [[1]], (4,)), ((2, 4), [[], [1]], (3, 5)), ((2,), [[0], []], (2, 0))],
+)
+def test_replicas_of_which_some_hold_no_row_are_loaded_by_any_other_ranks(mesh, cuts, shape):
+    """N05, X01: a bias of one number under HSDP; a tensor without elements that is cut."""
+    mesh, value, store = make_mesh(mesh), made(shape, "float32", 0), MemoryStore()
+    run_threads(
+        mesh.size, lambda world: save(state_of({"w": value}, {"w": cuts}, mesh, world.rank), store, collectives=world)
+    )
+    for after, wanted in ((make_mesh((1,)), None), (make_mesh((2,)), [[0]]), (mesh, cuts)):
+
+        def restored(world, after=after, wanted=wanted):
+            like = state_of({"w": value}, {"w": wanted}, after, world.rank)
+            return like, load(store, like=fresh(like), collectives=world)
+
+        for like, loaded in run_threads(after.size, restored):
+            mine, theirs = (
+                getattr(each.model.params["w"], "tensor", each.model.params["w"]) for each in (like, loaded)
+            )
+            assert same_bits(mine, theirs)
+
+
+def test_leaves_that_were_saved_as_one_tensor_are_refused_if_this_run_cuts_them_otherwise():
+    """N01: one read is for both, so that one of them would have the rows of the other."""
+    value, store = made((4, 2), "float32", 0), MemoryStore()
+    save(TrainState(model=ModelState(Leaves({"a": value, "b": value}), Leaves()), trainer=Progress(step=1)), store)
+
+    def loaded(world, cuts):
+        like = state_of({"a": value, "b": value}, cuts, make_mesh((world.world_size,)), world.rank)
+        try:
+            found = load(store, like=fresh(like), collectives=world).model.params.values()
+        except InvalidState as error:
+            return error.where
+        leaves = zip(like.model.params.values(), found, strict=True)
+        return all(same_bits(*(getattr(each, "tensor", each) for each in pair)) for pair in leaves)
+
+    for cuts in ({"a": [[0]], "b": None}, {"a": None, "b": [[0]]}, {"a": [[0]], "b": [[], [0]]}):
+        assert run_threads(2, lambda world, cuts=cuts: loaded(world, cuts)) == ["model.params['b']"] * 2
+        assert run_threads(1, lambda world, cuts=cuts: loaded(world, cuts)) == [True], "one rank holds all of both"
+    assert run_threads(2, lambda world: loaded(world, {"a": [[0]], "b": [[0]]})) == [True, True]
 
 
 LARGE = {"w": ((5_003, 700), "float32"), "experts": ((2, 3_000, 1_000), "bfloat16"), "long": ((3_000_001,), "uint8")}

@@ -7,11 +7,13 @@ import torch
 
 from trainfold.core.digest import digest_of
 from trainfold.core.format.codec import leaf_digest
-from trainfold.core.format.structure.describe import Described
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.outline import Announcement, described_by, outline_of, told_by, unequal
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero, share_of
+from trainfold.core.format.structure.unite import is_by_name
 from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import (
     SMALL_BYTES,
@@ -69,6 +71,7 @@ def copies_of(
     *,
     proof: Proof,
     sent: Mapping[str, str] | None = None,
+    stage: Stage | None = None,
 ) -> dict[str, dict[str, str]]:
     """The digest of every tensor that must be equal on all ranks. Scalars need none: they are in the descriptions, which are compared.
 
@@ -77,9 +80,11 @@ def copies_of(
         tensors: component -> leaf path -> tensor; none is changed.
         proof: how much of each tensor is compared.
         sent: leaf path -> what sends it to the other ranks before it is used. This is compared instead of the value.
+        stage: the stages of a pipeline that this rank holds.
 
     Returns:
-        Component -> leaf path -> digest. Of shards, it has those that other ranks hold too, under the name of these parts.
+        Component -> leaf path -> digest. Of shards, it has those that other ranks hold too, under the name of these parts. What only the ranks of
+        a stage hold is under the name of the stage.
     """
     known = sent or {}
     found: dict[str, dict[str, str]] = {}
@@ -92,7 +97,8 @@ def copies_of(
                 found[parts_name(name, {path: share})] = {path: structure, **digests}
             continue
         leaves, parts = tensors[name], {path: spec.slices for path, spec in each.tensors.items() if spec.slices}
-        found[name] = {
+        everywhere = name if stage is None or not is_by_name(each.node) else parts_name(name, {str(stage): None})
+        found[everywhere] = {
             path: known.get(path) or _digest(leaves[path], path, proof) for path in each.tensors if path not in parts
         }
         shards = {path: leaf.tensor for path in parts if isinstance(leaf := leaves[path], Shard) and leaf.is_copied}

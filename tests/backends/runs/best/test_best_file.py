@@ -14,7 +14,7 @@ from kit.backends import best_file_cases
 from kit.backends.best_file_cases import LIKE, WANTED, best_name, best_names, best_scores, save_at, won
 
 from trainfold.backends.runs.api import load, save
-from trainfold.backends.runs.best_file import (
+from trainfold.backends.runs.best.best_file import (
     BestIgnored,
     load_best,
     load_best_n,

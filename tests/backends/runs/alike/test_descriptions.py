@@ -5,8 +5,8 @@ import torch
 
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.ranks.wire import to_wire
+from trainfold.backends.runs.alike.replicas import descriptions
 from trainfold.backends.runs.api import save
-from trainfold.backends.runs.replicas import descriptions
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.format.structure.describe import describe
@@ -27,6 +27,10 @@ class Counted:
     def gather(self, value, **options):
         self.sent_bytes += len(to_wire(value))
         return self._world.gather(value, **options)
+
+    def broadcast(self, value, *, source=0, **options):
+        self.sent_bytes += len(to_wire(value)) if self.rank == source else 0
+        return self._world.broadcast(value, source=source, **options)
 
     def __getattr__(self, name):
         return getattr(self._world, name)
@@ -62,7 +66,10 @@ def test_what_ranks_exchange_does_not_grow_with_the_leaves_where_these_are_equal
 
 
 def test_what_a_whole_save_exchanges_does_not_grow_with_leaves_that_are_cut():
-    """X02: each rank writes where its bytes are into its own index, and sends the digest of that."""
+    """X02: each rank writes where its bytes are into its own index, and sends the digest of that.
+
+    A step that is saved again replaces a manifest, which rank 0 alone has to know.
+    """
 
     def saved(world, leaves):
         counted, store = Counted(world), stores[leaves]
@@ -70,9 +77,10 @@ def test_what_a_whole_save_exchanges_does_not_grow_with_leaves_that_are_cut():
         return counted.sent_bytes
 
     stores = {leaves: MemoryStore() for leaves in (10, 1000)}
-    few, many = (run_threads(4, lambda world, n=leaves: saved(world, n)) for leaves in stores)
-    assert max(many) < max(few) + 40  # sizes of files have more digits
-    assert max(many) < 6000
+    for _ in ("first", "again"):
+        few, many = (run_threads(4, lambda world, n=leaves: saved(world, n)) for leaves in stores)
+        assert max(many) < max(few) + 40  # sizes of files have more digits
+        assert max(many) < 6000
 
 
 def test_ranks_with_equal_descriptions_share_one_object():

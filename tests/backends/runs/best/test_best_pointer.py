@@ -17,7 +17,7 @@ from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.decide_best import decide_best
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs.api import load, plan, save
-from trainfold.backends.runs.best_file import (
+from trainfold.backends.runs.best.best_file import (
     load_best,
     save_best,
 )

@@ -1,7 +1,15 @@
-"""Reads a run's ``best.json``: the checkpoints that it names, and which of them can still be loaded."""
+"""Reads a run's ``best.json``: the checkpoints that it names, and which of them can still be loaded; and the lock for it.
 
+`best_json_lock` keeps one thread from naming a checkpoint in ``best.json`` while another deletes those not named there. A manager deletes
+old checkpoints in its own thread. It holds this lock from reading ``best.json`` to the last deletion, so that no other thread of this process
+names one of them meanwhile. The lock of the run keeps other processes' writers out.
+"""
+
+import os
+import threading
 from collections.abc import Iterable, Sequence
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store
@@ -77,3 +85,25 @@ def best_bytes(store: Store) -> bytes | None:
 def parsed_best(store: Store, data: bytes) -> BestFile:
     """The content of these bytes; see `best_file_from_json`."""
     return best_file_from_json(data, f"{store.url}/{BEST_FILE}")
+
+
+_lock = threading.RLock()
+
+
+def best_json_lock() -> AbstractContextManager[Any]:
+    """The lock of this process; a forked child has its own.
+
+    Examples:
+        >>> with best_json_lock(), best_json_lock():
+        ...     pass
+    """
+    return _lock
+
+
+def _renew() -> None:
+    global _lock  # noqa: PLW0603  # the thread that held it does not exist in the child
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)

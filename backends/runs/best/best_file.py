@@ -1,18 +1,18 @@
 """A run's ``best.json``: `save_best`, `load_best` and `load_best_n`, so that a restarted run still knows its best."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import attrs
 
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
-from trainfold.backends.runs.best_lock import best_json_lock
-from trainfold.backends.runs.best_reader import (
+from trainfold.backends.runs.best.best_reader import (
     BEST_POINTER,
     best_bytes,
+    best_json_lock,
     carried_entries,
     parsed_best,
     read_best,
@@ -20,6 +20,7 @@ from trainfold.backends.runs.best_reader import (
 )
 from trainfold.backends.runs.scan import read_run_id
 from trainfold.backends.stores.local import Run, open_store
+from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.user_warning import warn_user
 from trainfold.core.best.best_json import BEST_FILE, BestFile, Placed, best_to_json
@@ -179,7 +180,7 @@ def _loaded(
 
 
 def _save(store: Store, record: BestRecord, places: tuple[BestEntry, ...] | None, *, takes_lock: bool) -> BestRecord:
-    with _locked(store) if takes_lock else nullcontext(), best_json_lock():
+    with locked(store, _fix_of_lock) if takes_lock else nullcontext(), best_json_lock():
         return _save_locked(store, record, places)
 
 
@@ -253,12 +254,5 @@ def _check_none_lost(store: Store, was: BestFile, mine: BestRecord, kept: list[B
             )
 
 
-@contextmanager
-def _locked(store: Store) -> Iterator[None]:
-    with ExitStack() as held:
-        try:
-            held.enter_context(store.lock())
-        except RunLocked as error:
-            fix = f"{error.fix}; or pass save_best the store that the manager was made with"
-            raise RunLocked(error.where, expected=error.expected, found=error.found, fix=fix) from None
-        yield
+def _fix_of_lock(error: RunLocked) -> str:
+    return f"{error.fix}; or pass save_best the store that the manager was made with"

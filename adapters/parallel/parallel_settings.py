@@ -1,0 +1,69 @@
+"""What a script has set of how its ranks train a module, for the resume contract: it changes the bits of the training, and no state has it."""
+
+import math
+from typing import Any, Final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factors, fsdp2_modules, param_groups
+from trainfold.core.digest import digest_of
+from trainfold.core.json_values import Json
+from trainfold.core.state.contract_kinds import PARTS, RANKS, WRAPPER
+
+_SHOWN: Final = 8
+_COMMUTES: Final = 2  # a sum over two ranks has no order, and its half is exact; DDP divides before it sums, and FSDP2 sums in other pieces
+
+
+def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
+    """Return contract key -> plain value: the mesh of the ranks, what wraps the module, mixed precision, communication hooks and a divisor of gradients.
+
+    Args:
+        module: a module that is wrapped, sharded, or neither.
+        path: the prefix of the keys.
+
+    Examples:
+        >>> settings_of_parallel(torch.nn.Linear(1, 1), "m")
+        {}
+    """
+    wrappers = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
+    groups = param_groups(fsdp2_modules([module]))
+    found: dict[str, Json] = {}
+    if groups or wrappers:
+        mesh = [*data_mesh(groups).shape] if groups else [wrappers[0].process_group.size()]
+        found[RANKS] = mesh
+        if math.prod(mesh) > _COMMUTES:
+            found[WRAPPER] = "FSDP2" if groups else "DDP"
+    texts = [
+        _text(each) for each in [*(each.mixed_precision for each in wrappers), *(each.mp_policy for each in groups)]
+    ]
+    if precision := _precision(texts):
+        found["(precision)"] = precision
+        if len(texts) > _SHOWN and len(set(texts)) > 1:
+            found[PARTS] = digest_of("\n".join(texts).encode())
+    if hooks := [getattr(hook[0], "__qualname__", "unknown") for each in wrappers for hook in each._comm_hooks]:  # noqa: SLF001
+        found["(hooks)"] = hooks
+    if any(divisors := divide_factors(groups)):
+        found["(divisor)"] = divisors[0] if len(divisors) == 1 else [*divisors[:_SHOWN]]
+    return {f"{path}.{key}": value for key, value in found.items()}
+
+
+def _precision(texts: list[str]) -> Json:
+    """One text if all parts have one precision; else that of each, as far as a few; None if none is mixed."""
+    if not any(texts):
+        return None
+    return (
+        texts[0]
+        if len(set(texts)) == 1
+        else [*texts[:_SHOWN], f"{len(texts)} parts, {len(texts) - texts.count('')} mixed"]
+    )
+
+
+def _text(policy: Any) -> str:
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+    dtypes = {name: getattr(policy, name, None) for name in names}
+    return ", ".join(
+        f"{name.removesuffix('_dtype')} {str(dtype).removeprefix('torch.')}"
+        for name, dtype in dtypes.items()
+        if dtype is not None
+    )

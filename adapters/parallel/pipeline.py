@@ -1,0 +1,200 @@
+"""`PipelineParallelism`: stages of ``torch.distributed.pipelining`` on this rank, beside the data parallelism of their modules."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+
+from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.format.codec import DENSE
+from trainfold.core.layout.parallelism import Coordinates
+from trainfold.core.layout.stage import Stage, make_stage
+from trainfold.core.layout.world import World
+from trainfold.core.step.loss import Totals, read
+
+
+@runtime_checkable
+class PipelineStage(Protocol):
+    """What a run needs to know of a stage, as ``torch.distributed.pipelining.PipelineStage`` says it."""
+
+    @property
+    def submod(self) -> torch.nn.Module:
+        """Its module."""
+
+    @property
+    def stage_index(self) -> int:
+        """Its index in the pipeline."""
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the pipeline."""
+
+    @property
+    def group(self) -> Any:
+        """The process group of the pipeline; None for all ranks."""
+
+
+def stages_given(model: Any) -> list[PipelineStage]:
+    """Return the stages that were attached, in the order of the pipeline; none if it is anything else.
+
+    Examples:
+        >>> stages_given(torch.nn.Linear(1, 1))
+        []
+    """
+    each = list(model) if isinstance(model, list | tuple) else [model]
+    if not each or any(isinstance(one, torch.nn.Module) or not isinstance(one, PipelineStage) for one in each):
+        return []
+    return sorted(each, key=lambda stage: stage.stage_index)
+
+
+def stage_of(stages: Sequence[PipelineStage]) -> Stage | None:
+    """Return which stages these are; None without any.
+
+    Raises:
+        InvalidArgument: for stages of several pipelines, or one that is there twice.
+    """
+    if not stages:
+        return None
+    counts = {each.num_stages for each in stages}
+    if len(counts) > 1:
+        raise InvalidArgument(
+            "attach.model", expected="stages of one pipeline", found=f"pipelines of {sorted(counts)} stages",
+            fix="attach the stages that one schedule runs",
+        )  # fmt: skip
+    return make_stage([each.stage_index for each in stages], counts.pop())
+
+
+@final
+class PipelineParallelism:
+    """The `Parallelism` of the stages of a pipeline. All its ranks have one share of the data; their modules may be wrapped or sharded over others.
+
+    Args:
+        stages: of this rank, in the order of the pipeline.
+        divisors: from `noted_divisors`.
+        inner: how the modules of the stages are trained.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage], divisors: Mapping[int, int], inner: TorchParallelism) -> None:
+        self._stages = stages
+        self._inner = inner
+        self._group = stages[0].group
+        self._divisors = divisors
+
+    def __repr__(self) -> str:
+        here = self.coordinates
+        return f"PipelineParallelism({stage_of(self._stages)}, rank {here.world.rank} of {here.world.size}, share {here.data.rank} of {here.data.size})"
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank is among all, and the share of the data of its pipeline."""
+        if not torch.distributed.is_initialized():  # stages as a test makes them
+            return self._inner.coordinates
+        world = World(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        return Coordinates(world, self._inner.coordinates.data)
+
+    @property
+    def gradient_divisor(self) -> float:
+        """As the modules of the stages have it."""
+        return self._inner.gradient_divisor
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._stages[-1].stage_index == self._stages[-1].num_stages - 1
+
+    @property
+    def schedule_divisor(self) -> int:
+        """What the schedule has divided the gradients of this rank by: the number of its microbatches, or 1."""
+        return max(self._divisors.values(), default=1)
+
+    def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[Any]:
+        """As for the modules of the stages."""
+        return self._inner.gradient_sync(enabled=enabled)
+
+    def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums over the shares of the data, of ranks with the same stages."""
+        return self._inner.all_sum(tensors)
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm over all stages: with the bits of the whole model's, if its parameters are in the order of the stages and are not cut."""
+        mine = self._norms(gradients)
+        device, count = self._inner.device, self._stages[0].num_stages
+        sizes = torch.zeros(count, dtype=torch.int64, device=device)
+        for index, norms in mine.items():
+            sizes[index] = norms.numel()
+        torch.distributed.all_reduce(sizes, group=self._group)
+        ends = sizes.cumsum(0).tolist()
+        every = torch.zeros(ends[-1], dtype=torch.float64, device=device)
+        for index, norms in mine.items():
+            every[ends[index] - norms.numel() : ends[index]] = norms
+        torch.distributed.all_reduce(every, group=self._group)  # each place has one number and zeros: the sum is exact
+        kinds = [norms.dtype for norms in mine.values() if norms.numel()]
+        total: torch.Tensor = torch.linalg.vector_norm(every.to(kinds[0] if kinds else torch.float32))
+        return total
+
+    def _norms(self, gradients: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Stage -> the norm of each gradient; one norm for all of the rank if some are cut."""
+        if not gradients:
+            return {}
+        if not set(map(type, gradients)) <= DENSE:
+            return {self._stages[0].stage_index: self._inner.norm(gradients).reshape(1)}
+        owner = {
+            id(parameter.grad): stage.stage_index
+            for stage in self._stages
+            for parameter in stage.submod.parameters()
+            if parameter.grad is not None
+        }
+        found: dict[int, list[torch.Tensor]] = {}
+        for gradient, norm in zip(gradients, torch._foreach_norm(gradients), strict=True):  # noqa: SLF001  # what torch's get_total_norm calls
+            found.setdefault(owner.get(id(gradient), self._stages[0].stage_index), []).append(norm)
+        return {index: torch.stack(norms) for index, norms in found.items()}
+
+    def from_last_stage(self, totals: Totals, *, is_weighted: bool) -> tuple[Totals, bool]:
+        """What the ranks with the last stage have summed, on every rank of the pipeline.
+
+        Args:
+            totals: over the shares of the data, of ranks with the same stages.
+            is_weighted: whether the loss is a sum with a weight; what the last stage says counts.
+        """
+        shares = self.coordinates.data.size
+        flags = [float(rank in totals.suspects) for rank in range(shares)]
+        loss, weight = read([totals.loss, totals.weight])
+        mine = [loss, weight, float(is_weighted), *flags] if self.has_loss else [0.0] * (3 + shares)
+        told = torch.tensor(mine, dtype=torch.float64, device=self._inner.device)
+        torch.distributed.all_reduce(told, group=self._group)
+        loss, weight, weighted, *flags = told.tolist()
+        return Totals(loss=loss, weight=weight, suspects=[rank for rank, flag in enumerate(flags) if flag]), bool(
+            weighted
+        )
+
+    def local(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The part of a leaf in this rank's memory."""
+        return self._inner.local(leaf)
+
+    def fail(self, error: BaseException) -> None:
+        """Do nothing: process groups have no way to report an error."""
+
+
+def noted_divisors(stages: Sequence[PipelineStage]) -> Mapping[int, int]:
+    """Let stages note what their schedule divides their gradients by, which no object that is attached says: stage -> the number, after each step."""
+    divisors: dict[int, int] = {}
+    for stage in stages:
+        _note_divisor(stage, divisors)
+    return divisors
+
+
+def _note_divisor(stage: Any, divisors: dict[int, int]) -> None:
+    if not hasattr(type(stage), "scale_grads"):
+        return
+    held = weakref.ref(stage)
+
+    def scale_grads(grad_scale_factor: int) -> None:
+        found = held()
+        assert found is not None, "it is called on the stage"
+        divisors[found.stage_index] = grad_scale_factor
+        type(found).scale_grads(found, grad_scale_factor)
+
+    stage.scale_grads = scale_grads

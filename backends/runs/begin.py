@@ -1,0 +1,61 @@
+"""`begin_checkpoint`: make the run if it is new, and choose the identity of its next checkpoint."""
+
+import uuid
+from contextlib import suppress
+
+from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
+from trainfold.backends.stores.protocol import Store
+from trainfold.core.errors import CommitConflict, InvalidArgument, SaveFailed
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
+from trainfold.core.format.manifest import (
+    Head,
+)
+from trainfold.core.format.run_file import run_document
+from trainfold.core.history.next_checkpoint import next_checkpoint
+from trainfold.core.json_values import shown
+from trainfold.core.state.parent_checkpoint import ParentCheckpoint
+
+
+def begin_checkpoint(
+    store: Store, step: int, *, descends_from: ParentCheckpoint | None = None
+) -> tuple[Head, bytes | None]:
+    """Create the run if it is new, and choose the identity of its next checkpoint. The caller holds the run's lock.
+
+    Args:
+        store: the store whose lock the caller holds.
+        step: the step of the state to save.
+        descends_from: what that state was loaded from; None if unknown, so that the steps decide.
+
+    Returns:
+        The head of the checkpoint: which run it belongs to, and what it follows. And the bytes of the manifest that it replaces, if the
+        step was saved before.
+
+    Raises:
+        InvalidArgument: if ``store`` is not a store.
+        SaveFailed: if the run cannot be read.
+
+    Examples:
+        >>> from trainfold.stores import MemoryStore
+        >>> head, replaced = begin_checkpoint(MemoryStore(), 120)
+        >>> head.step, replaced
+        (120, None)
+    """
+    if not isinstance(store, Store):
+        raise InvalidArgument("store", expected="the store whose lock you hold", found=shown(store),
+                              fix="make it with trainfold.LocalStore(directory), and call this inside store.lock()")  # fmt: skip
+    run_id = read_run_id(store)
+    if run_id is None:
+        check_place(store)
+        with suppress(CommitConflict):  # another process made the run meanwhile, and its id counts
+            store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
+        run_id = read_run_id(store)
+    assert run_id is not None  # it was committed just now
+    inventory = read_inventory(store)
+    if inventory.problem is not None:  # such as a directory that could not be listed: its checkpoints are not known
+        problem = inventory.problem
+        raise SaveFailed(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
+    name = f"{directory_of(step)}/{MANIFEST}"
+    size = store.size(name)
+    files = [] if size is None else store.list(directory_of(step))
+    old = None if size is None else store.read(name, start=0, stop=size)
+    return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from), old

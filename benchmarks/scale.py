@@ -1,0 +1,413 @@
+"""Plans at the size of the largest runs: 10^12 and 10^13 parameters in 100,000 leaves, on 8 to 16,384 ranks. Nothing is written, and one process is enough.
+
+Each figure is that of one rank, by the library's own code: the plan of its files, its index, the root of all, the indexes that it opens at a resume
+on another number of ranks, and its reads. Other ranks are simulated by what they would have planned. Some ranks of each world are planned, the
+first and the last among them. Each stage of a pipeline has a plan and a root of its own here. All parameters are cut; a load opens every index
+where many ranks share leaves that no rule cuts, and that is not measured.
+
+    python benchmarks/scale.py [--quick] [--json] [--check]
+
+A parameter is five leaves: its weight in bfloat16, and a master, two moments and a step in float32. ``cuts`` are the axes of the mesh along which each
+dimension is cut, outermost first. Replicas divide the bytes of leaves that they hold alike; ``balance`` is how far the bytes of a rank are from its
+shares of them, and ``spread`` is the most that a rank writes over the mean, which is the balance of the state itself. ``peak`` is memory of Python.
+"""
+
+import json
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from functools import cache, lru_cache
+
+import attrs
+import torch
+from _targets import Target, finish, machine, make_parser
+
+from trainfold.backends.gc_pause import without_collecting
+from trainfold.core.digest import digest_of
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.format.file_names import index_name
+from trainfold.core.format.indexes.needed import Needs
+from trainfold.core.format.manifest import (
+    DIGEST_DIGITS,
+    PIECE_BYTES,
+    Head,
+    IndexRecord,
+    encode_index,
+    encode_manifest,
+)
+from trainfold.core.format.manifest_reader import decode_manifest
+from trainfold.core.format.structure.describe import Described, describe
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
+from trainfold.core.layout.replica_shares import UNIT_BYTES, box_of
+from trainfold.core.layout.slices import volume, whole_box
+from trainfold.core.resume.reads import plan_reads
+from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
+from trainfold.core.save.save_plan import plan_save
+from trainfold.core.save.written import PartDigests, WrittenFile, manifest_of
+from trainfold.core.state.components import components_of
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
+
+AXES = ("dp", "ep", "fsdp", "tp")  # of a stage, the fastest last
+DIGEST = "xxh3:" + "0123456789abcdef" * 2
+HEAD = Head("run", 1)
+LEAVES_A_PARAMETER = 5
+MB = 1e6
+COLUMN, ROW, CUT = [["tp", "ep", "fsdp"]], [["ep", "fsdp"], ["tp"]], [["ep", "fsdp"]]
+EXPERTS = [["ep"], ["fsdp"], ["tp"]]
+MODELS = {  # of a layer: name -> shape, cuts
+    "dense": {
+        "norm1": ((6464,), CUT),
+        "qkv": ((3 * 6464, 6464), COLUMN),
+        "qkv_bias": ((3 * 6464,), CUT),
+        "q_norm": ((128,), CUT),
+        "k_norm": ((128,), CUT),
+        "out": ((6464, 6464), ROW),
+        "norm2": ((6464,), CUT),
+        "gate": ((17280, 6464), COLUMN),
+        "up": ((17280, 6464), COLUMN),
+        "down": ((6464, 17280), ROW),
+    },
+    "experts": {
+        "norm1": ((2560,), CUT),
+        "qkv": ((3 * 2560, 2560), COLUMN),
+        "q_norm": ((128,), CUT),
+        "k_norm": ((128,), CUT),
+        "out": ((2560, 2560), ROW),
+        "norm2": ((2560,), CUT),
+        "router": ((128, 2560), CUT),
+        "gate": ((128, 2560, 5120), EXPERTS),
+        "up": ((128, 2560, 5120), EXPERTS),
+        "down": ((128, 5120, 2560), EXPERTS),
+    },
+}
+
+
+@attrs.frozen
+class Layout:
+    """A world of ranks: a mesh of the axes for each of some stages."""
+
+    model: str
+    layers: int
+    stages: int = 1
+    dp: int = 1
+    ep: int = 1
+    fsdp: int = 1
+    tp: int = 1
+
+    @property
+    def shape(self):
+        """The mesh of a stage."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def size(self):
+        """The number of ranks of a stage."""
+        return self.dp * self.ep * self.fsdp * self.tp
+
+    @property
+    def ranks(self):
+        """The number of ranks of all stages."""
+        return self.size * self.stages
+
+    @property
+    def name(self):
+        """The axes with more than one rank."""
+        sizes = {"pp": self.stages, **dict(zip(AXES, self.shape, strict=True))}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+    @property
+    def some(self):
+        """The ranks that are planned."""
+        return sorted({0, 1, self.size // 3, self.size - 1} & {*range(self.size)})
+
+
+@lru_cache(maxsize=1)
+def nodes(layers, model):
+    """Return component -> its structure, which does not depend on how tensors are cut."""
+    names = [f"layers.{layer}.{name}.weight" for layer in range(layers) for name in MODELS[model]]
+    slots = {name: {key: torch.empty(0) for key in ("exp_avg", "exp_avg_sq", "step")} for name in names}
+    empty = [Leaves({name: torch.empty(0) for name in names}) for _ in range(2)]
+    group = ParamGroup({"lr": 1e-3}, tuple(names))
+    optimizer = OptimizerState("torch.optim.adamw.AdamW", Leaves(slots), (group,), masters=empty[1])
+    state = TrainState(model=ModelState(empty[0], Leaves()), optimizer=optimizer, trainer=Progress(step=1))
+    return {name: describe(component, name)[0] for name, component in components_of(state).items()}
+
+
+def described(layout):
+    """Return what each rank of a stage has after `by_rule`."""
+    mesh = make_mesh(layout.shape)
+    kinds = {}
+    for name, (shape, cuts) in MODELS[layout.model].items():
+        rule = make_placement(mesh, [[AXES.index(axis) for axis in axes] for axes in cuts])
+        kinds[name] = [LeafSpec(dtype, shape, (), rule) for dtype in ("bfloat16", "float32")]
+    step = LeafSpec("float32", ())
+
+    def spec(path):
+        if path.endswith("['step']"):
+            return step
+        return kinds[path.split(".weight'")[0].rpartition(".")[2]][not path.startswith("model.")]
+
+    said = nodes(layout.layers // layout.stages, layout.model)
+    found = {name: Described(each.node, {path: spec(path) for path in each.tensors}) for name, each in said.items()}
+    generator = {"cpu": torch.zeros(5056, dtype=torch.uint8)}
+    return {**found, "rng": describe(generator, "rng")[0]}
+
+
+@lru_cache(maxsize=2)
+def said_of(layout):
+    """Return `described`, made once for each world."""
+    return described(layout)
+
+
+def planned(layout, rank):
+    """Return the plan of the files of a rank."""
+    ranks = [said_of(layout)] * layout.size
+    return without_collecting(plan_save)(ranks, step=1, only=rank, own={"rng"})
+
+
+def written(plan):
+    """Return the files of a plan, with digests."""
+
+    def part(placed):
+        nbytes = placed.stop - placed.start
+        pieces = "0" * DIGEST_DIGITS * -(-nbytes // PIECE_BYTES) if nbytes > PIECE_BYTES else ""
+        return PartDigests(DIGEST, pieces, DIGEST if placed.is_first_of_whole else "")
+
+    return {
+        file.name: WrittenFile(file.name, file.size_bytes, DIGEST, tuple(map(part, file.tensors)))
+        for file in plan.files
+    }
+
+
+def known_by(plan, rank):
+    """Return what a rank knows of the manifest after it has written its files."""
+    return manifest_of(plan, written(plan), rank=rank, head=HEAD, contract={}, omitted=(), versions={})
+
+
+@lru_cache(maxsize=512)
+def wrote(layout, rank):
+    """Return the index of a rank, and the records of its files."""
+    known = known_by(planned(layout, rank), rank)
+    return without_collecting(encode_index)(known, rank), known.files
+
+
+def root_of(layout, opened=(), *, room_bytes=0):
+    """Return the root of a stage; the last rank and those that are opened are real, and the others are like the last one.
+
+    ``room_bytes`` are added to the sizes of their files, so that any index fits them.
+    """
+    last, first = layout.size - 1, known_by(planned(layout, 0), 0)
+    files, indexes = list(first.files), []
+    for rank in range(1, layout.size):
+        data, like = wrote(layout, rank if rank in opened else last)
+        indexes.append(IndexRecord(index_name(rank, layout.size), rank, len(data), digest_of(data)))
+        names = (file.name.replace(f"-{file.rank:05d}-of-", f"-{rank:05d}-of-") for file in like)
+        room = 0 if rank in opened else room_bytes
+        files += [
+            attrs.evolve(file, name=name, rank=rank, size_bytes=file.size_bytes + room)
+            for file, name in zip(like, names, strict=True)
+        ]
+    components = tuple(attrs.evolve(each, fingerprint=DIGEST) for each in first.components)
+    whole = attrs.evolve(first, components=components, files=tuple(files), indexes=tuple(indexes))
+    return without_collecting(encode_manifest)(whole)
+
+
+@lru_cache(maxsize=1)
+def roomy_root(layout):
+    """Return a root that any index fits, made once for each world."""
+    return root_of(layout, room_bytes=2**50)
+
+
+class Opened(dict):
+    """The indexes of ranks, as if another rank had sent them; it holds those that were asked for."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.layout = layout
+
+    def get(self, rank, default=None):
+        """Return the index of a rank; rank 0 has none, because it is in the root."""
+        if rank and rank not in self:
+            found = json.loads(wrote(self.layout, rank)[0])
+            self[rank] = {"own": found["own"], "shards": found["shards"]}
+        return super().get(rank, default)
+
+
+def timed(action):
+    """Return what an action gives, and its seconds of CPU time."""
+    began = time.process_time()
+    found = action()
+    return found, time.process_time() - began
+
+
+def peak_mb(action):
+    """Return the most memory of Python in an action."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1] / MB
+    finally:
+        tracemalloc.stop()
+
+
+def shares(layout, rank):
+    """Return the bytes that a rank would write if replicas shared to a byte, and those of leaves that have replicas."""
+    total, copied = 0.0, 0.0
+    for name, each in said_of(layout).items():
+        for spec, count in Counter(each.tensors.values()).items() if name != "rng" else ():
+            if spec.shape:
+                rule = spec.placement
+                replicas = layout.size if rule is None else rule.at(rule.mesh.coordinate_of(rank)).replicas
+                nbytes = volume(box_of(spec, rank)) * STORED[spec.dtype].itemsize * count / replicas
+                total, copied = total + nbytes, copied + nbytes * (replicas > 1)
+    return total, copied
+
+
+def save_row(layout):
+    """Measure the save of a world."""
+    secs, sizes, off, ratios = [], [], [], []
+    said_of(layout)
+    planned(layout, 0)  # what is computed once for each shape
+    for rank in layout.some:
+        plan, took = timed(lambda rank=rank: planned(layout, rank))
+        secs.append(took)
+        nbytes = sum(
+            placed.stop - placed.start
+            for file in plan.files
+            for placed in file.tensors
+            if placed.shape and file.component != "rng"
+        )
+        share, copied = shares(layout, rank)
+        if copied >= 50 * UNIT_BYTES:  # replicas differ by a unit at most, whatever they hold
+            off.append(abs(nbytes - share) / copied)
+        sizes.append(plan.size_bytes)
+        if rank:
+            ratios.append(len(wrote(layout, rank)[0]) / plan.size_bytes)
+    return {
+        "model": layout.model,
+        "ranks": layout.ranks,
+        "mesh": layout.name,
+        "leaves_a_rank": sum(len(each.tensors) for each in said_of(layout).values()),
+        "file_gb": sizes[-1] / 1e9,
+        "plan_secs": min(secs),
+        "peak_mb": peak_mb(lambda: planned(layout, layout.size - 1)),
+        "balance": max(off, default=0.0),
+        "spread": max(sizes) * len(sizes) / sum(sizes),
+        "root_mb": len(root_of(layout)) * layout.stages / MB,
+        "index_ratio": max(ratios, default=0.0),
+    }
+
+
+def resume_row(old, new):
+    """Measure the resume of a rank on another world."""
+    row = resume_of(old, new, new.size // 3)
+    return {"model": old.model, "from": old.ranks, "ranks": new.ranks, "mesh": new.name, **row}
+
+
+def resume_of(old, new, rank):
+    """Measure the resume of one rank."""
+    specs = {path: spec for name, each in said_of(new).items() if name != "rng" for path, spec in each.tensors.items()}
+    known = cache(lambda spec: box_of(spec, rank))
+    boxes = {path: None if spec.placement is None else known(spec) for path, spec in specs.items()}
+    needs = Needs(rank, new.size, lambda _component, path, _shape: boxes.get(path))
+    asked = Opened(old)
+    decode_manifest(roomy_root(old), "step-00000001", needs=attrs.evolve(needs, opened=asked))
+    data = root_of(old, asked)
+
+    def opened(data):
+        return without_collecting(decode_manifest)(
+            data, "step-00000001", read=lambda name, _: wrote(old, int(name.split("-")[1]))[0], needs=needs
+        )
+
+    manifest, open_secs = timed(lambda: opened(data))
+    actions = tuple(ComponentAction(name, "load") for name in ("model", "optimizer", "trainer"))
+    plan = ResumePlan("run", "step-00000001", manifest, actions, (), ())
+    targets = {name: {path: boxes[path] for path in said_of(new)[name].tensors} for name in ("model", "optimizer")}
+    reads, read_secs = timed(lambda: without_collecting(plan_reads)(plan, targets))
+    spans = sum(stop - start for each in reads.ranges.values() for start, stop in each)
+    needed = sum(
+        volume(whole_box(spec.shape) if boxes[path] is None else boxes[path]) * STORED[spec.dtype].itemsize
+        for path, spec in specs.items()
+    )
+    return {
+        "open_secs": open_secs,
+        "indexes": len(asked),
+        "index_mb": sum(len(wrote(old, number)[0]) for number in asked) / MB,
+        "reads_secs": read_secs,
+        "reads": sum(len(read.shards) for each in reads.components.values() for read in each.tensors.values()),
+        "twice": reads.size_bytes / spans,
+        "peak_mb": peak_mb(lambda: without_collecting(plan_reads)(attrs.evolve(plan, manifest=opened(data)), targets)),
+        "read_needed": spans / needed,
+    }
+
+
+def worlds(layers):
+    """Return the worlds of saves, and pairs of worlds of resumes."""
+
+    def dense(stages, *sizes):
+        return Layout("dense", layers, stages, **dict(zip(("dp", "fsdp", "tp"), sizes, strict=True)))
+
+    def experts(stages, *sizes):
+        return Layout("experts", layers, stages, **dict(zip(("ep", "fsdp", "tp"), sizes, strict=True)))
+
+    from_dense, from_experts = dense(8, 4, 64, 8), experts(8, 16, 16, 8)
+    saves = [
+        dense(1, 1, 8, 1), dense(1, 1, 8, 8), dense(8, 1, 8, 8), dense(8, 4, 16, 8), from_dense,
+        experts(8, 8, 8, 1), experts(8, 16, 4, 8), from_experts,
+    ]  # fmt: skip
+    resumes = [
+        (from_dense, dense(8, 3, 64, 8)), (from_dense, dense(8, 4, 48, 8)), (from_dense, dense(8, 1, 64, 4)),
+        (from_experts, experts(8, 16, 12, 8)), (from_experts, experts(8, 8, 8, 4)),
+    ]  # fmt: skip
+    return saves, resumes
+
+
+def main():
+    """Measure and print."""
+    options = make_parser(__doc__, quick="16 layers on 8 and 64 ranks").parse_args()
+    around = machine()
+    layers = 16 if options.quick else 2000
+    saves, resumes = worlds(layers)
+    if options.quick:
+        old = Layout("dense", layers, 2, dp=2, fsdp=4, tp=4)
+        saves, resumes = [Layout("dense", layers, fsdp=8), old], [(old, attrs.evolve(old, fsdp=3))]
+    rows = [save_row(layout) for layout in saves]
+    moved = [resume_row(*pair) for pair in resumes]
+    opened = "reading the root and the indexes, of a rank, CPU s"
+    targets = [
+        Target("plan of a save, of a rank, CPU s", most(rows, "plan_secs"), "<=", 0.2),
+        Target(opened, most(moved, "open_secs"), "<=", 0.2),
+        Target("plan of reads, of a rank, CPU s", most(moved, "reads_secs"), "<=", 0.2),
+        Target("peak of either plan, MB", max(most(rows, "peak_mb"), most(moved, "peak_mb")), "<=", 200),
+        Target("bytes of replicated leaves / share of a rank - 1", most(rows, "balance"), "<=", 0.02),
+        Target("bytes read by a rank / the same, each once", most(moved, "twice"), "<=", 1.0),
+        Target("bytes read by ranks / bytes that they need", most(moved, "read_needed"), "<=", 1.0),
+        Target("root, MB", most(rows, "root_mb"), "<=", 16),
+        Target("index / files of its rank", most(rows, "index_ratio"), "<=", 0.001),
+    ]
+    table = [*listed("save on", rows), "", *listed("resume on", moved)]
+    return finish(options, {"machine": around, "saves": rows, "resumes": moved}, targets, table)
+
+
+def most(rows, key):
+    """Return the largest figure of a column."""
+    return max(row[key] for row in rows)
+
+
+def listed(title, rows):
+    """Return the lines of a table."""
+    keys = [key for key in rows[0] if key not in ("model", "ranks", "mesh", "from")]
+    heads = [key.replace("_", " ") for key in keys]
+    yield f"{title:46}" + "".join(f"{head:>15}" for head in heads)
+    for row in rows:
+        before = f" from {row['from']:,}" if "from" in row else ""
+        name = f"{row['ranks']:,}{before}, {row['model']}: {row['mesh']}"
+        yield f"{name:46}" + "".join(f"{row[key]:>15.4g}" for key in keys)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

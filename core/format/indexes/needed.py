@@ -1,0 +1,149 @@
+"""Which indexes a rank has to open: those of ranks whose boxes meet its own, by the rules in the root; and others until all that it needs is found."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeAlias, final
+
+import attrs
+
+from trainfold.core.format.manifest import box_by_rule
+from trainfold.core.format.strict_json import hostile
+from trainfold.core.layout.placement import Placement
+from trainfold.core.layout.slices import Box, intersect, volume, whole_box
+
+Tables: TypeAlias = Mapping[str, list[dict[str, Any]]]
+"""Component -> the rows of its tensors, as `merge` has them while it adds shards."""
+
+
+def nowhere_else(_component: str, _path: str) -> bool:
+    """Say that this rank needs a tensor."""
+    return False
+
+
+@final
+@attrs.frozen
+class Needs:
+    """What a rank needs of a checkpoint, whatever it finds there.
+
+    Attributes:
+        rank: the rank.
+        world_size: the ranks that load.
+        box: (component, leaf path, shape) -> the slice of a tensor that the rank needs; None for all of it.
+        own: rank that saved -> `only_own` of its index, as another rank has sent it: then it is not opened for what that rank has of its own.
+            None for a reader that does not look at this.
+        opened: rank that saved -> its index, if this rank has opened it already.
+        elsewhere: (component, leaf path) -> whether only other ranks need a tensor.
+    """
+
+    rank: int
+    world_size: int
+    box: Callable[[str, str, tuple[int, ...]], Box | None]
+    own: Mapping[int, Any] | None = attrs.field(factory=dict, repr=False)
+    opened: Mapping[int, Any] = attrs.field(factory=dict, repr=False)
+    elsewhere: Callable[[str, str], bool] = nowhere_else
+
+    def looks_at(self, number: int, rank: int, opened: Collection[int] | None) -> bool:
+        """Whether this rank looks at a file: at those of the ranks whose indexes it has opened, and at its share of all.
+
+        Args:
+            number: of the file.
+            rank: that wrote it.
+            opened: the ranks whose indexes are opened; None for all.
+        """
+        return opened is None or rank in opened or number % self.world_size == self.rank
+
+    def needed_box(self, component: str, record: Mapping[str, Any]) -> Box:
+        """The box of a tensor that the rank needs."""
+        found = self.box(component, record["path"], record["sizes"])
+        return whole_box(record["sizes"]) if found is None else found
+
+
+def nothing_needed() -> Needs:
+    """The needs of a reader that wants no tensor, only what the root says: fingerprints, sizes, files.
+
+    Examples:
+        >>> nothing_needed().box("model", "model.params['w']", (4, 2))
+        ((0, 0), (0, 0))
+    """
+    return Needs(0, 1, lambda _component, _path, shape: ((0, 0),) * len(shape), own=None)
+
+
+def ranks_that_meet(tables: Tables, needs: Needs, writers: Mapping[str, Collection[int]]) -> set[int]:
+    """The ranks that hold a part of what is needed by the rule of its tensor, and wrote something of its component.
+
+    Args:
+        tables: the components that all ranks share.
+        needs: of the rank that loads.
+        writers: component -> the ranks that have a file of it.
+    """
+    found: set[int] = set()
+    seen: set[Any] = set()
+    for name, table in tables.items():
+        ranks = writers.get(name, ())
+        for record in table:
+            if record["layout"] is None or needs.elsewhere(name, record["path"]):
+                continue
+            box = needs.needed_box(name, record)
+            key = name, record["layout"], record["sizes"], box
+            if key not in seen:
+                seen.add(key)
+                found.update(_meeting(record["layout"], box, record["sizes"], ranks))
+    return found
+
+
+def _meeting(rule: Placement, box: Box, shape: tuple[int, ...], ranks: Collection[int]) -> Iterator[int]:
+    """Those of some ranks whose boxes meet a box, in steps for each such box, or for each of the ranks if these are few."""
+    if rule.mesh.size > 2 * len(ranks):  # a forged root may name any number
+        held = ((rank, box_by_rule(shape, rule, rank)) for rank in ranks)
+        return (rank for rank, each in held if each is not None and intersect(each, box) is not None)
+    return (rank for rank in rule.ranks_meeting(box, shape) if rank in ranks)
+
+
+@final
+class Missing:
+    """What is needed and not found yet.
+
+    Args:
+        tables: the components that all ranks share; rows get their shards as indexes are opened.
+        needs: of the rank that loads.
+    """
+
+    def __init__(self, tables: Tables, needs: Needs) -> None:
+        self._left = [
+            (name, record, needs.needed_box(name, record))
+            for name, table in tables.items()
+            for record in table
+            if not needs.elsewhere(name, record["path"])
+        ]
+
+    def ranks(self, writers: Mapping[str, Collection[int]], opened: Collection[int]) -> Iterator[int]:
+        """The ranks that may have it, in their order, until everything is found; ``opened`` must grow in between."""
+        while self._look():
+            left = {rank for name, _, _ in self._left for rank in writers.get(name, ())} - {*opened}
+            if not left:
+                return
+            yield min(left)
+
+    def check(self, where: str) -> None:
+        """Check that nothing is missing.
+
+        Raises:
+            CheckpointHostile: naming a tensor of which a part is missing, or twice there.
+        """
+        if self._look():
+            _, record, box = self._left[0]
+            raise hostile(
+                f"{where}: {record['path'][:200]}",
+                f"shards that hold {box} once",
+                f"{_held(record, box)} of {volume(box)} elements",
+            )
+
+    def _look(self) -> bool:
+        """Whether anything is missing."""
+        self._left = [each for each in self._left if _held(each[1], each[2]) != volume(each[2])]
+        return bool(self._left)
+
+
+def _held(record: Mapping[str, Any], box: Box) -> int:
+    """How many elements of a box the shards of a row hold."""
+    common = (intersect(shard.box, box) for shard in record["shards"])
+    return sum(volume(each) for each in common if each is not None)

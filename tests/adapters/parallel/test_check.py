@@ -1,0 +1,137 @@
+"""`live.check`: what it checks is found again when that changes, and ranks without a loss, such as the first stages of a pipeline, take part."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainfold.adapters.live.attach import attach
+from trainfold.core.errors import InvalidBatch, NonFinite
+from trainfold.ranks import Coordinates, Replicas, World, run_threads
+
+
+class Stages:
+    """Each rank trains a stage of one model, on the same samples. Gradients need no sum; their norm is that of all stages."""
+
+    gradient_divisor = 1.0
+
+    def __init__(self, ranks):
+        self._ranks = ranks
+        here = World(ranks.rank, ranks.world_size)
+        self.coordinates = Coordinates(here, here)
+
+    def gradient_sync(self, *, enabled):
+        return contextlib.nullcontext(enabled)
+
+    def all_sum(self, tensors):
+        return [sum(each) for each in zip(*self._ranks.gather(tensors), strict=True)]
+
+    def norm(self, gradients):
+        squares = sum(each.square().sum() for each in gradients)
+        return sum(self._ranks.gather(squares)).sqrt()
+
+    def local(self, leaf):
+        return leaf
+
+
+def stage_of(rank):
+    stage = nn.Linear(2, 3) if rank == 0 else nn.Linear(3, 1)
+    for each in stage.parameters():
+        nn.init.constant_(each, 0.25)
+    return stage
+
+
+def whole_model():
+    """The norm and the loss of both stages on one process."""
+    model = nn.Sequential(stage_of(0), stage_of(1))
+    loss = model(torch.ones(4, 2)).square().mean()
+    loss.backward()
+    return loss.item(), nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()
+
+
+def test_the_last_stage_of_a_pipeline_has_the_loss_and_all_stages_check_it():
+    """A09: the loss is that of the last stage, and the norm that of all; both are the same on every rank."""
+    sent, back = [], []
+
+    def train(ranks):
+        stage = stage_of(ranks.rank)
+        live = attach(stage, torch.optim.SGD(stage.parameters(), lr=0.1), parallelism=Stages(ranks))
+        if ranks.rank == 0:
+            sent.append(stage(torch.ones(4, 2)))
+            ranks.gather(None)
+            ranks.gather(None)
+            sent[0].backward(back[0])
+            return live.check(None, clip_norm=0.01)
+        ranks.gather(None)
+        received = sent[0].detach().requires_grad_()
+        loss = stage(received).square().mean()
+        loss.backward()
+        back.append(received.grad)
+        ranks.gather(None)
+        return live.check(loss.detach(), clip_norm=0.01)
+
+    loss, norm = whole_model()
+    for found in run_threads(2, train):
+        assert (found.loss, found.weight) == (pytest.approx(loss), 1)
+        assert found.grad_norm == pytest.approx(norm)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_on_one_stage_stops_all(where):
+    """A09: also if the rank with the loss is not the one with the gradient."""
+
+    def train(ranks):
+        stage = stage_of(ranks.rank)
+        live = attach(stage, torch.optim.SGD(stage.parameters(), lr=0.1), parallelism=Stages(ranks))
+        for each in stage.parameters():
+            each.grad = torch.full_like(each, math.inf if (where, ranks.rank) == ("gradient", 0) else 1.0)
+        with pytest.raises(NonFinite) as caught:
+            live.check(None if ranks.rank == 0 else math.nan if where == "loss" else 1.0)
+        return str(caught.value)
+
+    for text in run_threads(2, train):
+        assert ("not finite on ranks [1]" in text) == (where == "loss")
+
+
+def test_a_rank_without_a_batch_adds_no_loss_and_a_step_without_any_loss_is_refused():
+    """A06: with weights, the gradients are those of the samples that there were."""
+
+    def train(ranks):
+        model = stage_of(1)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parallelism=Replicas(ranks))
+        if ranks.rank == 0:
+            total = model(torch.ones(4, 3)).square().sum()
+            total.backward()
+        found = live.check(total.detach() if ranks.rank == 0 else None, weight=4 if ranks.rank == 0 else 0)
+        gradients = [each.grad.tolist() for each in model.parameters()]
+        with pytest.raises(InvalidBatch):
+            live.check(None)
+        return found, gradients
+
+    alone = stage_of(1)
+    loss = alone(torch.ones(4, 3)).square().mean()
+    loss.backward()
+    for found, gradients in run_threads(2, train):
+        assert (found.loss, found.weight) == (pytest.approx(loss.item()), 4)
+        for mine, each in zip(gradients, alone.parameters(), strict=True):
+            assert torch.allclose(torch.tensor(mine), each.grad)
+
+
+def test_check_sees_parameters_that_an_optimizer_gets_later():
+    """A09: what is checked is found once, and again when an optimizer steps other parameters, or another one is registered."""
+    model, added, registered = nn.Linear(2, 2), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    for each in (*model.parameters(), added, registered):
+        each.grad = torch.ones_like(each)
+    before = live.check(1.0).grad_norm ** 2
+    assert live.check(1.0).grad_norm ** 2 == before
+    optimizer.add_param_group({"params": [added]})
+    assert live.check(1.0).grad_norm ** 2 == pytest.approx(before + 2)
+    live.register("second", nn.ParameterList([registered]))
+    live.register("third", torch.optim.SGD([registered], lr=0.1))
+    assert live.check(1.0).grad_norm ** 2 == pytest.approx(before + 5)
+    optimizer.param_groups[1]["params"][0] = nn.Parameter(torch.ones(2))
+    assert live.check(1.0).grad_norm ** 2 == pytest.approx(before + 3)

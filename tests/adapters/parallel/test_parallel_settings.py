@@ -1,0 +1,127 @@
+"""Settings that change the bits of a training on ranks are compared at a resume."""
+
+import warnings
+
+import pytest
+import torch
+from kit.adapters.fsdp2_cases import Model, sharded
+from kit.system.rank_refusals_cases import PATIENT
+from torch import nn
+
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
+from trainfold.core.errors import InvalidArgument
+
+pytestmark = pytest.mark.slow(2)
+
+
+def drifts_of(collectives, folder, model, *, saves=False):
+    """The warnings of a resume."""
+    live = attach(model)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        CheckpointManager(folder, collectives=collectives, every=None, at_end=False) as manager,
+    ):
+        warnings.simplefilter("always")
+        manager.restore(live)
+        if saves:
+            live.advance(samples=1)
+            manager.save(live)
+    return [str(each.message) for each in caught if each.category.__name__ == "ResumeDrift"]
+
+
+def ddp(hook=None):
+    model = nn.parallel.DistributedDataParallel(Model())
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    return model
+
+
+def back(collectives, folder):
+    drifts_of(collectives, folder, ddp(), saves=True)
+    return drifts_of(collectives, folder, sharded(collectives.world_size))
+
+
+def parts(*half):
+    """A model of ten parts, of which some have mixed precision."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    for index, each in enumerate(model):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if index in half else MixedPrecisionPolicy()
+        fully_shard(each, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def changes(collectives, folder):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    size = collectives.world_size
+    drifts_of(collectives, folder, sharded(size), saves=True)
+    found = {
+        "same": drifts_of(collectives, folder, sharded(size)),
+        "ddp": drifts_of(collectives, folder, ddp()),
+        "reshard": drifts_of(collectives, folder, sharded(size, reshard_after_forward=False)),
+        "half": drifts_of(collectives, folder, sharded(size, mp_policy=half)),
+    }
+    found["back"] = back(collectives, folder + "-ddp")
+    if size == 2:
+        drifts_of(collectives, folder + "-parts", parts(0, 8), saves=True)
+        assert drifts_of(collectives, folder + "-parts", parts(0, 8)) == []
+        found["ninth part"] = drifts_of(collectives, folder + "-parts", parts(0, 9))
+        found["hook"] = drifts_of(collectives, folder, ddp(fp16_compress_hook))
+        divided = sharded(size)
+        divided.set_gradient_divide_factor(4.0)  # of the root alone
+        found["part divided"] = drifts_of(collectives, folder, divided)
+        with pytest.raises(InvalidArgument, match=r"found 2 and 4; call set_gradient_divide_factor on every module"):
+            _ = TorchParallelism(divided).gradient_divisor
+        for each in (divided.first, divided.second):
+            each.set_gradient_divide_factor(4.0)
+        found["divided"] = drifts_of(collectives, folder, divided)
+        assert TorchParallelism(divided).gradient_divisor == 4.0
+        assert TorchParallelism(sharded(size)).gradient_divisor == size
+    elif size == 4:
+        found["mesh"] = drifts_of(collectives, folder, sharded(size, mesh_shape=(2, 2)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_not(processes, tmp_path, world_size):
+    """W09: none of them is in a tensor, and each changes the sums of the training."""
+    for rank, found in enumerate(processes.run(world_size, changes, str(tmp_path), collectives=PATIENT)):
+        drifts = {name: each for name, each in found.items() if each}
+        if rank:
+            assert not drifts, "one rank says it"
+            continue
+        more = {2: {"hook", "divided", "part divided", "ninth part"}, 3: {"ddp", "back"}, 4: {"ddp", "back", "mesh"}}
+        assert drifts.keys() == {"half", *more[world_size]}
+        assert "attached.model.(precision): saved nothing, wanted param bfloat16, reduce float32" in drifts["half"][0]
+        if world_size == 2:
+            assert "attached.model.(hooks): saved nothing, wanted ['fp16_compress_hook']" in drifts["hook"][0]
+            assert "attached.model.(divisor): saved nothing, wanted 4.0" in drifts["divided"][0]
+            assert "attached.model.(divisor): saved nothing, wanted [4.0, None]" in drifts["part divided"][0]
+            assert "attached.model.(parts): saved" in drifts["ninth part"][0]
+        else:
+            assert "attached.model.(wrapper): saved FSDP2, wanted DDP" in drifts["ddp"][0]
+            assert "attached.model.(wrapper): saved DDP, wanted FSDP2" in drifts["back"][0]
+        if world_size == 4:
+            assert "attached.model.(ranks): saved [4], wanted [2, 2]" in drifts["mesh"][0]
+
+
+def alone(collectives, folder):
+    return drifts_of(collectives, folder, sharded(collectives.world_size))
+
+
+def test_another_number_of_ranks_has_another_mesh_without_a_word(processes, tmp_path):
+    processes.run(2, save_once, str(tmp_path), collectives=PATIENT)
+    for world_size in (1, 3):
+        assert processes.run(world_size, alone, str(tmp_path), collectives=PATIENT) == [[]] * world_size
+
+
+def save_once(collectives, folder):
+    return drifts_of(collectives, folder, sharded(collectives.world_size), saves=True)

@@ -1,0 +1,158 @@
+"""Stages of a pipeline are attached as `PipelineStage` objects; the ranks save one model. Here ranks are threads, and stages only say where they are."""
+
+import copy
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.runs.api import load
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.format.fingerprint import fingerprint
+
+LAYERS = 6
+
+
+@attrs.frozen
+class Stage:
+    """What a `torch.distributed.pipelining.PipelineStage` says of itself."""
+
+    submod: nn.Module
+    stage_index: int
+    num_stages: int
+    group: object = None
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Linear(3, 4)
+        self.h = nn.ModuleDict(
+            {str(index): nn.Sequential(nn.Linear(4, 4), nn.Dropout(index / 10)) for index in range(LAYERS)}
+        )
+        self.norm = nn.BatchNorm1d(4)
+
+
+torch.manual_seed(0)
+WHOLE = Model()
+
+
+def cut(index, count):
+    """A stage of the model, from the same values."""
+    model = copy.deepcopy(WHOLE)  # the ranks are threads, and share torch's random stream
+    for name in [name for name in model.h if int(name) * count // LAYERS != index]:
+        del model.h[name]
+    if index:
+        model.emb = None
+    if index < count - 1:
+        model.norm = None
+    return model
+
+
+def stages_of(rank, ranks, count):
+    return [Stage(cut(index, count), index, count) for index in range(rank, count, ranks)]
+
+
+def optimizer_of(modules):
+    """Two groups, the second of which some stages have no parameters for."""
+    named = [pair for module in modules for pair in module.named_parameters()]
+    decayed = [value for name, value in named if "norm" not in name]
+    rest = [value for name, value in named if "norm" in name]
+    found = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], lr=0.1)
+    for name, value in named:  # the same gradients whatever the stages are
+        value.grad = torch.full_like(value, float(len(name)))
+    return found
+
+
+def train(rank, ranks, count, *, steps, store, world):
+    """Step to a number of steps from the newest checkpoint, and save each step."""
+    stages = stages_of(rank, ranks, count)
+    modules = [each.submod for each in stages]
+    optimizer = optimizer_of(modules)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    live = attach(stages if len(stages) > 1 else stages[0], optimizer, scheduler=scheduler)
+    with CheckpointManager(store, collectives=world) as manager:
+        manager.restore(live)
+        while live.progress.step < steps:
+            optimizer_step(modules, optimizer)
+            scheduler.step()
+            live.advance(samples=4)
+            manager.save(live)
+    return live.capture()
+
+
+def optimizer_step(modules, optimizer):
+    for module in modules:
+        for name, value in module.named_parameters():
+            value.grad = torch.full_like(value, float(len(name)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run(ranks, count, *, steps, store):
+    return run_threads(ranks, lambda world: train(world.rank, ranks, count, steps=steps, store=store, world=world))
+
+
+def whole(store):
+    """What one process that has the whole model loads: model and optimizer, as one digest each."""
+    model = cut(0, 1)
+    optimizer = optimizer_of([model])
+    live = attach(model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    with CheckpointManager(store) as manager:
+        manager.restore(live)
+    found = fingerprint(live.capture())
+    return {name: found[name] for name in ("model", "optimizer", "scheduler", "trainer")}
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 4), (3, 3), (1, 2)])
+def test_stages_are_saved_as_the_whole_model_and_other_stages_continue(ranks, count):
+    """I05, X11: group by group, also where a stage has no parameter of a group; with settings of each layer."""
+    store, expected = MemoryStore(), MemoryStore()
+    run(1, 1, steps=4, store=expected)
+    run(2, 2, steps=1, store=store)
+    run(ranks, count, steps=3, store=store)
+    run(3, 6, steps=4, store=store)
+    assert whole(store) == whole(expected)
+
+
+def test_layers_counted_from_0_on_each_stage_are_refused_at_the_first_save():
+    """X11, W24: a ModuleList of the layers of a stage."""
+
+    def save(world):
+        stage = Stage(nn.ModuleList([nn.Linear(2, 2)]), world.rank, 2)
+        nn.init.constant_(stage.submod[0].weight, world.rank)
+        live = attach(stage, torch.optim.SGD(stage.submod.parameters(), lr=0.1))
+        with CheckpointManager(store, collectives=world) as manager:
+            manager.save(live)
+
+    store = MemoryStore()
+    with pytest.raises(
+        RanksDisagree, match=r"model.params\['0.weight'\].*rank 0.*rank 1.*a ModuleList of layers counts from 0"
+    ):
+        run_threads(2, save)
+    assert not [name for name in store.list("") if name.startswith("step")]
+
+
+def test_stages_of_two_pipelines_are_refused():
+    with pytest.raises(InvalidArgument, match="stages of one pipeline"):
+        attach([Stage(cut(0, 2), 0, 2), Stage(cut(1, 2), 1, 3)])
+
+
+def test_a_stage_that_is_saved_alone_is_refused():
+    """W24: a part of a model must not look like a whole one."""
+    with CheckpointManager(MemoryStore()) as manager, pytest.raises(RanksDisagree, match=r"stage 0 of 2"):
+        manager.save(attach(Stage(cut(0, 2), 0, 2)))
+
+
+def test_the_order_of_the_stages_in_the_list_does_not_matter():
+    store = MemoryStore()
+    stages = [Stage(cut(index, 2), index, 2) for index in (1, 0)]
+    with CheckpointManager(store) as manager:
+        manager.save(attach(stages))
+    state = attach(cut(0, 1)).capture()
+    assert fingerprint(load(store, like=state, reset={"rng": "another"}))["model"] == fingerprint(state)["model"]
