@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 unexport PYTHONDONTWRITEBYTECODE  # without its cache, each of the hundred programs that tests start compiles the package again
 
-.PHONY: help demo test check format docs look bench resume laws soak crash oracle constraints clean
+.PHONY: help demo test check format docs look bench resume long laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -43,14 +43,17 @@ resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs th
 bench: $(DEV)  ## what it costs: benchmarks/
 	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
+long: $(DEV)  ## the tests that `make test` leaves out: further variants of what it proves (minutes)
+	$(PYTEST) -n 3 --dist loadfile -m long
+
 laws: $(DEV)  ## the laws with many more examples (minutes)
-	HYPOTHESIS_PROFILE=laws $(PYTEST) -n 2 --dist loadfile --timeout 1800 tests
+	HYPOTHESIS_PROFILE=laws $(PYTEST) -n 2 --dist loadfile --timeout 1800 -m "" tests
 
 soak: $(DEV)  ## the laws for hours, with new examples each time
-	HYPOTHESIS_PROFILE=soak TRAINFOLD_FUZZ_CASES=50000000 $(PYTEST) -n 2 --dist loadfile --timeout 0 tests
+	HYPOTHESIS_PROFILE=soak TRAINFOLD_FUZZ_CASES=50000000 $(PYTEST) -n 2 --dist loadfile --timeout 0 -m "" tests
 
 crash: $(DEV)  ## every disk that a crash may leave of a save, 200 power cuts, every call failing (root for some; minutes)
-	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist load --timeout 0 -rP tests/crash
+	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist load --timeout 0 -rP -m "" tests/crash
 
 oracle: $(DEV)  ## a million random evaluations and 1e5 of Hypothesis against fractions (an hour)
 	TRAINFOLD_RANDOM_CASES=1000000 TRAINFOLD_EXAMPLES=100000 $(PYTEST) -n 2 tests/core/evaluate/test_evaluation_oracle.py
