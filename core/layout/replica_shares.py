@@ -2,7 +2,9 @@
 
 Ranks that hold the same boxes are replicas, and share their bytes: the boxes of all leaves are laid end to end, T bytes, and replica i of k writes
 what is between the places T * i / k and T * (i + 1) / k. A place moves to the end of a leaf that is near, so that few leaves are divided and no
-small one is; otherwise to the start of a row that is near, of the largest rows that have one (ADR-0035).
+small one is; otherwise to the start of a row that is near, of the largest rows that have one. Where the share of a replica is less than a unit, leaves
+are divided into units at most; and where many replicas have less than half of one, the first of them fill a unit each, and the others write nothing
+(ADR-0035).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +17,8 @@ from trainfold.core.layout.placement import LocalPlacement, Placement
 from trainfold.core.layout.slices import Box, run_blocks, volume, whole_box
 
 UNIT_BYTES: Final = 2**16
-"""No leaf up to this size is divided."""
+"""A leaf has at most one writer for each so many bytes, so none up to this size is divided."""
+_MANY: Final = 64  # replicas: a load may have to open the index of each that writes of a leaf without a rule
 _NEAR: Final = 200  # a place moves by no more than this part of a share, or by half a unit
 
 
@@ -56,7 +59,8 @@ def written_by(
     """What a rank writes of leaves that are whole or cut by a rule.
 
     Laws: the pieces of all ranks tile each tensor. The bytes of a replica differ from its share by at most 1 % or `UNIT_BYTES`, so by at most 2 % if
-    the share is 3.2 MB or more; the leaves that rank 0 writes must fit into its share for that.
+    the share is 3.2 MB or more; the leaves that rank 0 writes must fit into its share for that. Of a leaf, at most one replica for each
+    `UNIT_BYTES` writes something. If more than 64 have less than half a unit each, the first of them write it.
 
     Args:
         rank: the rank.
@@ -144,9 +148,12 @@ class _Replicas:
     total_bytes: int = 0
     laid_bytes: int = 0
     share: tuple[int, int] | None = None  # from place to place; found when all boxes are counted
+    filled: int = 0  # the replica that the next box goes to, if it has room
 
     def next_run(self, nbytes: int, box: Box) -> tuple[int, int] | None:
         """The first element of the next box that this replica writes, and the end; they are equal for nothing. None for all of the box."""
+        if self.count > _MANY and 2 * self.total_bytes <= (self.count - 1) * UNIT_BYTES:
+            return self._next_filled(nbytes, box)
         start, self.laid_bytes = self.laid_bytes, self.laid_bytes + nbytes
         if self.share is None:
             self.share = self.total_bytes * self.index // self.count, self.total_bytes * (self.index + 1) // self.count
@@ -158,9 +165,25 @@ class _Replicas:
         run = self._elements_before(low - start, nbytes, box), self._elements_before(high - start, nbytes, box)
         return None if run == (0, volume(box)) else run
 
+    def _next_filled(self, nbytes: int, box: Box) -> tuple[int, int] | None:
+        """The same where the replicas are filled one after the other: two neighbours have more than a unit, so there are enough of them."""
+        units = -(-nbytes // UNIT_BYTES)
+        if self.laid_bytes and (units > 1 or self.laid_bytes + nbytes > UNIT_BYTES):
+            self.filled, self.laid_bytes = self.filled + 1, 0
+        unit = self.index - self.filled
+        self.filled += units - 1
+        self.laid_bytes += -(-nbytes // units)
+        if not 0 <= unit < units:
+            return 0, 0
+        return None if units == 1 else (unit * volume(box) // units, (unit + 1) * volume(box) // units)
+
     def _elements_before(self, offset: int, nbytes: int, box: Box) -> int:
         """How many elements of a box lie before a place, after it has moved."""
-        offset, near = min(max(offset, 0), nbytes), max(UNIT_BYTES, 2 * self.total_bytes // (_NEAR * self.count))
+        offset = min(max(offset, 0), nbytes)
+        if self.total_bytes < self.count * UNIT_BYTES:  # in the largest rows there may be more places than units
+            units = -(-nbytes // UNIT_BYTES)
+            return (2 * offset * units + nbytes) // (2 * nbytes) * volume(box) // units
+        near = max(UNIT_BYTES, 2 * self.total_bytes // (_NEAR * self.count))
         rows = 1  # the box as one row; then its rows, and theirs, down to its elements
         for begin, end in (*box, (0, 1)):
             nearest = (2 * offset * rows + nbytes) // (2 * nbytes)

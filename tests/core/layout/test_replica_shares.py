@@ -33,8 +33,13 @@ def shares(specs, ranks, **options):
 @example([("float32", [8, 1000, 4097])], 3, False)
 @example([("float32", [2, 4097, 4097])], 3, True)
 @example([("complex128", [1, 4097, 64, 7])], 9, True)
+@example([("int8", [4097, 64])] * 9, 40, False)
+@example([("int8", [4097, 64])] * 9, 90, True)
 def test_the_bytes_of_replicas_are_balanced_within_2_percent_whatever_leaves_they_have(leaves, ranks, is_cut):
-    """N05: a replica's bytes are within 2 % of the mean if that is 3.2 MB or more, and within a unit otherwise; no leaf up to a unit is divided."""
+    """N05: a replica's bytes are within 2 % of the mean if that is 3.2 MB or more, and within a unit otherwise.
+
+    A leaf has at most one writer for each unit of it, so none up to a unit is divided, and who needs the leaf opens few indexes.
+    """
     mesh = make_mesh((2, ranks)) if is_cut else make_mesh((ranks,))
     specs = {}
     for number, (dtype, shape) in enumerate(leaves):
@@ -46,6 +51,9 @@ def test_the_bytes_of_replicas_are_balanced_within_2_percent_whatever_leaves_the
         check_cover(path, [piece.box for piece in pieces], spec.shape)
         divided = [piece for piece in pieces if piece.held is not None]
         assert all(size_of(piece.held, spec) > UNIT_BYTES and piece.box != piece.held for piece in divided)
+        for group in [range(ranks), range(ranks, 2 * ranks)] if spec.placement is not None else [range(mesh.size)]:
+            writers = {rank for rank in group if any(piece.path == path for piece in written[rank])}
+            assert len(writers) <= max(1, -(-size_of(box_of(spec, group[0]), spec) // UNIT_BYTES))
     for group in [range(ranks), range(ranks, 2 * ranks)] if is_cut else [range(ranks)]:
         ruled = {path: spec for path, spec in specs.items() if (spec.placement is not None) == is_cut}
         mean = sum(size_of(box_of(spec, group[0]), spec) for spec in ruled.values()) / ranks
@@ -87,6 +95,21 @@ def test_leaves_of_rank_0_are_written_by_it_whole_and_count_in_its_share(leaves,
         check_cover(path, [piece.box for mine in written for piece in mine if piece.path == path], spec.shape)
     assert first <= {piece.path for piece in written[0] if piece.held is None}
     assert not first & {piece.path for mine in written[1:] for piece in mine}
+
+
+@settings(deadline=None)
+@given(LEAVES, st.integers(1, 4), st.integers(6, 10))
+@example([("float32", [64, 1000]), ("int8", [1]), ("float32", [64, 1000])], 1, 6)
+def test_few_bytes_of_many_replicas_are_written_by_the_first_of_them(leaves, some, more):
+    """X02: so that a load, which does not know who wrote a leaf that no rule cuts, finds it in the first indexes that it opens."""
+    specs = {f"w{number}": LeafSpec(dtype, tuple(shape)) for number, (dtype, shape) in enumerate(leaves)}
+    total = sum(size_of(box_of(spec, 0), spec) for spec in specs.values())
+    writers = 1 + 2 * total // UNIT_BYTES
+    ranks = writers + 2**more
+    for rank in {0, 1, some, writers - 1, writers, ranks - 1}:
+        mine = written_by(rank, ranks, specs, item_bytes=ITEM_BYTES.get)
+        assert not any(volume(piece.box) for piece in mine) or rank < writers
+        assert sum(size_of(piece.box, piece.spec) for piece in mine) <= UNIT_BYTES
 
 
 def test_a_transformer_is_balanced_and_few_of_its_leaves_are_divided():
