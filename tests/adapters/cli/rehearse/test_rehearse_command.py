@@ -80,7 +80,7 @@ if not isinstance(planned, trainfold.Refusal):
     state = trainfold.load(run, like=state)
 x = torch.randn(48, 6)
 scale = 1.0
-for done in range(state.trainer.step + 1, 100):
+for done in range(state.trainer.step + 1, 1000):
     time.sleep(0.02)
     scale *= BEND
     rows = x[8 * (done % 6) : 8 * (done % 6) + 8]
@@ -100,7 +100,7 @@ def test_a_program_without_a_manager_is_watched_by_its_checkpoints(rehearse, ben
 
 
 def test_without_a_manager_and_without_a_directory_it_says_what_is_missing(rehearse):
-    answer = rehearse(FUNCTIONAL.replace("BEND", "1.0").replace("sys.argv[1]", "'runs'").replace("100", "9"))
+    answer = rehearse(FUNCTIONAL.replace("BEND", "1.0").replace("sys.argv[1]", "'runs'").replace("1000", "9"))
     assert isinstance(answer.error, NeverSaved)
     assert "{run}" in answer.error.fix
 
