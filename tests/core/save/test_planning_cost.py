@@ -1,5 +1,6 @@
 """What a rank does before it writes: as much with many ranks as with few, and shortcuts that give what the plain way gives."""
 
+import gc
 import sys
 
 import pytest
@@ -59,11 +60,13 @@ def calls(action):
         count[0] += event == "call"
 
     before = sys.getprofile()
+    gc.disable()  # Hypothesis is called at each collection
     sys.setprofile(seen)
     try:
         action()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count[0]
 
 
