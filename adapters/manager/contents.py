@@ -1,6 +1,7 @@
 """`RunContents`: reads a run for a save: its snapshot, and which of its leaves must be copied during the call."""
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, final
 
 import attrs
@@ -10,7 +11,7 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import LiveView
 from trainfold.adapters.manager.update_hooks import UpdateHooks
 from trainfold.adapters.parallel.ddp_buffers import sent_buffers
-from trainfold.adapters.sharded.dtensor import local_part
+from trainfold.adapters.sharded.dtensor import is_dtensor, local_part
 from trainfold.backends.hold.steady import leased_leaves, steady_leaves
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
@@ -110,6 +111,21 @@ class RunContents:
         """
         steady = self._steady_of_live(run, view, leaves) if isinstance(run, Live) else _steady_of_state(run, leaves)
         return (leaves.keys() - steady) | (self._written & leaves.keys()) | snapshot.arrays()
+
+    def counters(self, run: Live | TrainState, leaves: Mapping[LeafName, torch.Tensor]) -> dict[LeafName, torch.Tensor]:
+        """The DTensors whose version counters move at writes to leaves that are their local parts; those of the leaves stay.
+
+        Args:
+            run: what is saved.
+            leaves: its tensors by name.
+        """
+        if not isinstance(run, Live):
+            return {}
+        groups = [group for each in run.optimizers.values() for group in each.param_groups]
+        stepped = [each for group in groups for each in group["params"] if is_dtensor(each)]
+        slots = [own.values() for each in run.optimizers.values() for own in each.state.values()] if stepped else []
+        known = {id(local_part(each)): each for each in (*stepped, *filter(is_dtensor, chain.from_iterable(slots)))}
+        return {name: known[id(leaf)] for name, leaf in leaves.items() if id(leaf) in known} if known else {}
 
     def _steady_of_live(self, run: Live, view: LiveView, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
         own = {name: each for name, each in components_of(view.state).items() if isinstance(each, OwnOptimizerState)}

@@ -334,9 +334,8 @@ class SaveRunner:
             leaves = snapshot.named()
             apart = self._contents.unannounced(run, view, snapshot, leaves)
             with named_failures(self._store.url):
-                hold = Hold(
-                    leaves, unannounced=apart, max_extra_bytes=self._options.room, check=self._options.hold_check
-                )
+                hold = Hold(leaves, unannounced=apart, max_extra_bytes=self._options.room,
+                            counters=self._contents.counters(run, leaves), check=self._options.hold_check)  # fmt: skip
         except Exception as error:
             self._failed(step, error)
             if self._world.world_size > 1:  # the other ranks wait in their threads for this one's report

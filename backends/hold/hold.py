@@ -40,6 +40,7 @@ class Hold:
         unannounced: names of leaves that are copied at once, because nothing announces when they change. `settle` waits until those
             without room have been read.
         max_extra_bytes: how many bytes may be copied in all; None for as many as there are; 0: wait, never copy. See `CopyRoom`.
+        counters: tensors whose version counters move at writes to leaves: see `WriteWatch`.
         check: whether the bytes are digested now and at the last look, and compared with what was written, to find a writer that
             moves no version counter. Of a leaf that other ranks write too, only the writer of the first elements compares what was written.
 
@@ -58,6 +59,7 @@ class Hold:
         *,
         unannounced: Collection[LeafName] = (),
         max_extra_bytes: int | None = None,
+        counters: Mapping[LeafName, torch.Tensor] | None = None,
         check: bool = False,
     ) -> None:
         self._protecting = threading.Lock()  # optimizers may step in several threads
@@ -73,7 +75,7 @@ class Hold:
         apart = set(unannounced)
         if any(map(_IS_INFERENCE, leaves.values())):
             apart |= {name for name, tensor in leaves.items() if tensor.is_inference()}
-        self._handover = Handover(WriteWatch(leaves, but=apart, by_bytes=check))
+        self._handover = Handover(WriteWatch(leaves, counters=counters, but=apart, by_bytes=check))
         self._mutex, self._watch = self._handover.mutex, self._handover.watch
         copies = self._room.copy_at_once({name: leaves[name] for name in apart}) if apart else {}
         self._waited = apart - copies.keys()

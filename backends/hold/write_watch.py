@@ -17,6 +17,7 @@ from trainfold.core.format.codec import leaf_digest
 T = TypeVar("T")
 LeafName: TypeAlias = tuple[str, str]
 """A component and a leaf path in it."""
+_Seen: TypeAlias = tuple[Mapping[LeafName, torch.Tensor], list[int]]
 LONGEST_SECS: Final = 0.5
 _VERSION: Final = attrgetter("_version")  # torch has no public name for the counter
 _WRITE: Final = "a write to it before the next optimizer step"
@@ -44,6 +45,7 @@ class WriteWatch:
 
     Args:
         leaves: the tensors by name.
+        counters: tensors whose counters move at writes to leaves, beside those of the leaves: the DTensors of which leaves are local parts.
         but: the names of those that are not watched, such as tensors of inference mode, which have no counter.
         by_bytes: whether their bytes are compared too. That costs two readings of all of them, in the threads that call.
 
@@ -53,12 +55,19 @@ class WriteWatch:
     """
 
     def __init__(
-        self, leaves: Mapping[LeafName, torch.Tensor], *, but: Collection[LeafName] = (), by_bytes: bool = False
+        self,
+        leaves: Mapping[LeafName, torch.Tensor],
+        *,
+        counters: Mapping[LeafName, torch.Tensor] | None = None,
+        but: Collection[LeafName] = (),
+        by_bytes: bool = False,
     ) -> None:
         watched = {name: leaf for name, leaf in leaves.items() if name not in but} if but else leaves
-        # one value, so that an interrupt leaves them together
-        self._seen = watched, list(map(_VERSION, watched.values()))
-        self._version_of: dict[LeafName, int] | None = None
+        beside = {name: each for name, each in (counters or {}).items() if name in watched}
+        # each one value, so that an interrupt leaves them together
+        self._seen: _Seen = watched, list(map(_VERSION, watched.values()))
+        self._beside: _Seen = beside, list(map(_VERSION, beside.values()))
+        self._version_of: tuple[dict[LeafName, int], dict[LeafName, int]] | None = None
         self._first: tuple[LeafName, str, str] | None = None
         self._owner = threading.get_ident()
         self.digests = {name: steadily(leaf, leaf_digest) for name, leaf in watched.items()} if by_bytes else {}
@@ -76,33 +85,33 @@ class WriteWatch:
 
     def keep(self, names: Collection[LeafName]) -> None:
         """Watch only these tensors from now on."""
-        watched, _ = self._seen
-        kept = {name: version for name, version in zip(*self._seen, strict=True) if name in names}
-        self._seen = {name: watched[name] for name in kept}, list(kept.values())
+        self._seen, self._beside = _kept(self._seen, names), _kept(self._beside, names)
 
     def look_at(self, name: LeafName) -> None:
         """Look at one tensor, if it is watched."""
-        watched, versions = self._seen
+        seen = self._seen, self._beside
         if self._version_of is None:
-            self._version_of = dict(zip(watched, versions, strict=True))
-        tensor = watched.get(name)
-        if tensor is not None and _VERSION(tensor) != self._version_of[name]:
-            self._note(name)
+            first, second = (dict(zip(tensors, versions, strict=True)) for tensors, versions in seen)
+            self._version_of = first, second
+        for (tensors, _), version_of in zip(seen, self._version_of, strict=True):
+            tensor = tensors.get(name)
+            if tensor is not None and _VERSION(tensor) != version_of[name]:
+                self._note(name)
 
     def look(self) -> None:
         """Look at all watched tensors."""
-        watched, versions = self._seen
-        now = list(map(_VERSION, watched.values()))
-        if now != versions:
-            for name, one, other in zip(watched, now, versions, strict=True):
-                if one != other:
-                    self._note(name)
+        for tensors, versions in (self._seen, self._beside):
+            now = list(map(_VERSION, tensors.values()))
+            if now != versions:
+                for name, one, other in zip(tensors, now, versions, strict=True):
+                    if one != other:
+                        self._note(name)
 
     def end(self) -> None:
         """Look at all watched tensors for the last time: from now on they may be written to."""
         self.look()
         self._look_at_bytes()
-        self._seen = {}, []
+        self._seen = self._beside = {}, []
 
     def compare(self, name: LeafName, digest: str) -> None:
         """Compare the digest of the bytes written for a leaf with that of the bytes held."""
@@ -134,6 +143,12 @@ class WriteWatch:
     def _note(self, name: LeafName, *, found: str = _WRITE, fix: str = _WRITE_FIX) -> None:
         self.written.add(name)
         self._first = self._first or (name, found, fix)
+
+
+def _kept(seen: _Seen, names: Collection[LeafName]) -> _Seen:
+    tensors, _ = seen
+    kept = {name: version for name, version in zip(*seen, strict=True) if name in names}
+    return {name: tensors[name] for name in kept}, list(kept.values())
 
 
 def steadily(tensor: torch.Tensor, copy: Callable[[torch.Tensor], T]) -> T:

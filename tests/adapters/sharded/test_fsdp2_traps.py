@@ -1,5 +1,7 @@
 """What FSDP2 does with tensors behind the back of a reader: gathered copies, padded memory, replaced memory, updates without a trace."""
 
+import threading
+
 import pytest
 import torch
 from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded, train, whole
@@ -12,6 +14,7 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import save
+from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.layout.shard import Shard
 
@@ -201,6 +204,64 @@ def test_the_step_of_an_optimizer_announces_itself_and_a_foreach_average_is_copi
         assert found["same"]
         for copied in found["copied"]:
             assert own <= copied < 2 * own, "the average, buffers and counters: neither parameters nor slots"
+
+
+class LateStore:
+    """Its writes wait until they may go on."""
+
+    def __init__(self, folder):
+        self.inner, self.may_go_on = LocalStore(folder), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def write(self, name, parts, *, size_bytes):
+        assert self.may_go_on.wait(20)
+        self.inner.write(name, parts, size_bytes=size_bytes)
+
+
+LEAVES = {
+    "clamp": "model.params['first.weight']",
+    "load": "model.params['second.weight']",
+    "slot": "optimizer.slots['second.weight']['exp_avg']",
+}
+
+
+def written_between(collectives, folder):
+    model, stepper, live = started(collectives)
+    writes = {
+        "clamp": lambda: model.first.weight.clamp_(-1e-3, 1e-3),
+        "load": lambda: model.load_state_dict({"second.weight": 3 * model.second.weight}, strict=False),
+        "slot": stepper.state[model.second.weight]["exp_avg"].zero_,
+    }
+    found = {}
+    for name, write in writes.items():
+        store = LateStore(f"{folder}/{name}")
+        with CheckpointManager(store, mode="async", collectives=collectives) as manager:
+            wanted = bits(model, stepper)
+            manager.save(live)
+            with torch.no_grad():
+                write()
+            store.may_go_on.set()
+            failure = refusal(manager.drain)
+            second, saved = bits(model, stepper), manager.save(live)
+            with torch.no_grad():
+                write()  # what is not written to announced is copied in the call from now on
+            manager.drain()
+        found[name] = failure, wanted != second, saved.status, restored(collectives, f"{folder}/{name}") == second
+    return found
+
+
+def test_a_write_to_a_dtensor_outside_of_a_step_fails_the_save_that_it_overtakes(processes, tmp_path):
+    """D01: a DTensor's operations move its own counter, and not that of the local part, which the save reads: it was saved in silence."""
+    for found in processes.run(2, written_between, str(tmp_path), collectives=PATIENT):
+        for name, (failure, is_changed, status, same) in found.items():
+            assert failure.startswith(f"SaveFailed: {LEAVES[name]}: expected a leaf that does not change"), (
+                name,
+                failure,
+            )
+            assert is_changed, name
+            assert (status, same) == ("staged", True), name
 
 
 # --- kinds of sharding ------------------------------------------------------------------------------------------------
