@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.adapters.batches.feed import Delivery, Draw, Ended, Feed, take_alone
 from trainfold.adapters.batches.global_sampler import SharedOrder
-from trainfold.adapters.parallel.share import ReadsShare, share_of_rank, shares_of
+from trainfold.adapters.parallel.share import ReadsShare, share_of_model, share_of_rank, shares_of
 from trainfold.core.errors import RanksDisagree, TrainfoldError, place
 from trainfold.core.layout.world import Collectives
 
@@ -73,7 +73,7 @@ def _compare(  # noqa: PLR0913 - as above
 ) -> None:
     mine = {name: (feed.sure_size, feed.is_inside, feed.epoch if is_late else 0) for name, feed in feeds.items()}
     orders = {name: feed.shared_order for name, feed in feeds.items()}
-    here = (mine, uneven, share_of_rank(run, world), counts.samples, orders)
+    here = (mine, uneven, share_of_rank(run, world), counts.samples, share_of_model(run, world), orders)
     told = world.gather(here, doing="compare its loaders", is_vote=True)
     if any(list(each) != list(mine) for each, *_ in told):
         return
@@ -84,7 +84,7 @@ def _compare(  # noqa: PLR0913 - as above
             "attach.uneven", expected="the same on every rank", found=by_rank(declared), fix="pass the same everywhere"
         )
     for name, feed in feeds.items():
-        _check_order(_loader(name), [each[name] for *_, each in told])
+        _check_order(_loader(name), [each[name] for *_, each in told], [each for *_, each, _ in told])
         rows = [each[name] for each, *_ in told]
         sizes = [None if size is None else size[0] for size, *_ in rows]
         epochs = [epoch for *_, epoch in rows]
@@ -111,8 +111,13 @@ def _compare(  # noqa: PLR0913 - as above
         counts.add_samples(sum(told[reader][3] for reader in _readers(shares)) - counts.samples)
 
 
-def _check_order(where: str, orders: Sequence[SharedOrder | None]) -> None:
-    """Check that ranks with shares of one order have the same one, and that each share is read.
+def _check_order(where: str, orders: Sequence[SharedOrder | None], models: Sequence[int | None]) -> None:
+    """Check that ranks with shares of one order have the same one, that each share is read, and that ranks which hold parts of one model read the same.
+
+    Args:
+        where: the loader.
+        orders: of each rank.
+        models: the share of the data for which each rank trains; None where nothing says it.
 
     Raises:
         RanksDisagree: naming the ranks.
@@ -127,6 +132,17 @@ def _check_order(where: str, orders: Sequence[SharedOrder | None]) -> None:
             expected="one order of the samples, of which each rank reads a share",
             found=by_rank([f"{each.order}, {each.shares} shares" for each in found]),
             fix="make the sampler with the same arguments on every rank, but for rank=; otherwise samples are read twice, and others never",
+        )
+    together = {
+        share: {each.share for each, other in zip(found, models, strict=True) if other == share} for share in models
+    }
+    if any(share is not None and len(those) > 1 for share, those in together.items()):
+        raise RanksDisagree(
+            where,
+            expected="the same samples on all ranks that hold parts of one model, such as those of a tensor-parallel group",
+            found=by_rank([f"share {each.share} of {each.shares}" for each in found]),
+            fix="pass the data-parallel coordinate to the sampler, and the number of replicas, which is 1 if no mesh has replicas: "
+            "GlobalBatchSampler(..., rank=mesh['dp'].get_local_rank(), replicas=mesh['dp'].size())",
         )
     if missing := sorted(set(range(shares)) - {each.share for each in found}):
         raise RanksDisagree(

@@ -9,14 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factors, fsdp2_modules, param_groups
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json
-from trainfold.core.state.contract_kinds import PARTS, RANKS, WRAPPER
+from trainfold.core.state.contract_kinds import BUCKETS, PARTS, RANKS, WRAPPER
 
 _SHOWN: Final = 8
 _COMMUTES: Final = 2  # a sum over two ranks has no order, and its half is exact; DDP divides before it sums, and FSDP2 sums in other pieces
 
 
 def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
-    """Return contract key -> plain value: the mesh of the ranks, what wraps the module, mixed precision, communication hooks and a divisor of gradients.
+    """Return contract key -> plain value: the mesh of the ranks, what wraps the module, mixed precision, the sizes of buckets, communication hooks and a divisor of gradients.
 
     Args:
         module: a module that is wrapped, sharded, or neither.
@@ -34,6 +34,8 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
         found[RANKS] = mesh
         if math.prod(mesh) > _COMMUTES:
             found[WRAPPER] = "FSDP2" if groups else "DDP"
+            if buckets := [_bucket_bytes(each) for each in wrappers]:
+                found[BUCKETS] = buckets[0] if len(buckets) == 1 else [*buckets[:_SHOWN]]
     texts = [
         _text(each) for each in [*(each.mixed_precision for each in wrappers), *(each.mp_policy for each in groups)]
     ]
@@ -46,6 +48,12 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
     if any(divisors := divide_factors(groups)):
         found["(divisor)"] = divisors[0] if len(divisors) == 1 else [*divisors[:_SHOWN]]
     return {f"{path}.{key}": value for key, value in found.items()}
+
+
+def _bucket_bytes(wrapper: Any) -> Json:
+    """How many bytes of gradients DDP sums at once: a sum of three numbers and more is rounded otherwise in another bucket."""
+    each = getattr(wrapper, "bucket_bytes_cap_list", None)
+    return [*each] if each else int(wrapper.bucket_bytes_cap)
 
 
 def _precision(texts: list[str]) -> Json:

@@ -39,8 +39,14 @@ def share_of_rank(run: ReadsShare, world: Collectives) -> int:
     """
     if run.share is not None:
         return run.share
+    share = share_of_model(run, world)
+    return world.rank if share is None else share
+
+
+def share_of_model(run: HasParallelism, world: Collectives) -> int | None:
+    """The data-parallel coordinate of this rank's part of the model; None if neither the model nor the caller says it."""
     here = _coordinates(run)
-    return world.rank if here is None or here.world.size != world.world_size else here.data.rank
+    return None if here is None or here.world.size != world.world_size else here.data.rank
 
 
 def shares_of(run: HasParallelism, world: Collectives) -> int:

@@ -14,9 +14,10 @@ OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds
 # The last parts of keys about the ranks that train a module.
 RANKS: Final = "(ranks)"  # their mesh
 WRAPPER: Final = "(wrapper)"  # DDP or FSDP2, where their sums have other bits
+BUCKETS: Final = "(buckets)"  # how much DDP sums at once
 PARTS: Final = "(parts)"  # a digest of the precisions of more parts than `(precision)` lists
-OF_MESH: Final = (RANKS, WRAPPER)  # another number of ranks has others
-OF_LATER: Final = (RANKS, WRAPPER, PARTS)  # older checkpoints do not have them
+OF_MESH: Final = (RANKS, WRAPPER, BUCKETS)  # another number of ranks has others
+OF_LATER: Final = (RANKS, WRAPPER, BUCKETS, PARTS)  # older checkpoints do not have them
 _GROUPED: Final = re.compile(r"^attached\.\w+\.(groups|held)\[")  # a hyperparameter of an attached optimizer
 
 

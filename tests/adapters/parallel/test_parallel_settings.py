@@ -31,16 +31,20 @@ def drifts_of(collectives, folder, model, *, saves=False):
     return [str(each.message) for each in caught if each.category.__name__ == "ResumeDrift"]
 
 
-def ddp(hook=None):
-    model = nn.parallel.DistributedDataParallel(Model())
+def ddp(hook=None, **options):
+    model = nn.parallel.DistributedDataParallel(Model(), **options)
     if hook is not None:
         model.register_comm_hook(None, hook)
     return model
 
 
 def back(collectives, folder):
+    """FSDP2 in place of DDP, and DDP with other buckets."""
     drifts_of(collectives, folder, ddp(), saves=True)
-    return drifts_of(collectives, folder, sharded(collectives.world_size))
+    return [
+        drifts_of(collectives, folder, make())
+        for make in (lambda: sharded(collectives.world_size), ddp, lambda: ddp(bucket_cap_mb=1))
+    ]
 
 
 def parts(*half):
@@ -69,7 +73,7 @@ def changes(collectives, folder):
         "reshard": drifts_of(collectives, folder, sharded(size, reshard_after_forward=False)),
         "half": drifts_of(collectives, folder, sharded(size, mp_policy=half)),
     }
-    found["back"] = back(collectives, folder + "-ddp")
+    found["back"], found["same ddp"], found["buckets"] = back(collectives, folder + "-ddp")
     if size == 2:
         drifts_of(collectives, folder + "-parts", parts(0, 8), saves=True)
         assert drifts_of(collectives, folder + "-parts", parts(0, 8)) == []
@@ -98,7 +102,11 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
         if rank:
             assert not drifts, "one rank says it"
             continue
-        more = {2: {"hook", "divided", "part divided", "ninth part"}, 3: {"ddp", "back"}, 4: {"ddp", "back", "mesh"}}
+        more = {
+            2: {"hook", "divided", "part divided", "ninth part"},
+            3: {"ddp", "back", "buckets"},
+            4: {"ddp", "back", "buckets", "mesh"},
+        }
         assert drifts.keys() == {"half", *more[world_size]}
         assert "attached.model.(precision): saved nothing, wanted param bfloat16, reduce float32" in drifts["half"][0]
         if world_size == 2:
@@ -109,6 +117,7 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
         else:
             assert "attached.model.(wrapper): saved FSDP2, wanted DDP" in drifts["ddp"][0]
             assert "attached.model.(wrapper): saved DDP, wanted FSDP2" in drifts["back"][0]
+            assert "attached.model.(buckets): saved 26214400, wanted 1048576" in drifts["buckets"][0]
         if world_size == 4:
             assert "attached.model.(ranks): saved [4], wanted [2, 2]" in drifts["mesh"][0]
 

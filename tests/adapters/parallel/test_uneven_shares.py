@@ -201,6 +201,19 @@ def test_known_lengths_are_refused_before_the_first_batch_and_name_the_ranks():
     assert 'uneven="drop"' in text
 
 
+@attrs.frozen
+class InPairs:
+    ranks: Replicas
+
+    @property
+    def coordinates(self):
+        here = self.ranks.coordinates.world
+        return Coordinates(here, World(here.rank // 2, here.size // 2))
+
+    def __getattr__(self, name):
+        return getattr(self.ranks, name)
+
+
 def own_samplers(share, shares, seed, **options):
     """Loaders of a share, with our sampler and with torch's."""
     data = range(8)
@@ -240,6 +253,29 @@ def test_shares_of_other_orders_are_refused_before_the_first_batch(kind):
     assert "seed=1, 4 shares on rank 3; make the sampler with the same arguments on every rank" in other
     lost = told(lambda rank: own_samplers(min(rank, 2), 4, seed=7))
     assert "share 0 on rank 0; share 1 on rank 1; share 2 on ranks 2, 3; share 3 on none" in lost
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_ranks_that_hold_parts_of_one_model_must_read_the_same_share(kind):
+    """G05: a sampler made without rank= takes the rank in the world; the parts of a tensor-parallel layer then train on sums of different samples."""
+
+    def told(make):
+        def work(ranks):
+            pairs = InPairs(Replicas(ranks))
+            live = attach(torch.nn.Flatten(), loader=make(ranks.rank)[kind], parallelism=pairs)
+            with CheckpointManager(store, collectives=ranks, every=None, at_end=False) as manager:
+                manager.restore(live)
+
+        store = MemoryStore()
+        (text,) = {str(each.error) for each in thread_outcomes(4, work)}
+        return text
+
+    assert told(lambda rank: own_samplers(rank // 2, 2, seed=7)) == "None"
+    assert told(lambda rank: own_samplers(0, 1, seed=7)) == "None", "both replicas read everything, on purpose"
+    text = told(lambda rank: own_samplers(rank, 4, seed=7))
+    assert "loader: expected the same samples on all ranks that hold parts of one model" in text
+    assert "found share 0 of 4 on rank 0; share 1 of 4 on rank 1;" in text
+    assert "rank=mesh['dp'].get_local_rank()" in text
 
 
 def test_equal_lengths_that_are_known_exchange_nothing_while_they_are_read():
@@ -295,18 +331,6 @@ def test_samples_are_counted_over_all_shares_also_where_the_last_batches_differ(
 def test_ranks_that_read_the_same_share_count_it_once():
     """G05: four ranks of which two share data have two shares."""
     store = MemoryStore()
-
-    @attrs.frozen
-    class InPairs:
-        ranks: Replicas
-
-        @property
-        def coordinates(self):
-            here = self.ranks.coordinates.world
-            return Coordinates(here, World(here.rank // 2, here.size // 2))
-
-        def __getattr__(self, name):
-            return getattr(self.ranks, name)
 
     def work(ranks):
         pairs = InPairs(Replicas(ranks))
