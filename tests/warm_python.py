@@ -38,8 +38,8 @@ class WarmPython:
         return [sys.executable, "-S", "-E", __file__, "run", str(self._socket), end, *map(str, words)]
 
     def torchrun(self, options, *words):
-        """The command that replaces ``torchrun options words``: torchrun itself is a new Python, and its workers are warm."""
-        return [sys.executable, "-m", "torch.distributed.run", *options, "--no-python", *self.command(*words)]
+        """The command that replaces ``torchrun options words``: torchrun itself and its workers are warm."""
+        return self.command("-m", "torch.distributed.run", *options, "--no-python", *self.command(*words))
 
     def close(self):
         if self._server is not None:
@@ -55,8 +55,8 @@ def run(path, end, words):
     server = _socket.socket(_socket.AF_UNIX)
     server.connect(path)
     request = marshal.dumps((words, os.getcwd(), dict(os.environ), end == "tidy"))  # noqa: PTH109
-    outputs = (1).to_bytes(4, sys.byteorder) + (2).to_bytes(4, sys.byteorder)
-    server.sendmsg([len(request).to_bytes(4, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, outputs)])
+    streams = b"".join(fd.to_bytes(4, sys.byteorder) for fd in (0, 1, 2))
+    server.sendmsg([len(request).to_bytes(4, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)])
     while request:
         request = request[server.send(request) :]
     pid = int.from_bytes(server.recv(4), "big")
@@ -77,6 +77,7 @@ def serve(path):
 
     import numpy as np  # noqa: F401
     import torch
+    import torch.distributed.run
     import torch.utils.data
     from kit.huge_pages import use_huge_pages
 
@@ -131,7 +132,7 @@ def start(connection, others):
     import contextlib
     import socket
 
-    head, ancillary, *_ = connection.recvmsg(4, socket.CMSG_SPACE(8))
+    head, ancillary, *_ = connection.recvmsg(4, socket.CMSG_SPACE(12))
     fds = array.array("i", ancillary[0][2])
     request = b""
     while len(request) < int.from_bytes(head, "big"):
@@ -147,10 +148,8 @@ def start(connection, others):
         os.setpgid(0, 0)
     for other in (connection, *others):
         other.close()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(fds[0], 1)
-    os.dup2(fds[1], 2)
-    for fd in fds:
+    for stream, fd in enumerate(fds):
+        os.dup2(fd, stream)
         os.close(fd)
     *program, is_tidy = marshal.loads(request)
     code = be(*program)

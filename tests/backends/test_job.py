@@ -163,7 +163,7 @@ def loop(run, ends):
     manager = trainfold.CheckpointManager(run, mode="async", every=1)
     for step in range(1, 4):
         manager.step(state(step))
-        time.sleep(0.3)
+        time.sleep(0.05)
     if ends:
         manager.finish(state(4))
         manager.close()
@@ -176,8 +176,8 @@ if __name__ == "__main__":
         threading.Thread(target=loop, args=(run, True)).start()
     elif how == "thread without close":
         threading.Thread(target=loop, args=(run, False)).start()
-    elif how == "process":
-        process = multiprocessing.get_context("spawn").Process(target=loop, args=(run, False))
+    elif how in ("fork", "spawn"):
+        process = multiprocessing.get_context(how).Process(target=loop, args=(run, False))
         process.start()
         process.join()
         sys.exit(process.exitcode)
@@ -193,12 +193,21 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(2)
-@pytest.mark.parametrize("how", ["thread", "thread without close", "process", "thread of a process", "atexit"])
-def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(tmp_path, how):
+@pytest.mark.parametrize(
+    "how",
+    [
+        "thread",
+        "thread without close",
+        "fork",
+        pytest.param("spawn", marks=pytest.mark.long),
+        "thread of a process",
+        "atexit",
+    ],
+)
+def test_the_last_state_is_saved_wherever_the_loop_runs_and_however_it_ends(warm_python, tmp_path, how):
     """A14, P11: in a thread that outlives the main one, in a process of multiprocessing, from atexit."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "run"), how]
+    command = warm_python.command(tmp_path / "program.py", tmp_path / "run", how, is_tidy=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     found = load(tmp_path / "run", like=TrainState(trainer=Progress(), extra={"w": torch.zeros(2 << 20)}))

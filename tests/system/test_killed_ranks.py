@@ -54,7 +54,7 @@ finally:
 """
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(4)
 @pytest.mark.parametrize(("mode", "where"), [("sync", "in a save"), ("async", "between saves")])
 def test_the_survivor_of_a_killed_rank_saves_and_deletes_nothing_and_leaves_in_time(warm_python, tmp_path, mode, where):
     """X10: torchrun sends SIGTERM at once and SIGKILL after 30 s; a request to save and stop cannot be agreed on without the dead rank."""
@@ -130,7 +130,7 @@ finally:
 """
 
 
-@pytest.mark.slow(10)
+@pytest.mark.long
 def test_a_rank_killed_in_an_evaluation_or_in_a_load_is_named_and_the_next_start_continues(warm_python, tmp_path):
     """C07, X10: one run is started three times: it is killed in its first evaluation, then in a load, and then it is left alone."""
     script, run, said = tmp_path / "train.py", tmp_path / "run", {}

@@ -45,7 +45,10 @@ KEPT_BY = {
 }
 
 
-@pytest.mark.parametrize("kept_by", KEPT_BY)
+@pytest.mark.slow(3)
+@pytest.mark.parametrize(
+    "kept_by", [pytest.param("the program, which something keeps", marks=pytest.mark.long), "another module"]
+)
 def test_a_program_that_ends_with_a_donated_state_and_unclosed_managers_says_nothing(kept_by, tmp_path):
     """Python clears modules at exit, so the cleanup of trainfold's objects must not need them."""
     script = f"""{TRAIN}

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,14 @@ def test_torchrun_restarts_the_example_after_one_process_is_killed(warm_python, 
     """N03: the others are stopped by torchrun, nothing is lost, and the new processes resume from the newest checkpoint."""
     script, run = pytestconfig.rootpath / "examples" / "ddp.py", tmp_path / "run"
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--nproc-per-node=2", "--max-restarts=1"]
-    torchrun = warm_python.torchrun(options, script, run)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "--no-python",
+        *warm_python.command(script, run),
+    ]
     environment = {**os.environ, **BUFFERED, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     lines, killed = [], False
     with subprocess.Popen(torchrun, stdout=subprocess.PIPE, text=True, env=environment) as agent:

@@ -78,9 +78,9 @@ with trainfold.LocalStore(run).lock():
     not hasattr(resource, "RLIMIT_AS") or not sys.platform.startswith("linux"), reason="needs RLIMIT_AS and /proc"
 )
 @pytest.mark.parametrize(("mode", "room"), [("sync", 0), ("async", 9 << 20)])
-def test_a_save_in_a_process_without_memory_ends_and_lets_go_of_the_lock(mode, room, tmp_path):
+def test_a_save_in_a_process_without_memory_ends_and_lets_go_of_the_lock(warm_python, mode, room, tmp_path):
     """W19: with no room at all, and with room for the buffers and for no thread's stack."""
-    done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "run"), mode, str(room)],
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    command = warm_python.command("-c", CHILD, tmp_path / "run", mode, room)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "free", done.stderr

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import RunLocked, RunReplaced
 from trainfold.core.state.state import Progress, TrainState
 
-pytestmark = pytest.mark.slow(0.3)
-
 
 def at(step):
     return TrainState(trainer=Progress(step=step))
@@ -26,7 +23,8 @@ def steps_in(run):
     return sorted(int(path.name.removeprefix("step-")) for path in Path(run).glob("step-*"))
 
 
-def told(script, *arguments):
+@pytest.fixture
+def told(warm_python):
     """The lines printed by a separate process; tests fork there, because it has no threads."""
     head = """
         import os, sys
@@ -55,21 +53,20 @@ def told(script, *arguments):
                 os._exit(0)
             assert os.waitpid(pid, 0)[1] == 0
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+
+    def run(script, *arguments):
+        command = warm_python.command("-c", textwrap.dedent(head) + textwrap.dedent(script), *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
 
 
 # --- forks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_cannot_save_through_its_parents_manager(tmp_path):
+def test_a_forked_child_cannot_save_through_its_parents_manager(told, tmp_path):
     """C15, O03: the lock stays with the process that took it; parent and child would write the same steps."""
     run = tmp_path / "run"
     lines = told(
@@ -87,7 +84,7 @@ def test_a_forked_child_cannot_save_through_its_parents_manager(tmp_path):
     assert steps_in(run) == [4]
 
 
-def test_a_child_of_a_fork_that_outlives_its_parents_manager_makes_its_own(tmp_path):
+def test_a_child_of_a_fork_that_outlives_its_parents_manager_makes_its_own(told, tmp_path):
     """The inherited one stays refused, and closing it takes nothing from the new one."""
     lines = told(
         """
@@ -120,7 +117,7 @@ def test_a_child_of_a_fork_that_outlives_its_parents_manager_makes_its_own(tmp_p
 # --- a directory that is not the one any more ------------------------------------------------------------------------
 
 
-def test_a_writer_whose_run_was_removed_and_made_anew_leaves_the_new_one_alone(tmp_path):
+def test_a_writer_whose_run_was_removed_and_made_anew_leaves_the_new_one_alone(told, tmp_path):
     """C15: the second process holds the lock of the path; the first one holds that of a directory that is gone."""
     run = tmp_path / "run"
     with CheckpointManager(run, keep_last=1) as first:

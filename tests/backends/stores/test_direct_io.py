@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -138,7 +137,6 @@ if sys.argv[2] == "raise":
 """
 
 
-@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("end", "code", "which"),
     [
@@ -149,11 +147,10 @@ if sys.argv[2] == "raise":
         ("atexit", 0, "first"),
     ],
 )
-def test_a_program_that_ends_without_close_leaves_the_save_under_way_whole(tmp_path, end, code, which):
+def test_a_program_that_ends_without_close_leaves_the_save_under_way_whole(warm_python, tmp_path, end, code, which):
     """P11: 40 MB are more than the buffers hold, so Python shuts down while they are written."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), end, which], capture_output=True, text=True, check=False
-    )
+    command = warm_python.command("-c", PROGRAM, tmp_path / "run", end, which, is_tidy=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert "save" not in done.stderr
     wanted = torch.arange(10 << 20, dtype=torch.float32)

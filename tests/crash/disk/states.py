@@ -1,7 +1,7 @@
 """The states that a crash may leave, one after another, each one once."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Any, final
@@ -9,7 +9,7 @@ from typing import Any, final
 import attrs
 
 from crash.disk.disk import Disk, Entry
-from crash.disk.effects import TOP, Effect, Mark
+from crash.disk.effects import TOP, Effect, Mark, Sync
 from crash.disk.extents import Data, Extents
 
 
@@ -50,7 +50,7 @@ class Budget:
 
 
 def crash_states(
-    effects: Sequence[Effect], budget: Budget, disk: Disk | None = None, *, every: int = 1
+    effects: Sequence[Effect], budget: Budget, disk: Disk | None = None, *, places: Container[int] | None = None
 ) -> Iterator[CrashState]:
     """Yield every state after each prefix of some effects; a seeded choice of them if there are too many.
 
@@ -60,13 +60,15 @@ def crash_states(
         effects: the effects.
         budget: how many states to look at.
         disk: the disk before the effects; None for an empty one.
-        every: look only after every n-th effect, and before and after each promise.
+        places: look only after so many effects, and before and after each promise; None to look after each.
     """
     disk, seen = disk or Disk(), set[bytes]()
     before: Disk | None = None
     for done in range(len(effects) + 1):
         near = effects[max(0, done - 1) : done + 1]
-        is_due = done % every == 0 or done == len(effects) or any(isinstance(effect, Mark) for effect in near)
+        is_due = (
+            places is None or done in places or done == len(effects) or any(isinstance(effect, Mark) for effect in near)
+        )
         if disk is not before and is_due:
             for state in states_of(disk, done, budget):
                 key = state.key()
@@ -80,6 +82,14 @@ def crash_states(
             seen, before = set(), None
         else:
             disk = disk.after(effects[done])
+
+
+def before_syncs(effects: Sequence[Effect]) -> list[int]:
+    """The places where something is about to become durable: what a crash may leave elsewhere, it may leave at the next of them too.
+
+    The exception are the sizes in between of a file that grows by several writes; its contents after each write are among them.
+    """
+    return [done for done, effect in enumerate(effects) if isinstance(effect, Sync)]
 
 
 def states_of(disk: Disk, done: int, budget: Budget) -> Iterator[CrashState]:

@@ -135,8 +135,9 @@ def check(outcome, fault, examiner):
     assert not outcome.litter, f"{where}: {outcome.litter}"
     promised = promises(outcome.effects, outcome.promised)
     count = 0
-    budget, every = (Budget(32, 4), 1) if IS_SOAK else (Budget(4, 2), 25)
-    for state in crash_states(outcome.effects, budget, Disk.of(outcome.before), every=every):
+    budget, every = (Budget(32, 4), 1) if IS_SOAK else (Budget(4, 2), 40)
+    places = range(0, len(outcome.effects), every)
+    for state in crash_states(outcome.effects, budget, Disk.of(outcome.before), places=places):
         wrong = [each for each in examiner.wrong(state, promised[state.done]) if not is_seen_torn(each, own)]
         assert not wrong, f"{where}, raised {outcome.error!r}; and then a crash: {state}: {wrong}"
         count += 1

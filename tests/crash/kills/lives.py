@@ -81,16 +81,15 @@ class Life:
 
 @final
 class Lives:
-    """The server, from the tests' side."""
+    """The server, from the tests' side.
 
-    def __init__(self) -> None:
-        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    Args:
+        warm: makes the command of a Python that has imported torch.
+    """
+
+    def __init__(self, warm: Any) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **single},
+            warm.command(__file__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def live(self, life: Life) -> tuple[int, list[str]]:

@@ -3,7 +3,7 @@
 EXT4_IOC_SHUTDOWN stops the filesystem at once, without writing its journal: what had not reached the disk by then never does.
 The call stops whatever filesystem it is made on, so `PoweredDisk.cut` first makes sure that this is the one made here.
 
-Run as a program, this file is the writer: it saves into the run that each line of its input names, until it cannot.
+`write` is the program of the writer: it saves into the run that each line of its input names, until it cannot.
 """
 
 import fcntl
@@ -117,16 +117,16 @@ def _call(*words: str) -> str:
 
 @final
 class Writer:
-    """A process that saves until it fails, and prints what it does as lines of JSON: ``[what, step, more]``."""
+    """A process that saves until it fails, and prints what it does as lines of JSON: ``[what, step, more]``.
 
-    def __init__(self) -> None:
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    Args:
+        warm: makes the command of a Python that has imported torch.
+    """
+
+    def __init__(self, warm: Any) -> None:
+        program = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from crash.kills.power_cut import write; write()"
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            warm.command("-c", program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def start(self, how: str, run: Path) -> None:
@@ -155,7 +155,8 @@ class Writer:
         self._process.stdout.close()
 
 
-def _write() -> None:
+def write() -> None:
+    """Save into the run that each line of the input names, until it cannot."""
     savers: dict[str, Callable[[Path], Iterator[tuple[str, int, Any]]]] = {
         "sync": partial(_save_on, "sync"),
         "async": partial(_save_on, "async"),
@@ -220,7 +221,3 @@ def _torch_save_on(run: Path) -> Iterator[tuple[str, int, Any]]:
         yield "begin", step, None
         RIVALS["torch.save, fsync, replace"].save(run, step)
         yield "ack", step, None
-
-
-if __name__ == "__main__":
-    _write()

@@ -16,14 +16,14 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.history.inventory import lineage
 
-KILLS = 250 if IS_SOAK else 15  # of each mode
+KILLS = 250 if IS_SOAK else 8  # of each mode
 SEED = 0
 
 
 @pytest.fixture(scope="module")
-def lives():
+def lives(warm_python):
     """The server of lives."""
-    server = Lives()
+    server = Lives(warm_python)
     yield server
     server.close()
 

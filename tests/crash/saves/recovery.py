@@ -15,6 +15,7 @@ from crash.disk.disk import Disk
 from crash.disk.effects import Effect, Mark
 from crash.disk.frozen_store import Files, FrozenStore, materialise, visible
 from crash.disk.states import Budget, CrashState, crash_states, digest_of_files
+from crash.effort import places
 from crash.saves.scenarios import SHM, Doing, Make, digest_of_state, record, state_at
 from trainfold.backends.runs.best.best_file import load_best
 from trainfold.backends.runs.scan import read_inventory
@@ -315,7 +316,7 @@ def _go_on_and_crash(
 ) -> tuple[int, list[str]]:
     effects = record(lambda scene: scene.save(step, variant=9), disk, make=examiner.make)
     promised, count = promises(effects, known), 0
-    for second in crash_states(effects, budget, disk):
+    for second in crash_states(effects, budget, disk, places=places(effects)):
         count += 1
         if wrong := examiner.wrong(second, promised[second.done]):
             return count, [f"after {second}", *wrong]

@@ -6,15 +6,15 @@ from crash.disk.disk import Disk
 from crash.disk.effects import TOP, Bind
 from crash.disk.frozen_store import FrozenStore, materialise, visible
 from crash.disk.states import Budget, crash_states
-from crash.effort import BUDGET, CRASH_AGAIN_EVERY, GO_ON_SHARE, IS_SOAK, say
+from crash.effort import BUDGET, CRASH_AGAIN_EVERY, GO_ON_SHARE, IS_SOAK, places, say
 from crash.saves.recovery import Examiner, Promised, crash_again, kill_then_crash, look, promises
 from crash.saves.scenarios import SCENARIOS, SHM, record
 from trainfold.backends.stores.local import LocalStore
 
 # The minimum number of distinct states, in the usual run and in the soak; the soak has more than a hundred thousand in all.
 FEWEST = {
-    "first_save": (200, 3_000),
-    "second_save": (300, 15_000),
+    "first_save": (120, 3_000),
+    "second_save": (250, 15_000),
     "save_again": (300, 18_000),
     "rewind": (300, 50_000),
     "prune": (300, 50_000),
@@ -23,7 +23,7 @@ FEWEST = {
     "quarantine": (300, 30_000),
     "long_life": (300, 60_000),  # naming a best syncs the named checkpoint, so a crash can lose less
     "two_ranks": (300, 40_000),
-    "direct": (300, 18_000),
+    "direct": (250, 18_000),
 }
 
 
@@ -42,7 +42,7 @@ def test_whatever_a_crash_leaves_what_was_acknowledged_is_found_and_whole(scene,
     """
     name, effects = scene
     promised, examiner, seen = promises(effects), Examiner(go_on_share=GO_ON_SHARE), set()
-    for state in crash_states(effects, BUDGET):
+    for state in crash_states(effects, BUDGET, places=places(effects)):
         seen.add(state.key())
         wrong = examiner.wrong(state, promised[state.done])
         assert not wrong, f"{name}, after {effects[: state.done][-1:]}: {state}\n" + "\n".join(wrong)
@@ -65,7 +65,8 @@ def test_a_crash_while_a_run_goes_on_after_a_crash_loses_nothing_either(scene):
     """After the first crash, all that it left is durable, including staged files and half-written steps."""
     name, effects = scene
     promised, examiner = promises(effects), Examiner(go_on_share=0)
-    new = [state for state in crash_states(effects, Budget(16, 2)) if examiner.is_new(state, promised[state.done])]
+    states = crash_states(effects, Budget(16, 2), places=places(effects))
+    new = [state for state in states if examiner.is_new(state, promised[state.done])]
     total = 0
     for state in new[:: max(1, CRASH_AGAIN_EVERY)]:
         count, wrong = crash_again(state, promised[state.done], examiner, Budget(128, 8) if IS_SOAK else Budget(4, 2))
@@ -84,7 +85,7 @@ def test_a_power_cut_after_another_process_has_gone_on_from_a_killed_one_loses_n
     name, effects = scene
     promised, examiner, disk, total = promises(effects), Examiner(go_on_share=0), Disk(), 0
     for done in range(len(effects) + 1):
-        if done % (1 if IS_SOAK else 50) == 0:
+        if done % (1 if IS_SOAK else 70) == 0:
             count, wrong = kill_then_crash(disk, promised[done], examiner, Budget(64, 4) if IS_SOAK else Budget(4, 2))
             assert not wrong, f"{name}, killed after {effects[:done][-1:]}\n" + "\n".join(wrong)
             total += count
@@ -104,8 +105,8 @@ def test_a_run_whose_directory_somebody_else_has_made_is_durable_when_a_save_ret
 def test_a_run_in_memory_is_read_as_the_same_run_on_a_disk(scene, tmp_path):
     """The checks in memory are therefore valid for `LocalStore`."""
     name, effects = scene
-    every = list(crash_states(effects, Budget(8, 2)))
-    for number, state in enumerate(every[:: len(every) // 12 + 1]):
+    every = list(crash_states(effects, Budget(8, 2), places=places(effects)))
+    for number, state in enumerate(every[:: len(every) // (12 if IS_SOAK else 4) + 1]):
         top = tmp_path / str(number)
         top.mkdir()
         materialise(state.files, top)

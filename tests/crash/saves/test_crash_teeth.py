@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from crash.disk.effects import Bind, Move, Resize, Sync, Unbind, Write
-from crash.disk.states import Budget, crash_states
+from crash.disk.states import Budget, before_syncs, crash_states
 from crash.effort import say
 from crash.saves import rivals
 from crash.saves.large import MIB, O_DIRECT, LargeScene, call
@@ -33,7 +33,7 @@ def effects():
 def is_caught(mutant, saying=""):
     """The first broken promises that contain this text, or None."""
     promised, examiner = promises(mutant), Examiner(go_on_share=0)
-    for state in crash_states(mutant, SMALL):
+    for state in crash_states(mutant, SMALL, places=before_syncs(mutant)):
         wrong = examiner.wrong(state, promised[state.done])
         if any(saying in each for each in wrong):
             return wrong
@@ -151,7 +151,9 @@ def what_is_lost(scene, mutant=None, change=list):
     """The first broken promise of a scene with changed calls or effects; None if every promise is kept."""
     done = change(scene.record(mutant))
     promised, examiner = promises(done), Examiner(go_on_share=0, make=scene.make)
-    found = (examiner.wrong(state, promised[state.done]) for state in crash_states(done, SMALL))
+    found = (
+        examiner.wrong(state, promised[state.done]) for state in crash_states(done, SMALL, places=before_syncs(done))
+    )
     return next((wrong for wrong in found if wrong), None)
 
 

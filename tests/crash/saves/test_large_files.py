@@ -4,7 +4,7 @@ import pytest
 
 from crash.disk.effects import Write
 from crash.disk.states import Budget, crash_states
-from crash.effort import GO_ON_SHARE, IS_SOAK, say
+from crash.effort import GO_ON_SHARE, IS_SOAK, places, say
 from crash.saves.large import LARGE, MIB, MORE
 from crash.saves.recovery import Examiner, promises
 
@@ -26,7 +26,7 @@ def test_whatever_a_crash_leaves_of_large_files_what_was_acknowledged_is_found_a
     assert max(extents) <= MOST_EXTENTS
     promised = promises(effects)
     examiner, seen = Examiner(go_on_share=GO_ON_SHARE / 4, make=large.make), set()
-    for state in crash_states(effects, BUDGET):
+    for state in crash_states(effects, BUDGET, places=places(effects)):
         seen.add(state.key())
         wrong = examiner.wrong(state, promised[state.done])
         assert not wrong, f"{large}, after {effects[: state.done][-1:]}: {state}\n" + "\n".join(wrong)
