@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from trainfold.adapters.batches.feed import Feed, samplers_of
+from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.components.component import Stateful, kind_of
 from trainfold.adapters.loaders.group import FeedGroup
 from trainfold.adapters.loaders.iterable import iterates, torchdatas
@@ -84,6 +85,13 @@ def feed_of(loader: Any) -> Feed:
     """
     if isinstance(getattr(loader, "base_dataloader", None), DataLoader):
         return _prepared(loader)
+    if isinstance(getattr(loader, "sampler", None), GlobalBatchSampler):
+        raise InvalidArgument(
+            "attach.loader",
+            expected="a GlobalBatchSampler as batch_sampler=, so that batches are counted over all ranks",
+            found="one as sampler=",
+            fix="make the loader with batch_sampler=GlobalBatchSampler(...), and leave out batch_size=, shuffle= and sampler=",
+        )
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         raise InvalidArgument(
             "attach.loader",

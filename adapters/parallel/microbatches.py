@@ -14,7 +14,7 @@ from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
 from trainfold.core.checks import count, real_given
-from trainfold.core.errors import IncompleteWindow, InvalidArgument, TrainfoldError, place
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, InvalidBatch, TrainfoldError, place
 from trainfold.core.json_values import shown
 from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.step.batch_ramp import BatchRamp
@@ -163,6 +163,13 @@ class Microbatches:
                     found=f"gradients that the schedule has divided by its {ranks.schedule_divisor} microbatches",
                     fix="pass scale_grads=False to the schedule, and a loss function that returns a sum; or leave out weight=",
                 )
+        if loss is None and not is_weighted and not float(totals.weight):
+            raise InvalidBatch(
+                "live.check.loss",
+                expected="the loss of at least one rank",
+                found="None on every rank",
+                fix="pass the loss of the window, as it was passed to backward, also where only clip_norm= is wanted",
+            )
         divide_by: Number | None = None
         if is_weighted:
             divide_by = totals.weight if divisor is None else totals.weight / divisor
@@ -275,7 +282,8 @@ class GradientWindows:
         weight of the whole window over all ranks, once, so that a rank with more tokens counts for more.
 
         Args:
-            loss: of this rank's window: its mean, as it was passed to ``backward``; with ``weight``, its sum. None on a rank without one.
+            loss: of this rank's window: its mean, as it was passed to ``backward``; with ``weight``, its sum. None on a rank without one; at least
+                one rank has one.
             weight: how many terms the sum has, such as valid tokens.
             clip_norm: the largest norm of all gradients together, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
             parameters: whose gradients are meant; None for those that attached optimizers step.
@@ -285,7 +293,7 @@ class GradientWindows:
 
         Raises:
             NonFinite: on every rank, with the step and the ranks whose loss is not finite. Nothing was updated.
-            InvalidBatch: on every rank, if the sum of the weights is not positive.
+            InvalidBatch: on every rank, if the sum of the weights is not positive, or no rank has a loss.
             InvalidArgument: if no parameter has a gradient.
             IncompleteWindow: inside a window of `microbatch`, whose gradients are not synchronised yet.
         """

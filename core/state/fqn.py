@@ -182,7 +182,7 @@ def _clash(name: str) -> InvalidState:
         f"model[{name!r}]",
         expected="one tensor for each name",
         found="two tensors whose names are equal without the prefixes of wrappers",
-        fix="rename one of the submodules",
+        fix="rename one of the submodules; or attach several models as one torch.nn.ModuleDict, which gives each a name",
     )
 
 

@@ -145,6 +145,13 @@ def test_several_ranks_that_are_not_known_are_refused(monkeypatch):
         GlobalBatchSampler(range(8), 4, rank=1)
 
 
+def test_batches_of_all_ranks_are_refused_as_samples_of_one():
+    """G06: torch takes it as sampler= with batch_size=None; then neither samples were counted over the ranks, nor could another number of them continue."""
+    loader = DataLoader(range(8), batch_size=None, sampler=GlobalBatchSampler(range(8), 4, rank=0, replicas=2))
+    with pytest.raises(InvalidArgument, match=r"expected a GlobalBatchSampler as batch_sampler="):
+        attach(torch.nn.Flatten(), loader=loader)
+
+
 def train_under_ddp(collectives, folder, steps, workers):
     """What a rank reads under DistributedDataParallel; the sampler takes its share from torch.distributed."""
     torch.manual_seed(0)

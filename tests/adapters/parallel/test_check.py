@@ -106,8 +106,10 @@ def test_a_rank_without_a_batch_adds_no_loss_and_a_step_without_any_loss_is_refu
             total.backward()
         found = live.check(total.detach() if ranks.rank == 0 else None, weight=4 if ranks.rank == 0 else 0)
         gradients = [each.grad.tolist() for each in model.parameters()]
-        with pytest.raises(InvalidBatch):
-            live.check(None)
+        with pytest.raises(
+            InvalidBatch, match=r"live\.check\.loss: expected the loss of at least one rank, found None on every rank"
+        ):
+            live.check(clip_norm=1.0)
         return found, gradients
 
     alone = stage_of(1)
