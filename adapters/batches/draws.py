@@ -76,6 +76,7 @@ class Draws:
         streams: for each worker, the streams that it has moved since it was seeded.
         next: the worker that makes the next batch.
         lasts: the last batch of each worker in this epoch, oldest first; without workers, the last batch.
+        read: the digest of the last batch consumed here, in whatever epoch; None before it.
     """
 
     def __init__(self, workers: int, *, persistent: bool) -> None:
@@ -86,6 +87,7 @@ class Draws:
         self.streams: list[Streams] = [{} for _ in range(workers)]
         self.next = 0
         self.lasts: deque[LastBatch] = deque(maxlen=max(1, workers))
+        self.read: str | None = None
 
     def reset(self) -> None:
         """Forget everything: the next batch is the first one that is drawn here."""
@@ -101,6 +103,7 @@ class Draws:
             before = self.streams[drawn.worker]
             self.streams[drawn.worker] = {**before, **drawn.moved}
             self.next = (drawn.worker + 1) % self.workers
+        self.read = drawn.digest
         if drawn.digest is None:
             self.lasts.clear()
             return

@@ -43,6 +43,10 @@ class Position(Protocol):
     def is_inside(self) -> bool:
         """Whether a batch of the epoch was consumed and the epoch has not ended."""
 
+    @property
+    def last_read(self) -> str | None:
+        """The digest of the last batch consumed here; None if there is none."""
+
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Follow the components under ``extra`` that batches may be drawn from."""
 
@@ -143,6 +147,11 @@ class AtPosition:
     def is_inside(self) -> bool:
         """Whether a batch of the epoch was consumed, and the epoch is not over."""
         return self._position.is_inside
+
+    @property
+    def last_read(self) -> str | None:
+        """The digest of the last batch consumed here; None if there is none."""
+        return self._position.last_read
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""

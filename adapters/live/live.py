@@ -18,11 +18,13 @@ from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.adapters.parallel.end_together import end_together
 from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
+from trainfold.adapters.parallel.share import share_of_model
 from trainfold.adapters.parallel.sharing import Shared
 from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
+from trainfold.core.data.batches_read import BatchesRead
 from trainfold.core.errors import CaptureRefused, InvalidArgument
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
@@ -295,6 +297,14 @@ class Live(LoopsOverData, GradientWindows):
         self._has_met, feeds = True, {} if self._data is None else self._data.feeds()
         is_late = not again and self._counters.step > 0
         end_together(self, feeds, world, self._objects.uneven, self._counters, is_late=is_late)
+
+    def batches_read(self, world: Collectives) -> BatchesRead | None:
+        """The share of the data for which this rank trains, and its last batches, for loaders whose samplers have no shares; None if nothing says the share."""
+        share = None if self._data is None or self._objects.stage is not None else share_of_model(self, world)
+        if self._data is None or share is None:
+            return None
+        feeds = {name: feed for name, feed in self._data.feeds().items() if feed.shared_order is None}
+        return share, {name: feed.last_read for name, feed in feeds.items() if feed.last_read is not None}
 
     def may_stay_unread(self, components: Iterable[str] | None) -> UnreadTensors:
         """What a restore of these components can read in place; None for all."""

@@ -62,6 +62,11 @@ class MapPosition:
         """Whether a batch of the epoch was consumed, and the epoch is not over."""
         return self.samples > 0 or (self.shared is not None and self.shared.next > 0)
 
+    @property
+    def last_read(self) -> str | None:
+        """The digest of the last batch consumed here; None if there is none."""
+        return self.draws.read
+
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""
         self.extras.attend(extra)

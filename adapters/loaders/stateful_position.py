@@ -65,6 +65,11 @@ class StatefulPosition:
         """Whether a batch of the epoch was consumed, and the epoch is not over."""
         return self.batches > 0
 
+    @property
+    def last_read(self) -> str | None:
+        """The digest of the last batch consumed here; None if there is none."""
+        return self.draws.read
+
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""
         self.extras.attend(extra)

@@ -53,6 +53,7 @@ class RunContents:
         self._replica_check = replica_check
         self._describer = Describer()
         self._proofs = 0
+        self._has_read = False  # whether the batches of the ranks were compared
         self._written: set[LeafName] = set()
 
     def proved(self) -> None:
@@ -85,7 +86,9 @@ class RunContents:
             return found
         sent: Mapping[str, str] = {}
         if isinstance(run, Live):
-            found = attrs.evolve(found, optional=run.optional, left_out=view.left_out)
+            read = None if self._has_read else run.batches_read(self._world)
+            found = attrs.evolve(found, optional=run.optional, left_out=view.left_out, read=read)
+            self._has_read = self._has_read or bool(read and read[1])
             sent = {
                 **sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world),
                 **run.sharing.sent(view.modules),

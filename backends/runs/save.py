@@ -3,7 +3,8 @@
 `trainfold.save` is not here: it is `save` in `trainfold.backends.runs.api`, which checks its arguments and calls `save_snapshot`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
@@ -32,6 +33,7 @@ from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
+from trainfold.core.data.batches_read import BatchesRead, batches_in_doubt
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import place
 from trainfold.core.format.codec import as_tensor
@@ -59,6 +61,7 @@ from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.save.written import Wrote, incomplete_file, manifest_of, whole_manifest
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
+_LOG: Final = logging.getLogger("trainfold")
 T = TypeVar("T")
 _MANIFEST_ROOM_BYTES: Final = 2**20
 
@@ -103,6 +106,12 @@ def save_snapshot(  # noqa: PLR0913 - keywords
         raise
 
 
+def _warn_of_batches(store: Store, told: Sequence[BatchesRead | None], collectives: Collectives) -> None:
+    if collectives.rank == 0:
+        for text in batches_in_doubt(told):
+            _LOG.warning("%s: %s", store.url, text)
+
+
 def _saved(  # noqa: PLR0913 - keywords
     take: Callable[[], Snapshot],
     store: Store,
@@ -116,7 +125,7 @@ def _saved(  # noqa: PLR0913 - keywords
     """`save_snapshot`; appends this rank's snapshot to ``snapshots``."""
     world = World(collectives.rank, collectives.world_size)
 
-    def announced() -> tuple[Announcement, Mapping[str, str], frozenset[str], Mapping[str, str]]:
+    def announced() -> tuple[Announcement, Mapping[str, str], frozenset[str], Mapping[str, str], BatchesRead | None]:
         mine = take()
         for name, each in mine.described.items():
             check_kinds(each.node, name)
@@ -125,15 +134,16 @@ def _saved(  # noqa: PLR0913 - keywords
         mine = attrs.evolve(mine, described=ruled(mine.described, world, mine.stage))
         snapshots.append(mine)
         announcement = announcement_of(mine.described, stage=mine.stage, contract=contract_digest(mine.contract))
-        return announcement, {} if mine.copies is None else mine.summary(), mine.optional, mine.left_out
+        return announcement, {} if mine.copies is None else mine.summary(), mine.optional, mine.left_out, mine.read
 
     gathered = on_all_ranks(collectives, announced, doing="describe its state")
-    absent = absent_optional([each.digests for each, *_ in gathered], [names for _, _, names, _ in gathered])
+    absent = absent_optional([each.digests for each, *_ in gathered], [names for _, _, names, *_ in gathered])
     lacking = [
         {name: left.get(name, "does not exist") for name in sorted(absent - each.digests.keys())}
-        for each, _, _, left in gathered
+        for each, _, _, left, _ in gathered
     ]
     warn_of_left_out(texts_of_left_out(lacking), collectives)
+    _warn_of_batches(store, [read for *_, read in gathered], collectives)
     snapshot = snapshots[0].without(absent)
     announcements = [each.without(absent) for each, *_ in gathered]
     snapshot, announcements = _united(snapshot, announcements, collectives)

@@ -14,6 +14,7 @@ from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.runs.alike.replicas import check_copies, copies_of
 from trainfold.core.checks import mapping_given
+from trainfold.core.data.batches_read import BatchesRead
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.codec import DENSE, as_tensor
 from trainfold.core.format.structure.describe import Describe, describe
@@ -46,6 +47,7 @@ class Snapshot:
         left_out: those that this rank cannot save, each with the reason.
         sent: leaf path -> what sends it to the other ranks before it is used, so that the value of rank 0 is saved.
         stage: the stages of a pipeline whose leaves it has; None for a whole model.
+        read: what this rank has read last, to be compared with the other ranks; None if it is not known, or was compared.
     """
 
     step: int
@@ -59,6 +61,7 @@ class Snapshot:
     left_out: Mapping[str, str] = attrs.field(factory=dict)
     sent: Mapping[str, str] = attrs.field(factory=dict)
     stage: Stage | None = None
+    read: BatchesRead | None = None
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense; an array shares its memory."""

@@ -219,3 +219,33 @@ def test_several_loaders_continue_by_share_each_in_its_way(shares, wanted, steps
         assert streamed == [share * 100 + first, share * 100 + first + 1]
     read_all = sorted(sample for _, data in (*before, *after) for sample in data)
     assert read_all == list(range(6 * (steps + 2)))
+
+
+def said_of_batches(caplog, copies, data_of):
+    """The warnings of a run of two ranks that saves at each end of an epoch."""
+    caplog.clear()
+    store = MemoryStore()
+
+    def work(ranks):
+        loader = DataLoader(data_of(ranks.rank), batch_size=2)
+        live = attach(torch.nn.Flatten(), loader=loader, parallelism=Grid(ranks, copies))
+        with CheckpointManager(store, collectives=ranks, every=2) as manager:
+            manager.restore(live)
+            for _ in live.batches(epochs=3):
+                live.advance()
+                manager.step(live)
+
+    with caplog.at_level(logging.WARNING, "trainfold"):
+        run_threads(2, work)
+    return [each.getMessage() for each in caplog.records if "have trained on" in each.getMessage()]
+
+
+def test_batches_that_are_not_those_of_the_share_are_warned_of_once(caplog):
+    """G05, P08: without a DistributedSampler every rank reads all the data, and parts of one model may read other data; nothing else shows it."""
+    (text,) = said_of_batches(caplog, 1, lambda _: range(4))
+    assert "loader: ranks 0 and 1 have trained on the same batch" in text
+    assert "trainfold.data.GlobalBatchSampler" in text
+    (text,) = said_of_batches(caplog, 2, lambda rank: range(4 * rank, 4 * rank + 4))
+    assert "loader: ranks 0 and 1 have trained on other batches, although they hold parts of one model" in text
+    assert not said_of_batches(caplog, 1, lambda rank: range(4 * rank, 4 * rank + 4))
+    assert not said_of_batches(caplog, 2, lambda _: range(4))
