@@ -7,11 +7,11 @@ BatchesRead: TypeAlias = tuple[int, Mapping[str, str]]
 """The share of the data for which a rank trains, and the digest of the last batch of each loader whose sampler does not say whose samples it reads."""
 
 
-def batches_in_doubt(told: Sequence[BatchesRead | None]) -> list[str]:
+def batches_in_doubt(read: Sequence[BatchesRead | None]) -> list[str]:
     """Return a text for each loader whose batches are not those of the shares that the ranks train for.
 
     Args:
-        told: by rank; None where nothing is known, and then nothing is compared.
+        read: by rank; None where nothing is known, and then nothing is compared.
 
     Examples:
         >>> batches_in_doubt([(0, {"": "a"}), (1, {"": "b"})]), batches_in_doubt([(0, {"": "a"}), (0, {"": "a"})])
@@ -23,8 +23,8 @@ def batches_in_doubt(told: Sequence[BatchesRead | None]) -> list[str]:
         >>> text.partition(": ")[2].partition(",")[0]
         'ranks 0 and 1 have trained on other batches'
     """
-    known = [each for each in told if each is not None]
-    if len(known) < len(told):
+    known = [each for each in read if each is not None]
+    if len(known) < len(read):
         return []
     found = []
     for name in known[0][1]:
