@@ -241,8 +241,8 @@ import atexit, multiprocessing, os, sys, threading, time
 
 def start_a_job():
     from trainfold.backends.job import Job
-    time.sleep(0.1)
-    Job(lambda: (time.sleep(0.2), os.write(1, b"done "))).start()
+    time.sleep(0.03)
+    Job(lambda: (time.sleep(0.1), os.write(1, b"done "))).start()
 
 def many():
     for _ in range(3):

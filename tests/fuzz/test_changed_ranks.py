@@ -25,8 +25,8 @@ from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Opaque, PerRank, Progress, TrainState
 
 RANKS = 2
-FLIPS = 20_000 if IS_SOAK else 60
-CHANGES = 50_000 if IS_SOAK else 150
+FLIPS = 20_000 if IS_SOAK else 36
+CHANGES = 50_000 if IS_SOAK else 90
 HEAD = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
 CUTS = {"rows": [[0]], "columns": [[], [0]], "few": [[0]], "large": [[0]]}
 NUMBERS = (0, 1, -1, 2, 3, 8, 4096, 2**31, 2**53, 2**62, 2**63, 10**30, 0.5, True, None)

@@ -37,7 +37,7 @@ from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.history.inventory import lineage
 
-EXAMPLES, STEPS = {"laws": (600, 40), "soak": (20_000, 60)}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), (30, 25))
+EXAMPLES, STEPS = {"laws": (600, 40), "soak": (20_000, 60)}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), (14, 25))
 
 faults = st.one_of(
     st.none(),
@@ -429,4 +429,4 @@ ManagerAndDisk.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestManagerAndDisk = ManagerAndDisk.TestCase
-TestManagerAndDisk.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 30 else 300)]
+TestManagerAndDisk.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 14 else 300), pytest.mark.slow(10)]

@@ -37,7 +37,7 @@ WORDS = {  # what to find -> what to write instead
     r"(?:what|nothing|everything|something) (?:that )?(?:is|was|were) held": "name it: the leaves; the lock",
     r"(?<!lock )(?<!lock is )held (?:by|against|to|off|back|as)": "referenced by; checked by; kept; stored",
 }
-FORBIDDEN = re.compile("|".join(rf"(\b{word}\b)" for word in WORDS), re.IGNORECASE)
+FORBIDDEN = re.compile(rf"\b(?:{'|'.join(f'({word})' for word in WORDS)})\b", re.IGNORECASE)
 FOR_IDS = "say what it requires; ids belong to tests"
 INSTEAD = tuple(WORDS.values())
 ID = re.compile(r"\b(?![CFIU](?:16|32|64))[A-X][0-9]{2}\b")  # not the codes of types in a file of safetensors

@@ -298,7 +298,7 @@ def test_a_cursor_that_starts_over_is_found_out():
         laws.reads_each_sample_once(Restarting(), [(1, 3)])
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(strategies.states(step=st.just(4)), strategies.states(step=st.just(9)))
 def test_every_crash_is_survived_whatever_the_states_are(one, two):
     """C02: the process is killed at any point: after every prefix of the effects, synced or not, torn or not."""

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "evaluate.py"
 TORCHRUN = ["--nproc-per-node=2", "--standalone"]
 
 
-def run_example(run, *options, ranks=(), warm=None, kill_after=None):
+def run_example(run, *options, warm, ranks=(), kill_after=None):
     """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix.
 
-    It runs in a Python of its own, as a user has it, or in a fork of one that has imported torch; with ``ranks``, under torchrun.
+    It runs in a fork of a Python that has imported torch; with ``ranks``, under torchrun.
     """
     words, lines = [EXAMPLE, run, *options], []
-    command = warm.torchrun(ranks, *words) if ranks else warm.command(*words) if warm else [sys.executable, *words]
+    command = warm.torchrun(ranks, *words) if ranks else warm.command(*words)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -37,10 +36,10 @@ def results(lines):
     return dict(line.split(": ", 1) for line in lines[-4:])
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(3)
 def test_an_evaluation_that_is_killed_goes_on_and_ends_with_the_same_bits(warm_python, tmp_path):
     """Q01, P30: it is killed in the middle and continues on another number of ranks with another batch size."""
-    whole = run_example(tmp_path / "whole")
+    whole = run_example(tmp_path / "whole", warm=warm_python)
     assert whole[0] == "from sample 0 of 500"
     run_example(tmp_path / "killed", warm=warm_python, kill_after="240 samples")
     rest = run_example(tmp_path / "killed", warm=warm_python)

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,13 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "functional_loop.py"
 
 
-def run_example(run, *, warm=None, kill_after=None):
+def run_example(run, *, warm, kill_after=None):
     """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix.
 
-    It runs in a Python of its own, as a user has it, or in a fork of one that has imported torch.
+    It runs in a fork of a Python that has imported torch.
     """
     lines = []
-    command = warm.command(EXAMPLE, run) if warm else [sys.executable, str(EXAMPLE), str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(warm.command(EXAMPLE, run), stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             lines.append(line.strip())
             if kill_after is not None and line.startswith(kill_after):
@@ -26,9 +24,9 @@ def run_example(run, *, warm=None, kill_after=None):
     return lines
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(2)
 def test_the_loop_of_functions_survives_a_kill_and_ends_with_the_same_bits(warm_python, tmp_path):
-    whole = run_example(tmp_path / "whole")
+    whole = run_example(tmp_path / "whole", warm=warm_python)
     assert whole[0] == "starting after step 0"
     killed = run_example(tmp_path / "killed", warm=warm_python, kill_after="step 23:")
     rest = run_example(tmp_path / "killed", warm=warm_python)

@@ -20,7 +20,7 @@ from trainfold.core.errors import RunLocked, SaveFailed
 OURS = str(Path(trainfold.__file__).parent)
 HELPERS = (contextlib.__file__, threading.__file__)  # called by our own functions
 # Every n-th place is tried: in the usual run this reaches every call of a scene, and the two kinds of interrupt use different places.
-STRIDE = {"soak": 1, "laws": 29}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 293)
+STRIDE = {"soak": 1, "laws": 29}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 587)
 
 
 class TimeIsUp(Exception):
@@ -122,14 +122,23 @@ SCENES = {
 @pytest.mark.slow(1)
 # Python reports an interrupt in a generator that is being closed, and continues
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeIsUp])
-@pytest.mark.parametrize(("mode", "room"), [("async", None), ("async", 0), ("sync", None)])
+@pytest.mark.parametrize(
+    ("mode", "room", "kind"),
+    [
+        ("async", None, KeyboardInterrupt),
+        ("async", 0, TimeIsUp),
+        ("sync", None, KeyboardInterrupt),
+        pytest.param("async", None, TimeIsUp, marks=pytest.mark.long),
+        pytest.param("async", 0, KeyboardInterrupt, marks=pytest.mark.long),
+        pytest.param("sync", None, TimeIsUp, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("scene", SCENES)
 def test_an_interrupt_at_any_moment_loses_no_state_and_stops_nobody(scene, mode, room, kind):
     """A14, D05, D07, P11: the interrupt is Ctrl-C or a handler that raises; then `finish` and `close` run as in any loop."""
     logging.disable(logging.CRITICAL)
-    few = {"a close": 1, "an update": 3}  # they have few such places
-    stride = min(STRIDE, few.get(scene, STRIDE if mode == "sync" else 127))
+    few = {"a close": 2, "an update": 3}  # they have few such places
+    stride = min(STRIDE, few.get(scene, STRIDE if mode == "sync" else 251))
     at, ended = 1 + (kind is TimeIsUp) * (stride // 2), False
     try:
         while not ended:

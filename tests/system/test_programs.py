@@ -19,12 +19,20 @@ PROGRAMS = {
     "ddpm": {"model", "optimizer", "scheduler", "trainer", "dataset", "rng", "ema"},
     "reinforce": {"model", "optimizer", "trainer", "rng", "world"},
 }
+USUAL = {
+    "mnist_cnn",
+    "dcgan",
+    "word_lm",
+    "reinforce",
+}  # a scheduler, two models, an object of its own without a dataset, a world
 EXAMPLES = {"existing_loop": [], "functional_loop": ["{run}"], "evaluate": ["{run}", "--batch-size", "7"]}
 
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in PROGRAMS]
+)
 def test_a_program_that_is_killed_ends_with_the_bits_of_one_that_was_not(name, seed, root, warm_python, tmp_path):
     """W15, V13: compares every component and every recorded value, over two epochs or more, with kills in steps and in saves."""
     command = warm_python.command(root / "tests" / "programs" / f"{name}.py", "--out", "{run}")
@@ -45,7 +53,10 @@ ATTACHED = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACHED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("char_gpt", marks=pytest.mark.long), pytest.param("word_lm", marks=pytest.mark.long), "reinforce"],
+)
 def test_the_same_program_that_leaves_something_out_is_caught(name, root, warm_python, tmp_path):
     """It leaves out a batch that was drawn ahead, a hidden state of an LSTM, or the generator of a simulated world, which only a rehearsal can see."""
     text = (root / "tests" / "programs" / f"{name}.py").read_text()
@@ -58,7 +69,9 @@ def test_the_same_program_that_leaves_something_out_is_caught(name, root, warm_p
     assert (first["kind"], first["step"]) == ("value", first["resumed_at"] + 1)  # the first step after the resume
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", ["functional_loop", *(pytest.param(name, marks=pytest.mark.long) for name in ("existing_loop", "evaluate"))]
+)
 def test_an_example_is_rehearsed(name, root, warm_python, tmp_path, monkeypatch):
     """Each program of examples/ runs unchanged; two of them have no manager, and are followed by their checkpoints."""
     monkeypatch.chdir(tmp_path)

@@ -94,6 +94,9 @@ def test_killed_ranks_continue_with_the_same_bits(whole, train, tmp_path):
         assert torch.equal(killed[name], value), name
 
 
+@pytest.mark.parametrize(
+    "whole", ["ddp.py", *(pytest.param(name, marks=pytest.mark.long) for name in EXAMPLES[1:])], indirect=True
+)
 def test_other_numbers_of_ranks_continue_the_same_run(whole, train, tmp_path):
     """N01, N03, H03: the same batches of all processes together, whose sums are rounded otherwise. I05: with stages nothing is."""
     example, folder = whole

@@ -53,7 +53,7 @@ def changed(files, path, at, how):
 def positions(saved, name, how):
     """The positions to change: in the soak every byte, in the usual run a sample where there are many."""
     size, header = len(saved[name]), header_bytes(saved, name)
-    some = 1 if IS_SOAK or how == "one bit" else 7
+    some = 1 if IS_SOAK else 3 if how == "one bit" else 7
     return [at for at in range(0, size, some) if IS_SOAK or at < 8 or at >= header or at % 32 == 0]
 
 
