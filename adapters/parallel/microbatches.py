@@ -1,13 +1,14 @@
 """`GradientWindows`: what a live run does with gradients: which microbatch synchronises them, and the check before the optimizer steps."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import is_
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import attrs
 import torch
+from torch.amp.grad_scaler import OptState
 
 from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
@@ -52,6 +53,10 @@ class HasObjects(Protocol):
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Every optimizer by its component."""
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What is attached under ``extra``."""
 
     @property
     def sharing(self) -> Sharing:
@@ -145,6 +150,7 @@ class Microbatches:
             raise InvalidArgument(
                 "clip_norm", expected="> 0, or None", found=shown(clip_norm), fix="None does not clip"
             )
+        self._check_unscaled()
         ranks, step = self.parallelism, self._counters.step
         trained = self._trained() if parameters is None else list(parameters)
         mine = Totals(
@@ -193,6 +199,23 @@ class Microbatches:
             scale = torch.clamp(limit / (result.norm + _EPSILON), max=1.0)
             torch._foreach_mul_([ranks.local(each) for each in result.grads], scale)
         return CheckedStep(loss=result.loss, grad_norm=result.grad_norm, weight=float(result.weight))
+
+    def _check_unscaled(self) -> None:
+        """Raise if an attached scaler has scaled the gradients: their norm would be that of other gradients, and clipping would cut them to nothing."""
+        for name, each in self.objects.extra.items():
+            if not isinstance(each, torch.amp.GradScaler) or not each.is_enabled() or each._scale is None:  # noqa: SLF001
+                continue
+            states = each._per_optimizer_states  # noqa: SLF001
+            stages = [states[id(one)]["stage"] for one in self.objects.optimizers.values() if id(one) in states]
+            if all(
+                stage is OptState.READY for stage in stages
+            ):  # an optimizer may have gradients that it does not scale
+                raise InvalidArgument(
+                    "live.check",
+                    expected="gradients as they are without a scale",
+                    found=f"extra[{name!r}], a GradScaler that has unscaled those of no attached optimizer",
+                    fix="call scaler.unscale_(optimizer) before live.check; or leave out live.check, if the scaler shall skip steps",
+                )
 
     def _trained(self) -> list[torch.nn.Parameter]:
         """The parameters that attached optimizers step, in the order of the modules; found again when optimizers or modules have others."""
@@ -294,7 +317,7 @@ class GradientWindows:
         Raises:
             NonFinite: on every rank, with the step and the ranks whose loss is not finite. Nothing was updated.
             InvalidBatch: on every rank, if the sum of the weights is not positive, or no rank has a loss.
-            InvalidArgument: if no parameter has a gradient.
+            InvalidArgument: if no parameter has a gradient, or an attached ``GradScaler`` has not unscaled them.
             IncompleteWindow: inside a window of `microbatch`, whose gradients are not synchronised yet.
         """
         return self._microbatches.check(loss, weight=weight, clip_norm=clip_norm, parameters=parameters)

@@ -34,7 +34,7 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
         found[RANKS] = mesh
         if math.prod(mesh) > _COMMUTES:
             found[WRAPPER] = "FSDP2" if groups else "DDP"
-            if buckets := [_bucket_bytes(each) for each in wrappers]:
+            if buckets := [_buckets(each) for each in wrappers]:
                 found[BUCKETS] = buckets[0] if len(buckets) == 1 else [*buckets[:_SHOWN]]
     texts = [
         _text(each) for each in [*(each.mixed_precision for each in wrappers), *(each.mp_policy for each in groups)]
@@ -50,10 +50,11 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
     return {f"{path}.{key}": value for key, value in found.items()}
 
 
-def _bucket_bytes(wrapper: Any) -> Json:
-    """How many bytes of gradients DDP sums at once: a sum of three numbers and more is rounded otherwise in another bucket."""
-    each = getattr(wrapper, "bucket_bytes_cap_list", None)
-    return [*each] if each else int(wrapper.bucket_bytes_cap)
+def _buckets(wrapper: Any) -> Json:
+    """How many bytes of gradients DDP sums at once, and in which order if it keeps one: a sum of three numbers and more is rounded otherwise in another place."""
+    several = getattr(wrapper, "bucket_bytes_cap_list", None)
+    each: Json = [*several] if several else int(wrapper.bucket_bytes_cap)
+    return f"{each}, find_unused_parameters" if wrapper.find_unused_parameters and not wrapper.static_graph else each
 
 
 def _precision(texts: list[str]) -> Json:

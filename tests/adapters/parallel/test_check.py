@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainfold.adapters.live.attach import attach
-from trainfold.core.errors import InvalidBatch, NonFinite
+from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite
 from trainfold.ranks import Coordinates, Replicas, World, run_threads
 
 
@@ -137,3 +137,27 @@ def test_check_sees_parameters_that_an_optimizer_gets_later():
     assert live.check(1.0).grad_norm ** 2 == pytest.approx(before + 5)
     optimizer.param_groups[1]["params"][0] = nn.Parameter(torch.ones(2))
     assert live.check(1.0).grad_norm ** 2 == pytest.approx(before + 3)
+
+
+def test_gradients_that_a_scaler_has_scaled_are_refused():
+    """A09: the norm of scaled gradients is thousands of times too large, so that clipping left almost nothing of them."""
+    model = nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    live = attach(model, optimizer, extra={"scaler": scaler})
+    for is_unscaled in (True, False, True):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 2)).square().mean()
+        scaler.scale(loss).backward()
+        if is_unscaled:
+            scaler.unscale_(optimizer)
+            assert live.check(loss, clip_norm=1.0).grad_norm < 100
+        else:
+            with pytest.raises(InvalidArgument, match=r"call scaler\.unscale_\(optimizer\) before live\.check"):
+                live.check(loss, clip_norm=1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        live.advance(samples=4)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    alone = attach(model, optimizer, extra={"scaler": off})
+    off.scale(model(torch.ones(4, 2)).mean()).backward()
+    assert alone.check(1.0).grad_norm > 0

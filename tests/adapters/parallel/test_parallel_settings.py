@@ -43,7 +43,12 @@ def back(collectives, folder):
     drifts_of(collectives, folder, ddp(), saves=True)
     return [
         drifts_of(collectives, folder, make())
-        for make in (lambda: sharded(collectives.world_size), ddp, lambda: ddp(bucket_cap_mb=1))
+        for make in (
+            lambda: sharded(collectives.world_size),
+            ddp,
+            lambda: ddp(bucket_cap_mb=1),
+            lambda: ddp(find_unused_parameters=True),
+        )
     ]
 
 
@@ -73,7 +78,7 @@ def changes(collectives, folder):
         "reshard": drifts_of(collectives, folder, sharded(size, reshard_after_forward=False)),
         "half": drifts_of(collectives, folder, sharded(size, mp_policy=half)),
     }
-    found["back"], found["same ddp"], found["buckets"] = back(collectives, folder + "-ddp")
+    found["back"], found["same ddp"], found["buckets"], found["unused"] = back(collectives, folder + "-ddp")
     if size == 2:
         drifts_of(collectives, folder + "-parts", parts(0, 8), saves=True)
         assert drifts_of(collectives, folder + "-parts", parts(0, 8)) == []
@@ -104,8 +109,8 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
             continue
         more = {
             2: {"hook", "divided", "part divided", "ninth part"},
-            3: {"ddp", "back", "buckets"},
-            4: {"ddp", "back", "buckets", "mesh"},
+            3: {"ddp", "back", "buckets", "unused"},
+            4: {"ddp", "back", "buckets", "unused", "mesh"},
         }
         assert drifts.keys() == {"half", *more[world_size]}
         assert "attached.model.(precision): saved nothing, wanted param bfloat16, reduce float32" in drifts["half"][0]
@@ -118,6 +123,10 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
             assert "attached.model.(wrapper): saved FSDP2, wanted DDP" in drifts["ddp"][0]
             assert "attached.model.(wrapper): saved DDP, wanted FSDP2" in drifts["back"][0]
             assert "attached.model.(buckets): saved 26214400, wanted 1048576" in drifts["buckets"][0]
+            assert (
+                "attached.model.(buckets): saved 26214400, wanted 26214400, find_unused_parameters"
+                in drifts["unused"][0]
+            )
         if world_size == 4:
             assert "attached.model.(ranks): saved [4], wanted [2, 2]" in drifts["mesh"][0]
 
