@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from trainfold.backends import job as job_module
+from trainfold.backends import wakeup
 from trainfold.backends.job import _STARTED, Job
 from trainfold.backends.runs.api import load
 from trainfold.core.state.state import Progress, TrainState
@@ -133,6 +134,7 @@ def test_the_caller_does_not_wait_for_the_thread(monkeypatch):
 def test_a_job_whose_thread_never_begins_is_done_by_the_caller_that_waits(monkeypatch):
     """Such as a thread that gets no memory to begin with: it dies in silence."""
     monkeypatch.setattr(job_module, "LONGEST_SECS", 0.05)
+    monkeypatch.setattr(wakeup, "_AT_LEAST_EVERY_SECS", 0.05)
     monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
     job = Job(threading.current_thread)
     job.start()

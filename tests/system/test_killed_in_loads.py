@@ -89,8 +89,8 @@ def resume(collectives, run, victim, point):
     return live.progress.step, prints(live)
 
 
-@pytest.mark.slow(8)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_killed_in_a_load_is_named_by_the_others_and_the_next_start_has_the_same_bits(
     processes, tmp_path, victim
 ):
@@ -121,8 +121,8 @@ def evaluate(collectives, victim):
     return result["loss"]
 
 
-@pytest.mark.slow(4)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_killed_in_an_evaluation_is_named_by_the_others_and_the_next_one_has_the_same_bits(processes, victim):
     """C07, X10: between two of its batches."""
     whole = processes.run(2, evaluate, NO_RANK, collectives=HASTY)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends import helpers, job
+from trainfold.backends import helpers, job, wakeup
 from trainfold.backends.runs.api import load
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.state.state import Progress, TrainState
@@ -36,6 +36,7 @@ def refuses(function, args):
 def test_a_thread_that_never_begins_makes_no_save_hang(start, mode, tmp_path, monkeypatch):
     """W19: the call does the work, and the lock is released."""
     monkeypatch.setattr(job, "LONGEST_SECS", 0.05)
+    monkeypatch.setattr(wakeup, "_AT_LEAST_EVERY_SECS", 0.05)
     monkeypatch.setattr(_thread, "start_new_thread", start)
     monkeypatch.setattr(helpers, "_IDLE", SimpleQueue())  # no test has left a thread to use again
     with CheckpointManager(tmp_path / "run", mode=mode) as manager:
