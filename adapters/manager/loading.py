@@ -222,8 +222,10 @@ class LoadRunner:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
             self._warn("%s holds no checkpoint: the run starts fresh", self.loader.store.url)
-            return self._restored(live, is_fresh=True)
-        return self._restored(live)
+            is_fresh = True
+        else:
+            is_fresh = False
+        return self._restored(live, is_fresh=is_fresh)  # not above, where its errors would seem to come from a refusal
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
         """Load the weights of the best checkpoint; see `CheckpointManager.load_best`."""

@@ -18,7 +18,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.parallel.end_together import TakeTogether
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree
+from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, ResumeRefused
 from trainfold.core.layout.data_parallel import Replicas
 from trainfold.core.layout.parallelism import Coordinates
 from trainfold.core.layout.world import World
@@ -267,7 +267,9 @@ def test_ranks_that_hold_parts_of_one_model_must_read_the_same_share(kind):
                 manager.restore(live)
 
         store = MemoryStore()
-        (text,) = {str(each.error) for each in thread_outcomes(4, work)}
+        ended = thread_outcomes(4, work)
+        assert not any(isinstance(getattr(each.error, "__context__", None), ResumeRefused) for each in ended)
+        (text,) = {str(each.error) for each in ended}
         return text
 
     assert told(lambda rank: own_samplers(rank // 2, 2, seed=7)) == "None"
