@@ -58,7 +58,7 @@ class Live(LoopsOverData, GradientWindows):
         self.saved_in: dict[str, ParentCheckpoint] = {}
         self.unread: UnreadTensors | None = None
         self._counters = Counters(self._data)
-        self._microbatches = Microbatches(objects.ranks, objects, self._counters)
+        self._microbatches = Microbatches(objects.ranks, objects, self._counters, watch.clipping)
         self._pending = PendingComponents()
         self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all
         self._has_met = False  # whether the loaders of the ranks were compared
@@ -229,7 +229,7 @@ class Live(LoopsOverData, GradientWindows):
         (parts, saved, chosen), out = checked_by_all(world, lambda: self._checked(state, components, policy, without))
         wanted = {each: part for each, part in parts.items() if each not in out and (chosen is None or each in chosen)}
         write_all(wanted, saved, self.optional, world, begins=self._watch.overwrites, unread=self.unread)
-        self._watch.restored(state.contract, chosen, self._counters.step)
+        self._watch.restored(state.contract, chosen, self._counters.step, self._pending.policy)
         self._counters.restored()
         self._microbatches.drop()
         if chosen is None or "trainer" in chosen:

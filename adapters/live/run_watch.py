@@ -10,6 +10,7 @@ from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.parallel.gradient_order import GradientOrder
 from trainfold.adapters.parallel.parallel_settings import settings_of_parallel
 from trainfold.adapters.script.attached_settings import attached_settings
+from trainfold.adapters.script.clipping import Clipping
 from trainfold.adapters.script.rates import Rates
 from trainfold.adapters.script.schedules import Schedules
 from trainfold.adapters.script.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
@@ -21,6 +22,7 @@ from trainfold.adapters.watch.window_probe import WindowProbe
 from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.errors import HalfRestored, IncompleteWindow, TrainfoldError
 from trainfold.core.format.structure.united_contract import FROZEN, FROZEN_NAMES, shown_frozen
+from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import ORDERS, TRAINED, gradient_orders_of, put_back_text, trained_of
 from trainfold.core.state.state import TrainState
@@ -40,6 +42,7 @@ class RunWatch:
 
     Attributes:
         window: the evidence that an accumulation window is open.
+        clipping: the limit of the gradient's norm.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RunWatch:
             {**objects.attached(), **objects.named_schedulers}, loader, accepted=unsaved, is_strict=is_strict
         )
         self._trained = Trained(objects.attached())
+        self.clipping = Clipping()
         self._averages = SwapProbe(objects.model, objects.extra)
         self._orders = GradientOrder(objects.attached, objects.stage)
 
@@ -169,7 +173,7 @@ class RunWatch:
             found["scheduler.kind"] = self._objects.scheduler.kinds()
         if self._audit.unsaved:
             found[UNSAVED] = self._audit.unsaved
-        found |= self._rates.contract()
+        found |= self._rates.contract() | self.clipping.contract()
         if trained := self._trained.contract():
             found[TRAINED] = trained
         if orders := self._orders.contract():
@@ -220,7 +224,13 @@ class RunWatch:
         """Note that a restore begins to overwrite what it cannot put back."""
         self._is_half_restored = True
 
-    def restored(self, contract: Mapping[str, Any], chosen: Collection[str] | None, step: int) -> None:
+    def restored(
+        self,
+        contract: Mapping[str, Any],
+        chosen: Collection[str] | None,
+        step: int,
+        policy: Mapping[str, DriftAction],
+    ) -> None:
         """Take what the contract of a restored state says, and put back which parameters are trained."""
         self._is_half_restored = False
         self.window.close()
@@ -231,6 +241,7 @@ class RunWatch:
         self._averages.stepped()
         if chosen is None or "optimizer" in chosen:
             self._orders.take(gradient_orders_of(contract))
+            self.clipping.restored(contract, step, policy)
 
     def registered(self, name: str, target: Any, settings: Mapping[str, Any]) -> None:
         """Watch an object attached later, with its settings."""

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
+from trainfold.adapters.script.clipping import Clipping
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import IncompleteWindow, InvalidArgument, InvalidBatch, TrainfoldError, place
@@ -79,14 +80,16 @@ class Microbatches:
         ranks: how the ranks train.
         objects: of the run.
         counters: of the run; not the run itself, which would then wait for a collection.
+        clipping: remembers the limits of the checks.
 
     Attributes:
         done: microbatches done in a window that is open; 0 at a boundary.
         ramp: the schedule of the last microbatch; None without one.
     """
 
-    def __init__(self, ranks: TrainingRanks, objects: HasObjects, counters: HasSteps) -> None:
+    def __init__(self, ranks: TrainingRanks, objects: HasObjects, counters: HasSteps, clipping: Clipping) -> None:
         self._ranks = ranks
+        self._clipping = clipping
         self.objects = objects
         self._counters = counters
         self.done = 0
@@ -151,6 +154,7 @@ class Microbatches:
                 "clip_norm", expected="> 0, or None", found=shown(clip_norm), fix="None does not clip"
             )
         self._check_unscaled()
+        self._clipping.checked(limit)
         ranks, step = self.parallelism, self._counters.step
         trained = self._trained() if parameters is None else list(parameters)
         mine = Totals(

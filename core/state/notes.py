@@ -1,4 +1,4 @@
-"""Notes: entries of a contract that do not restrict a resume: unsaved state, trained parameters, orders of sums, first learning rates."""
+"""Notes: entries of a contract that do not restrict a resume: unsaved state, trained parameters, orders of sums, clipping, first learning rates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
@@ -13,8 +13,10 @@ TRAINED: Final = "requires_grad"  # the key of the contract; restored, and never
 
 ORDERS: Final = "gradient_orders"  # the key of the contract; restored, and never compared
 
+CLIP_NORM: Final = "live.check.clip_norm"  # the key of the contract; restored, and compared by `Live.check`
+
 _ATTACHED: Final = "attached."
-NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS})
+NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM})
 
 
 def is_of_each_rank(key: str) -> bool:
