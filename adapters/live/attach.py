@@ -48,7 +48,7 @@ def attach(  # noqa: PLR0913 - keywords
         unsaved: such state that need not be saved, by the names that the warning lists, such as ``"model.history"``.
         optional: names under ``extra`` that the run can do without. If one cannot be saved or restored, a warning
             (`OptionalLeftOut`) names it, and it is left out. Any other failure fails the save or the load, on every rank.
-        sharing: what ranks do not have alike: a component under ``extra``, or ``"model.buffers"``, or one buffer by its leaf path ->
+        sharing: what ranks do not have alike: a component under ``extra``, ``"model.buffers"``, ``"model.settings"``, or one buffer by its leaf path ->
             ``"rank_0"``: its value on rank 0 counts; ``"each_rank"``: every rank has its own; ``"each_share"``: so has every share of
             the data (components only); ``"replicated"``, as without a declaration.
         parallelism: how the ranks train this model, for `Live.microbatch` and `Live.check`; None for what ``DistributedDataParallel`` or

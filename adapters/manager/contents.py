@@ -1,6 +1,6 @@
 """`RunContents`: reads a run for a save: its snapshot, and which of its leaves must be copied during the call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any, final
 
@@ -18,9 +18,12 @@ from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_ou
 from trainfold.backends.runs.snapshot import Snapshot, describe_state
 from trainfold.core import tree
 from trainfold.core.format.structure.describe import Describer
+from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
+from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import Level, proof_of
 from trainfold.core.state.components import components_of, validate_components
+from trainfold.core.state.contract_kinds import shared_settings
 from trainfold.core.state.leaves import leaves_in
 from trainfold.core.state.state import OwnOptimizerState, TrainState
 
@@ -87,7 +90,8 @@ class RunContents:
         sent: Mapping[str, str] = {}
         if isinstance(run, Live):
             read = None if self._has_read else run.batches_read(self._world)
-            found = attrs.evolve(found, optional=run.optional, left_out=view.left_out, read=read)
+            settings = _settings(found, own=run.sharing.own_settings)
+            found = attrs.evolve(found, optional=run.optional, left_out=view.left_out, read=read, settings=settings)
             self._has_read = self._has_read or bool(read and read[1])
             sent = {
                 **sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world),
@@ -150,6 +154,18 @@ class RunContents:
 def _steady_of_state(state: TrainState, leaves: Mapping[LeafName, torch.Tensor]) -> set[LeafName]:
     leased = [leaf for each in leaves_in(state) for leaf in tree.leaves(each) if isinstance(leaf, torch.Tensor)]
     return leased_leaves(leaves, leased)
+
+
+def _settings(found: Snapshot, *, own: Collection[str]) -> dict[str, dict[str, Json]]:
+    """The settings that ranks must have alike: none of stages, which differ, and none of what a rank has of its own."""
+    if found.stage is not None:
+        return {}
+    return {
+        name: settings
+        for name, each in found.described.items()
+        if name not in own and not belongs_to_rank(name, each.node) and not counts_on_rank_zero(each.node)
+        if (settings := shared_settings(found.contract, name))
+    }
 
 
 def view_of(run: Live | TrainState) -> LiveView:

@@ -17,6 +17,7 @@ from trainfold.core.state.state import OfRankZero, Opaque, PerRank
 Shared = Literal["replicated", "rank_0", "each_share", "each_rank"]
 _KINDS: Final = ("replicated", "rank_0", "each_share", "each_rank")
 _OF_BUFFERS: Final = ("replicated", "rank_0", "each_rank")
+_OF_SETTINGS: Final = ("replicated", "each_rank")
 _SENT: Final = "declared to be rank 0's"
 
 
@@ -25,7 +26,7 @@ class Sharing:
     """What was declared. Without a declaration a component is replicated: equal on all ranks, and compared.
 
     Args:
-        declared: component, ``component.buffers``, or the leaf path of a buffer -> how it is shared.
+        declared: component, ``component.buffers``, ``component.settings``, or the leaf path of a buffer -> how it is shared.
         objects: the objects of components that may be declared. Of a module, buffers may be; of an optimizer, nothing.
         ranks: returns how the ranks train, for shares of the data.
 
@@ -44,6 +45,7 @@ class Sharing:
         self._modules = modules = {name: each for name, each in objects.items() if isinstance(each, torch.nn.Module)}
         self._components: dict[str, str] = {}
         self._buffers: dict[str, str] = {}
+        self._settings: dict[str, str] = {}
         if not isinstance(declared, Mapping | None):
             raise InvalidArgument(
                 "sharing", expected="a dict", found=shown(declared), fix='pass such as {"meter": "each_rank"}'
@@ -59,10 +61,13 @@ class Sharing:
             elif of_module in modules:
                 choice(where, how, _OF_BUFFERS, fix="pass one of these")
                 self._buffers[name] = how
+            elif name.removesuffix(".settings") in objects and name not in objects:
+                choice(where, how, _OF_SETTINGS, fix="pass one of these")
+                self._settings[name.removesuffix(".settings")] = how
             else:
                 raise InvalidArgument(
                     where,
-                    expected=f"a component among {plain}, or buffers such as 'model.buffers' or \"model.buffers['bn.running_mean']\"",
+                    expected=f"a component among {plain}, settings such as 'model.settings', or buffers such as 'model.buffers' or \"model.buffers['bn.running_mean']\"",
                     found=name,
                     fix="declare what is under extra= and is neither a module nor an optimizer; those are replicated or cut over the ranks",
                 )
@@ -80,11 +85,17 @@ class Sharing:
         self._modules |= other._modules  # noqa: SLF001
         self._components |= other._components  # noqa: SLF001
         self._buffers |= other._buffers  # noqa: SLF001
+        self._settings |= other._settings  # noqa: SLF001
 
     @property
     def names(self) -> tuple[str, ...]:
         """The components that the declaration adds."""
         return tuple(f"{each}_buffers" for each in self._modules if self._of_each_rank(each))
+
+    @property
+    def own_settings(self) -> frozenset[str]:
+        """The components whose settings each rank has of its own."""
+        return frozenset(name for name, how in self._settings.items() if how == "each_rank")
 
     def parts(self, parts: Mapping[str, ComponentAdapter]) -> dict[str, ComponentAdapter]:
         """The components of a run as they are shared.

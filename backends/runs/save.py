@@ -172,7 +172,7 @@ def _saved(  # noqa: PLR0913 - keywords
         )
         if snapshot.copies is not None:
             summaries = [_without(each, absent) for _, each, *_ in gathered]
-            check_copies(snapshot.copies, snapshot.contract, summaries, collectives)
+            check_copies(snapshot.copies, snapshot.contract, snapshot.settings, summaries, collectives)
         sizes = collectives.gather(plan.size_bytes, doing="plan its files", is_vote=True)
         on_rank_zero(
             collectives,

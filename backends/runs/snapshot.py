@@ -48,6 +48,7 @@ class Snapshot:
         sent: leaf path -> what sends it to the other ranks before it is used, so that the value of rank 0 is saved.
         stage: the stages of a pipeline whose leaves it has; None for a whole model.
         read: what this rank has read last, to be compared with the other ranks; None if it is not known, or was compared.
+        settings: component -> the settings of its object that ranks must have alike.
     """
 
     step: int
@@ -62,6 +63,7 @@ class Snapshot:
     sent: Mapping[str, str] = attrs.field(factory=dict)
     stage: Stage | None = None
     read: BatchesRead | None = None
+    settings: Mapping[str, Mapping[str, Json]] = attrs.field(factory=dict)
 
     def named(self) -> dict[LeafName, torch.Tensor]:
         """Every tensor by component and path, dense; an array shares its memory."""
@@ -108,7 +110,7 @@ class Snapshot:
 
     def summary(self) -> dict[str, str]:
         """The digests by which ranks compare what must be equal on all of them; stages have contracts of their own, which are put together."""
-        found = summary(self.copies or {}, self.contract)
+        found = summary(self.copies or {}, self.contract, self.settings)
         if self.stage is not None:
             del found["contract"]
         return found
@@ -202,7 +204,7 @@ def prove_alike(take: Callable[[], Snapshot], collectives: Collectives) -> None:
         return mine[0].summary()
 
     summaries = on_all_ranks(collectives, digested, doing="compare what it has restored")
-    check_copies(mine[0].copies or {}, mine[0].contract, summaries, collectives)
+    check_copies(mine[0].copies or {}, mine[0].contract, mine[0].settings, summaries, collectives)
 
 
 def step_of_state(state: TrainState) -> int:

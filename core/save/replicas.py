@@ -12,6 +12,7 @@ from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.state.notes import is_of_each_rank
 
 _PARTS: Final = " in parts "  # no name of a component has spaces
+_NAMED: Final = "settings of "
 _BUFFERS: Final = ".buffers['"
 _TRAINED: Final = (".params['", ".slots['", ".masters['")
 _STATISTICS: Final = (
@@ -101,17 +102,19 @@ def absent_optional(ranks: Sequence[Collection[str]], optional: Sequence[frozens
     return frozenset(name for name in frozenset.intersection(*optional) if not all(name in each for each in ranks))
 
 
-def summary(leaves: Leaves, contract: Mapping[str, Json]) -> dict[str, str]:
-    """The digests exchanged by the ranks: one for each component, and one for the contract.
+def summary(leaves: Leaves, contract: Mapping[str, Json], settings: Mapping[str, Mapping[str, Json]]) -> dict[str, str]:
+    """The digests exchanged by the ranks: one for each component, one for the contract, and one for the settings of each attached object.
 
     Args:
         leaves: component -> leaf path -> digest.
         contract: what must be equal at a resume.
+        settings: component -> the settings that ranks must have alike.
     """
     shared = {key: value for key, value in contract.items() if not is_of_each_rank(key)}
     lines = {name: "\n".join(f"{path} {digest}" for path, digest in each.items()) for name, each in leaves.items()}
     digests = {name: digest_of(text.encode("utf-8", "surrogatepass")) for name, text in lines.items()}
-    return {**digests, "contract": digest_of(canonical_json(shared))}
+    found = {settings_name(name): digest_of(canonical_json(dict(each))) for name, each in settings.items()}
+    return {**digests, "contract": digest_of(canonical_json(shared)), **found}
 
 
 def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
@@ -126,7 +129,14 @@ def first_in_doubt(summaries: Sequence[Mapping[str, str]]) -> str | None:
         (
             name
             for name in names
-            if len({each.get(name) for each in summaries if name in each or not is_of_parts(name)}) > 1
+            if len(
+                {
+                    each.get(name)
+                    for each in summaries
+                    if name in each or not (is_of_parts(name) or component_of_settings(name))
+                }
+            )
+            > 1
         ),
         None,
     )
@@ -168,6 +178,47 @@ def parts_differ(held: Sequence[Mapping[str, str] | None]) -> RanksDisagree:
         expected=f"the bits of rank {first}, which holds the same part of it",
         found=f"others on rank {rank}{more}",
         fix=_VALUES,
+    )
+
+
+def settings_name(component: str) -> str:
+    """The name in a summary for the settings of a component; ranks that do not compare them have none.
+
+    Examples:
+        >>> component_of_settings(settings_name("model")), component_of_settings("model")
+        ('model', None)
+    """
+    return f"{_NAMED}{component}"
+
+
+def component_of_settings(name: str) -> str | None:
+    """The component whose settings have a name in a summary; None if it is a name of something else."""
+    return name.removeprefix(_NAMED) if name.startswith(_NAMED) else None
+
+
+def settings_differ(component: str, held: Sequence[Mapping[str, Json] | None]) -> RanksDisagree:
+    """The error for ranks that have attached an object with other settings.
+
+    Args:
+        component: of the object.
+        held: for each rank, its settings; None for a rank that does not compare them.
+
+    Examples:
+        >>> settings_differ("model", [{"attached.model.p": 0.1}, {"attached.model.p": 0.2}]).found
+        'on rank 1: 0.2'
+    """
+    (first, mine), *others = [(rank, each) for rank, each in enumerate(held) if each is not None]
+    rank, key, there = next(
+        (rank, key, each)
+        for rank, each in others
+        for key in dict.fromkeys((*mine, *each))
+        if _text(mine, key) != _text(each, key)
+    )
+    return RanksDisagree(
+        f"contract[{key!r}]",
+        expected=f"what rank {first} has: {_short(mine.get(key, 'nothing'))}",
+        found=f"on rank {rank}: {_short(there.get(key, 'nothing'))}",
+        fix=f"{_SETTINGS}; or declare that ranks have their own: attach(..., sharing={{'{component}.settings': 'each_rank'}})",
     )
 
 

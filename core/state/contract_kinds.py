@@ -1,4 +1,4 @@
-"""Kinds of contract keys: the subject of each key, which keys only rank 0 compares, and which a state carries for its next step."""
+"""Kinds of contract keys: the subject of each key, which keys only rank 0 compares, which settings ranks have alike, and what a state carries for its next step."""
 
 import re
 from collections.abc import Mapping
@@ -16,8 +16,11 @@ RANKS: Final = "(ranks)"  # their mesh
 WRAPPER: Final = "(wrapper)"  # DDP or FSDP2, where their sums have other bits
 BUCKETS: Final = "(buckets)"  # how much DDP sums at once
 PARTS: Final = "(parts)"  # a digest of the precisions of more parts than `(precision)` lists
+DIVISORS: Final = "(divisors)"  # of each part, where `(divisor)` has several numbers
 OF_MESH: Final = (RANKS, WRAPPER, BUCKETS)  # another number of ranks has others
-OF_LATER: Final = (RANKS, WRAPPER, BUCKETS, PARTS)  # older checkpoints do not have them
+OF_LATER: Final = (RANKS, WRAPPER, BUCKETS, PARTS, DIVISORS)  # older checkpoints do not have them
+_OF_A_RANK: Final = frozenset(["rank", "ranks", "device", "seed", "time", "pid", "host", "port"])  # words in names
+_WORD: Final = re.compile("[a-z]+")
 _GROUPED: Final = re.compile(r"^attached\.\w+\.(groups|held)\[")  # a hyperparameter of an attached optimizer
 
 
@@ -59,6 +62,35 @@ def contract_kind(key: str) -> str:
         return _OWNERS[owner]
     name = key.removeprefix("step.")
     return name if name in {"batch_size", "accumulate", "horizon"} else "contract"
+
+
+def shared_settings(contract: Mapping[str, Json], component: str) -> dict[str, Json]:
+    """Return the settings of an attached object that ranks must have alike, each under a key of its own.
+
+    Attributes whose names say that they are of one rank, such as ``local_rank``, are left out, and so are texts of objects that are not
+    torch's: one may be the path of a log.
+
+    Args:
+        contract: of a rank.
+        component: of the object.
+
+    Examples:
+        >>> shared_settings({"attached.model.h.*": {"p": 0.1, "tp_rank": 1}, "attached.meter.limit": 2}, "model")
+        {'attached.model.h.*.p': 0.1}
+    """
+    found: dict[str, Json] = {}
+    for key, value in contract.items():
+        if key.startswith(f"attached.{component}.") and contract_kind(key) == "settings":
+            is_place = isinstance(value, dict)
+            found |= {f"{key}.{name}": each for name, each in value.items()} if is_place else {key: value}
+    return {key: value for key, value in found.items() if not _is_of_one_rank(key, value)}
+
+
+def _is_of_one_rank(key: str, value: Json) -> bool:
+    last = key.rpartition(".")[2]
+    if not _OF_A_RANK.isdisjoint(_WORD.findall(last.lower())):
+        return True
+    return isinstance(value, str) and key.count(".") == 2 and last != "kind" and not last.endswith(")")
 
 
 def step_contract(contract: Mapping[str, Json]) -> dict[str, Json]:

@@ -20,6 +20,7 @@ from trainfold.core.save.replicas import (
     TURNS,
     Leaves,
     Proof,
+    component_of_settings,
     differing,
     first_in_doubt,
     is_of_parts,
@@ -27,6 +28,7 @@ from trainfold.core.save.replicas import (
     parts_differ,
     parts_name,
     replicas_differ,
+    settings_differ,
     structures_differ,
 )
 from trainfold.core.tensor_memory import tensor_bytes
@@ -122,13 +124,18 @@ def _digest(leaf: Any, path: str, proof: Proof) -> str:
 
 
 def check_copies(
-    leaves: Leaves, contract: Mapping[str, Json], summaries: Sequence[Mapping[str, str]], world: Collectives
+    leaves: Leaves,
+    contract: Mapping[str, Json],
+    settings: Mapping[str, Mapping[str, Json]],
+    summaries: Sequence[Mapping[str, str]],
+    world: Collectives,
 ) -> None:
     """Raise on every rank if the summaries differ, after the ranks have found the first leaf that does.
 
     Args:
         leaves: the digests of this rank.
         contract: the contract of this rank.
+        settings: component -> the settings of this rank.
         summaries: the summary of each rank.
         world: the ranks; all of them call.
 
@@ -138,6 +145,9 @@ def check_copies(
     name = first_in_doubt(summaries)
     if name is None:
         return
+    if (component := component_of_settings(name)) is not None:
+        held = world.gather(settings.get(component), doing="compare its settings", is_vote=True)
+        raise settings_differ(component, held)
     if is_of_parts(name):
         raise parts_differ(world.gather(leaves.get(name), doing="compare its parts", is_vote=True))
     mine: Mapping[str, Any] = contract if name == "contract" else leaves.get(name, {})
