@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factors, fsdp2_modules, param_groups
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json
-from trainfold.core.state.contract_kinds import BUCKETS, PARTS, RANKS, WRAPPER
+from trainfold.core.state.contract_kinds import BUCKETS, DIVISORS, PARTS, RANKS, WRAPPER
 
 _SHOWN: Final = 8
 _COMMUTES: Final = 2  # a sum over two ranks has no order, and its half is exact; DDP divides before it sums, and FSDP2 sums in other pieces
@@ -47,6 +47,9 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
         found["(hooks)"] = hooks
     if any(divisors := divide_factors(groups)):
         found["(divisor)"] = divisors[0] if len(divisors) == 1 else [*divisors[:_SHOWN]]
+        if len(divisors) > 1:
+            each = [group.gradient_divide_factor for group in groups]
+            found[DIVISORS] = [*each[:_SHOWN], digest_of(repr(each).encode())] if len(each) > _SHOWN else each
     return {f"{path}.{key}": value for key, value in found.items()}
 
 

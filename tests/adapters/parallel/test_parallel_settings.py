@@ -52,8 +52,8 @@ def back(collectives, folder):
     ]
 
 
-def parts(*half):
-    """A model of ten parts, of which some have mixed precision."""
+def parts(*half, divided=()):
+    """A model of ten parts, of which some have mixed precision, and some another divisor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -62,6 +62,8 @@ def parts(*half):
     for index, each in enumerate(model):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if index in half else MixedPrecisionPolicy()
         fully_shard(each, mesh=mesh, mp_policy=policy)
+        if index in divided:
+            each.set_gradient_divide_factor(4.0)
     return model
 
 
@@ -83,6 +85,9 @@ def changes(collectives, folder):
         drifts_of(collectives, folder + "-parts", parts(0, 8), saves=True)
         assert drifts_of(collectives, folder + "-parts", parts(0, 8)) == []
         found["ninth part"] = drifts_of(collectives, folder + "-parts", parts(0, 9))
+        drifts_of(collectives, folder + "-divided", parts(divided=(0, 8)), saves=True)
+        assert drifts_of(collectives, folder + "-divided", parts(divided=(0, 8))) == []
+        found["ninth divided"] = drifts_of(collectives, folder + "-divided", parts(divided=(0, 9)))
         found["hook"] = drifts_of(collectives, folder, ddp(fp16_compress_hook))
         divided = sharded(size)
         divided.set_gradient_divide_factor(4.0)  # of the root alone
@@ -108,7 +113,7 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
             assert not drifts, "one rank says it"
             continue
         more = {
-            2: {"hook", "divided", "part divided", "ninth part"},
+            2: {"hook", "divided", "part divided", "ninth part", "ninth divided"},
             3: {"ddp", "back", "buckets", "unused"},
             4: {"ddp", "back", "buckets", "unused", "mesh"},
         }
@@ -118,6 +123,8 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
             assert "attached.model.(hooks): saved nothing, wanted ['fp16_compress_hook']" in drifts["hook"][0]
             assert "attached.model.(divisor): saved nothing, wanted 4.0" in drifts["divided"][0]
             assert "attached.model.(divisor): saved nothing, wanted [4.0, None]" in drifts["part divided"][0]
+            assert len(drifts["ninth divided"]) == 1
+            assert "attached.model.(divisors): saved [4.0, None" in drifts["ninth divided"][0]
             assert "attached.model.(parts): saved" in drifts["ninth part"][0]
         else:
             assert "attached.model.(wrapper): saved FSDP2, wanted DDP" in drifts["ddp"][0]
