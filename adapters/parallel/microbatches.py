@@ -12,17 +12,25 @@ from torch.amp.grad_scaler import OptState
 
 from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
-from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
+from trainfold.adapters.parallel.torch_parallelism import TorchParallelism, TrainingRanks
 from trainfold.adapters.script.clipping import Clipping
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
 from trainfold.core.checks import count, real_given
-from trainfold.core.errors import IncompleteWindow, InvalidArgument, InvalidBatch, TrainfoldError, place
+from trainfold.core.errors import (
+    IncompleteWindow,
+    InvalidArgument,
+    InvalidBatch,
+    RanksDisagree,
+    TrainfoldError,
+    place,
+)
 from trainfold.core.json_values import shown
 from trainfold.core.layout.parallelism import Parallelism
+from trainfold.core.state.fqn import canonical_name
 from trainfold.core.step.batch_ramp import BatchRamp
 from trainfold.core.step.gradients import judge
 from trainfold.core.step.loss import Number, Totals, wide
-from trainfold.core.step.reduce import exchange
+from trainfold.core.step.reduce import exchange, unequal_gradients
 
 _EPSILON = 1e-6  # torch adds it to the norm before it divides
 _FIX = "live.drop_window() skips this batch on every rank; or lower the learning rate"
@@ -186,6 +194,7 @@ class Microbatches:
         elif divisor is None:
             divide_by = ranks.coordinates.data.size
         try:
+            self._check_unsummed(trained, ranks)
             result = judge(
                 totals,
                 [each.grad for each in trained if each.grad is not None],
@@ -220,6 +229,27 @@ class Microbatches:
                     found=f"extra[{name!r}], a GradScaler that has unscaled those of no attached optimizer",
                     fix="call scaler.unscale_(optimizer) before live.check; or leave out live.check, if the scaler shall skip steps",
                 )
+
+    def _check_unsummed(self, trained: list[torch.nn.Parameter], ranks: Parallelism) -> None:
+        """Refuse gradients that differ between ranks because nothing sums them: each rank would find another norm, and clip by it.
+
+        Raises:
+            RanksDisagree: on every rank, naming a parameter.
+        """
+        alone = ranks.unsummed(trained) if isinstance(ranks, TorchParallelism | PipelineParallelism) else []
+        odd = (
+            {id(alone[place]) for place in unequal_gradients([each.grad for each in alone], ranks)} if alone else set()
+        )
+        if odd:
+            every = [pair for module in self.objects.modules for pair in module.named_parameters()]
+            names = [canonical_name(name) for name, each in every if id(each) in odd]
+            more = f", and of {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise RanksDisagree(
+                f"the gradient of {names[0] if names else 'a parameter of an optimizer'}",
+                expected="the same on every rank, because neither fully_shard nor DistributedDataParallel sums it",
+                found=f"other values on some ranks{more}",
+                fix="average it over the ranks before live.check, with torch.distributed.all_reduce; or take the parameter out of ignored_params, or wrap its module",
+            )
 
     def _trained(self) -> list[torch.nn.Parameter]:
         """The parameters that attached optimizers step, in the order of the modules; found again when optimizers or modules have others."""
@@ -320,6 +350,7 @@ class GradientWindows:
 
         Raises:
             NonFinite: on every rank, with the step and the ranks whose loss is not finite. Nothing was updated.
+            RanksDisagree: on every rank, if the gradient of a parameter that nothing sums, such as one of ``ignored_params``, is not the same on all.
             InvalidBatch: on every rank, if the sum of the weights is not positive, or no rank has a loss.
             InvalidArgument: if no parameter has a gradient, or an attached ``GradScaler`` has not unscaled them.
             IncompleteWindow: inside a window of `microbatch`, whose gradients are not synchronised yet.

@@ -1,7 +1,7 @@
 """`PipelineParallelism`: stages of ``torch.distributed.pipelining`` on this rank, beside the data parallelism of their modules."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -117,6 +117,10 @@ class PipelineParallelism:
     def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums over the shares of the data, of ranks with the same stages."""
         return self._inner.all_sum(tensors)
+
+    def unsummed(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """As for the modules of the stages."""
+        return self._inner.unsummed(parameters)
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm over all stages: with the bits of the whole model's, if its parameters are in the order of the stages and are not cut."""

@@ -39,6 +39,7 @@ class TorchParallelism:
         ]
         self._sharded = fsdp2_modules(modules)
         self._groups = _data_groups(self._wrappers, param_groups(self._sharded))
+        self._summed = _reduced_by(self._wrappers)
         self._device = _device(modules)
         self._is_cut = any(is_dtensor(each) for module in modules for each in module.parameters())
 
@@ -116,6 +117,12 @@ class TorchParallelism:
             for index, piece in zip(mine, pieces, strict=True):
                 sums[index] = piece.reshape(sums[index].shape).to(sums[index].device)
         return sums
+
+    def unsummed(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients no backward sums over the ranks, such as the ``ignored_params`` of ``fully_shard``; none on one process."""
+        if not self._groups:
+            return []
+        return [each for each in parameters if id(each) not in self._summed and not is_dtensor(each)]
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """With the bits of ``torch.nn.utils.clip_grad_norm_``; gradients that are cut over other meshes are added to them."""
@@ -210,6 +217,15 @@ def _data_groups(wrappers: list[DistributedDataParallel], groups: list[Any]) -> 
             fix="attach them in runs of their own, or pass a parallelism of your own",
         )
     return next(iter(found.values()), [])
+
+
+def _reduced_by(wrappers: list[DistributedDataParallel]) -> frozenset[int]:
+    return frozenset(
+        id(each)
+        for wrapper in wrappers
+        for name, each in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    )
 
 
 def _ranks(group: Any) -> list[int]:

@@ -1,7 +1,8 @@
-"""The one exchange of a step, at the boundary: gradients, loss, weight and metrics are summed over the ranks."""
+"""The one exchange of a step, at the boundary: gradients, loss, weight and metrics are summed over the ranks. Gradients that nothing sums must be equal."""
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -52,6 +53,30 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], parallelism: Par
         if count == 0:
             target.grad = None
     return _global(summed, names, world.size)
+
+
+def unequal_gradients(gradients: Sequence[torch.Tensor | None], parallelism: Parallelism) -> list[int]:
+    """Return the places of the gradients whose norms differ between the ranks; with one call of ``all_sum``. Every rank gets the same.
+
+    Args:
+        gradients: that no backward sums, of the same parameters on every rank; None where this rank has none.
+        parallelism: the ranks.
+    """
+    held = [each for each in gradients if each is not None]
+    norms = iter(read([torch.linalg.vector_norm(each) for each in held]))
+    marks = [mark for each in gradients for mark in _marks(None if each is None else next(norms))]
+    (sums,) = parallelism.all_sum([torch.tensor([marks, [mark * mark for mark in marks]], dtype=torch.float64)])
+    size = parallelism.coordinates.data.size
+    totals, squares = ([int(each) for each in row] for row in sums.tolist())
+    # marks are equal on all ranks where the sum of their squares is as small as their sum allows
+    odd = [size * square != total**2 for total, square in zip(totals, squares, strict=True)]
+    return [place for place in range(len(gradients)) if odd[2 * place] or odd[2 * place + 1]]
+
+
+def _marks(norm: float | None) -> tuple[int, int]:
+    """Two numbers for a norm, so small that the sum of their squares over two million ranks is exact in float64."""
+    digest = hashlib.blake2b(repr(norm).encode(), digest_size=_DIGEST_BYTES).digest()
+    return int.from_bytes(digest[:2], "little"), int.from_bytes(digest[2:], "little")
 
 
 def _local_numbers(totals: Totals, flats: list[torch.Tensor], names: list[str], world: World) -> list[float | int]:
