@@ -337,6 +337,7 @@ class CheckpointManager:
     def _end(self, failures: list[Exception]) -> None:
         self._events.check_not_calling()
         self._asked.closing()
+        self._due.close()
         self._saves.close(failures)
 
     def _check(self, run: Live | TrainState | None = None, *, asks: bool = True) -> None:

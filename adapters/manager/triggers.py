@@ -19,7 +19,7 @@ from trainfold.backends.ranks.process_group import is_of_transport
 from trainfold.core.errors import RankFailed, RanksDisagree, place
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Bulletin, Collectives, HasBulletin, PendingRows
-from trainfold.core.save.boundary import Boundary, agreed_boundary, flag_missing, without_flag
+from trainfold.core.save.boundary import Boundary, agreed_boundary, flag_missing, passed_number, without_flag
 from trainfold.core.save.cadence import choose_cadence, describe_cadence
 from trainfold.core.save.requests import StopRequest, merge_requests
 from trainfold.core.save.triggers import (
@@ -174,6 +174,7 @@ class SaveTriggers:
         self._seen: int | None = None
         self._every: int | None = None  # the last agreed cadence
         self._pending: PendingRows | None = None
+        self._flags = 0  # boundaries that this rank has come to with a flag
         self._is_outdated = False  # a save or a load came after the row that is on its way
         self._failure: Exception | None = None  # of the source of requests, for the next boundary
         self._passed = world.bulletin() if world.world_size > 1 and isinstance(world, HasBulletin) else None
@@ -214,8 +215,11 @@ class SaveTriggers:
             self._passed.check()
         found = self._agreed() or Boundary(step)
         if is_last or is_best:
+            self._flags += 1
             self._send(self._here(step, is_last=is_last, is_best=is_best, has_ended=has_ended))
-            with _say_what_is_missing(step, "is_last" if is_last else "is_best", self._world, self._passed):
+            with _say_what_is_missing(
+                step, "is_last" if is_last else "is_best", self._world, self._passed, self._flags
+            ):
                 found = self._agreed() or found
         return attrs.evolve(found, step=step, is_last=is_last, is_best=is_best)
 
@@ -230,7 +234,12 @@ class SaveTriggers:
         if self._always_sends or (is_saving and self._world.world_size > 1):
             self._send(self._here(step, is_last=False, is_best=False, has_ended=has_ended))
         elif self._passed is not None:
-            self._passed.put(step)
+            self._passed.put(passed_number(step, self._flags))
+
+    def close(self) -> None:
+        """Let ranks that wait for this one see that it comes to no further boundary."""
+        if self._passed is not None:
+            self._passed.put(passed_number(None, self._flags))
 
     def _here(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         """What this rank knows now, with the requests that have come."""
@@ -344,8 +353,10 @@ class _at:  # noqa: N801 (used as a function; a generator would cost each bounda
 
 
 @contextmanager
-def _say_what_is_missing(step: int, flag: str, world: Collectives, passed: Bulletin | None) -> Iterator[None]:
-    """Fail if other ranks have passed a boundary without a flag for which they are waited for; where that does not show, log it soon.
+def _say_what_is_missing(
+    step: int, flag: str, world: Collectives, passed: Bulletin | None, flags: int
+) -> Iterator[None]:
+    """Fail if other ranks have passed a boundary without a flag, or closed their managers before it; where that does not show, log it soon.
 
     Without a flag a rank does not come here, and it may wait for this one in the training.
     """
@@ -356,9 +367,9 @@ def _say_what_is_missing(step: int, flag: str, world: Collectives, passed: Bulle
     def look() -> None:
         began = time.monotonic()
         while not is_over.wait(min(_LOOK_SECS, PATIENCE_SECS)):
-            ranks = [] if passed is None else without_flag(passed.numbers(), world.rank, step)
+            ranks, closed = ([], []) if passed is None else without_flag(passed.numbers(), world.rank, step, flags)
             if ranks:
-                found.append(flag_missing(flag, world.rank, ranks))
+                found.append(flag_missing(flag, world.rank, ranks, closed))
                 world.fail(found[0])  # ends the wait
                 return
             if time.monotonic() - began >= PATIENCE_SECS:

@@ -9,6 +9,8 @@ from trainfold.core.errors import RanksDisagree
 from trainfold.core.save.requests import REQUESTS, StopRequest
 
 _MICROS: Final = 1_000_000
+_STEP_BITS: Final = 48
+_CLOSED: Final = (1 << _STEP_BITS) - 1  # in place of a step
 _SAME: Final = (
     ("step", "the step", "call the manager at the same boundaries on every rank"),
     ("is_last", "is_last", "end the loops of all ranks at one step: give every rank as many batches, or sum over the ranks who has none left"),
@@ -85,35 +87,61 @@ def agreed_boundary(rows: Sequence[tuple[int, ...]]) -> Boundary:
     )
 
 
-def without_flag(passed: Sequence[int], rank: int, step: int) -> list[int]:
-    """The ranks that have certainly passed a boundary without the flag for which this one waits there.
+def passed_number(step: int | None, flags: int) -> int:
+    """What a rank puts up when it leaves a boundary, or closes its manager.
 
     Args:
-        passed: by rank, the step of the last boundary that it has left without a flag; -1 if none.
+        step: of the boundary; None if it comes to no other one.
+        flags: at how many boundaries it had a flag so far.
+    """
+    return flags << _STEP_BITS | (_CLOSED if step is None else step)
+
+
+def without_flag(passed: Sequence[int], rank: int, step: int, flags: int) -> tuple[list[int], list[int]]:
+    """The ranks that have certainly passed a boundary without the flag for which this one waits there, and of them those that have closed their manager.
+
+    Args:
+        passed: by rank, what it has put up last, from `passed_number`; -1 if nothing.
         rank: this rank. If it has left this boundary itself, and waits there again, as `finish` does after the loop, others may still be on their way.
         step: where it waits.
+        flags: at how many boundaries this rank had a flag, with this one. Ranks that were here with a flag have had as many.
 
     Examples:
-        >>> without_flag([6, 7, 6], 0, 7), without_flag([7, 7, 8], 0, 7)
-        ([1], [2])
+        >>> without_flag([passed_number(6, 0), passed_number(7, 0), passed_number(6, 0)], 0, 7, 1), without_flag([passed_number(7, 0), passed_number(7, 0), passed_number(8, 0)], 0, 7, 1)
+        (([1], []), ([2], []))
+        >>> without_flag([passed_number(6, 0), passed_number(7, 1), passed_number(None, 0), passed_number(None, 1)], 0, 7, 1)
+        ([2], [2])
     """
-    return [each for each, left in enumerate(passed) if left > step or (left == step and passed[rank] < step)]
+    mine = passed[rank] & _CLOSED if passed[rank] >= 0 else -1
+    found = {
+        each: at
+        for each, number in enumerate(passed)
+        if number >= 0
+        and number >> _STEP_BITS < flags
+        and ((at := number & _CLOSED) > step or (at == step and mine < step))
+    }
+    return list(found), [each for each, at in found.items() if at == _CLOSED]
 
 
-def flag_missing(flag: str, rank: int, passed: Sequence[int]) -> RanksDisagree:
+def flag_missing(flag: str, rank: int, passed: Sequence[int], closed: Sequence[int]) -> RanksDisagree:
     """The error for ranks that have passed a boundary without a flag.
 
     Args:
         flag: ``is_last`` or ``is_best``.
         rank: that was given it.
         passed: the ranks that were not.
+        closed: those of them that have closed their manager.
     """
     _, where, fix = next(each for each in _SAME if each[0] == flag)
-    others = ", ".join(map(str, passed))
+    others = ", ".join(map(str, closed or passed))
+    if closed:
+        fix = (
+            "call manager.finish on every rank, or on none; if a rank has left its manager by an error, see that error"
+        )
     return RanksDisagree(
         where,
         expected="the same on every rank",
-        found=f"True on rank {rank}, and not on rank {others}, which went on",
+        found=f"True on rank {rank}, and not on rank {others}, which {'has closed its manager' if closed else 'went on'}",
         fix=fix,
     )
 

@@ -224,6 +224,48 @@ def test_a_rank_that_ends_after_a_boundary_that_all_have_left_waits_for_those_th
     assert run_threads(2, main) == [5, 5]
 
 
+@pytest.mark.parametrize("before", [[], ["is_best"], ["is_last"]])
+@pytest.mark.parametrize("what", ["finish", "is_best"])
+def test_a_rank_that_waits_for_ranks_which_have_closed_their_managers_names_them(what, before, monkeypatch):
+    """R07, R09: a deadline of ten minutes ended that, also where all had a flag before."""
+    monkeypatch.setattr("trainfold.adapters.manager.triggers._LOOK_SECS", 0.02)
+    store, has_ended = MemoryStore(), threading.Event()
+
+    def main(world):
+        with CheckpointManager(store, every=100, collectives=world) as manager:
+            manager.step(state_at(4))
+            for flag in before:
+                manager.step(state_at(5), **{flag: True})
+            try:
+                if world.rank == 1:
+                    manager.finish(state_at(6)) if what == "finish" else manager.step(state_at(6), is_best=True)
+            finally:
+                if world.rank == 1:
+                    has_ended.set()
+        has_ended.wait(20)  # these ranks have something else to do
+
+    one, waited, other = (each.error for each in thread_outcomes(3, main, timeout_secs=5.0))
+    assert one is other is None
+    assert isinstance(waited, RanksDisagree)
+    assert waited.step == 6
+    assert "True on rank 1, and not on rank 0, 2, which has closed its manager" in str(waited)
+
+
+def test_no_rank_is_said_to_have_closed_too_early_where_all_come_to_the_end(monkeypatch):
+    """Some have closed before others have read that all were there."""
+    monkeypatch.setattr("trainfold.adapters.manager.triggers._LOOK_SECS", 0.0)
+
+    def main(world):
+        for _ in range(10):
+            with CheckpointManager(MemoryStore(), every=None, at_end=False, collectives=world) as manager:
+                manager.step(state_at(1), is_best=world.rank < 0)
+                manager.step(state_at(2), is_last=True)
+                time.sleep(0.01 * world.rank)
+                manager.finish(state_at(2))
+
+    run_threads(3, main)
+
+
 @pytest.mark.parametrize(
     "mine",
     [
@@ -522,6 +564,6 @@ def test_no_thread_that_watches_for_a_flag_outlives_its_boundary(monkeypatch):
             time.sleep(0.2)  # a slow store
             return [-1]
 
-    with _say_what_is_missing(4, "is_last", SingleProcess(), Passed()):
+    with _say_what_is_missing(4, "is_last", SingleProcess(), Passed(), 1):
         assert looks.wait(10)
     assert "trainfold-flag" not in {each.name for each in threading.enumerate()}
