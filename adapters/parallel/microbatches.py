@@ -342,7 +342,8 @@ class GradientWindows:
             loss: of this rank's window: its mean, as it was passed to ``backward``; with ``weight``, its sum. None on a rank without one; at least
                 one rank has one.
             weight: how many terms the sum has, such as valid tokens.
-            clip_norm: the largest norm of all gradients together, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
+            clip_norm: the largest norm of all gradients together, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping. If every check of the
+                run had one, and the first after a resume has another, a warning (`ResumeDrift`) says it.
             parameters: whose gradients are meant; None for those that attached optimizers step.
 
         Returns:

@@ -256,7 +256,7 @@ def test_no_rank_is_said_to_have_closed_too_early_where_all_come_to_the_end(monk
     monkeypatch.setattr("trainfold.adapters.manager.triggers._LOOK_SECS", 0.0)
 
     def main(world):
-        for _ in range(10):
+        for _ in range(4):
             with CheckpointManager(MemoryStore(), every=None, at_end=False, collectives=world) as manager:
                 manager.step(state_at(1), is_best=world.rank < 0)
                 manager.step(state_at(2), is_last=True)
