@@ -50,9 +50,9 @@ def helper(name: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Any]:
+def processes(warm_python: Any) -> Iterator[Any]:
     """Worlds of real processes: see tests/processes.py."""
-    server = helper("processes").Processes()
+    server = helper("processes").Processes(warm_python)
     yield server
     server.close()
 

@@ -60,9 +60,14 @@ class Ended:
 
 
 class Processes:
-    """The server, from the tests' side; the first world starts it."""
+    """The server, from the tests' side; the first world starts it.
 
-    def __init__(self) -> None:
+    Args:
+        warm: makes the command of a Python that has imported torch; see warm_python.py.
+    """
+
+    def __init__(self, warm: Any) -> None:
+        self._warm = warm
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
@@ -129,14 +134,8 @@ class Processes:
 
     def _ask(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
         if self._server is None:
-            single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-            self._server = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **single},
-            )
+            command = self._warm.command(__file__, is_tidy=True)  # for the ranks that end so
+            self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._server.stdin
         assert self._server.stdout
         self._server.stdin.write(json.dumps(request) + "\n")

@@ -80,7 +80,7 @@ def killed_anywhere(collectives, folder, kind):
     return resumed
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(("world_size", "kind"), WORLDS)
 def test_from_each_step_of_a_run_the_state_and_the_next_step_are_those_of_the_whole_run(
     processes, tmp_path, world_size, kind
@@ -109,7 +109,7 @@ def life(collectives, folder, kind, kill_at):
     return start, state_of(parts[3])
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(
     ("world_size", "kind"), [WORLDS[0], *(pytest.param(*each, marks=pytest.mark.long) for each in WORLDS[1:])]
 )

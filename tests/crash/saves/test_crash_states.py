@@ -33,7 +33,7 @@ def scene(request):
     return request.param, record(SCENARIOS[request.param])
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.timeout(0 if IS_SOAK else 120)
 def test_whatever_a_crash_leaves_what_was_acknowledged_is_found_and_whole(scene, record_property):
     """C01, C02, C05, E03, E16: no state leads to a torn checkpoint being loaded or an acknowledged one being lost.
