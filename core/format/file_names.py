@@ -57,6 +57,8 @@ def storage_key(path: str) -> str:
         >>> storage_key("model.params['h.0.weight']"), storage_key("optimizer.slots['w']['step']")
         ('h.0.weight', "optimizer.slots['w']['step']")
     """
+    if not path.startswith("model."):  # most of them
+        return path
     for prefix in ("model.params['", "model.buffers['"):
         if path.startswith(prefix) and path.endswith("']"):
             return path[len(prefix) : -2]

@@ -7,7 +7,8 @@ are divided into units at most; and where many replicas have less than half of o
 (ADR-0035).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import attrs
@@ -84,19 +85,22 @@ def written_by(
     groups: dict[object, _Replicas] = {None: _Replicas(rank, world_size)}
     parts: dict[int, tuple[_Replicas, Box, int]] = {}
     others: set[int] = set()
-    for spec in {id(spec): spec for spec in tensors.values()}.values():  # there are many leaves, and few specs
+    few = {id(spec): spec for spec in tensors.values()}  # there are many leaves, and few specs
+    for key, spec in few.items():
         found = _held(spec, rank, world_size, groups)
         if found is None:
-            others.add(id(spec))
+            others.add(key)
         else:
-            parts[id(spec)] = *found, volume(found[1]) * item_bytes(spec.dtype)
+            parts[key] = *found, volume(found[1]) * item_bytes(spec.dtype)
     if others:
         tensors = {path: spec for path, spec in tensors.items() if id(spec) not in others}
-    sole = _sole_writers(tensors, of_rank_zero)
-    for path, spec in tensors.items():
-        group, _, nbytes = parts[id(spec)]
-        group.total_bytes += nbytes
-        group.laid_bytes += nbytes if path in sole else 0
+    sole = _sole_writers(tensors, few.values(), of_rank_zero)
+    for key, count in Counter(map(id, tensors.values())).items():
+        group, _, nbytes = parts[key]
+        group.total_bytes += nbytes * count
+    for path in sole:
+        group, _, nbytes = parts[id(tensors[path])]
+        group.laid_bytes += nbytes
     pieces: list[Piece] = []
     for path, spec in tensors.items():
         group, box, nbytes = parts[id(spec)]
@@ -105,7 +109,7 @@ def written_by(
         elif not nbytes:
             is_empty = not volume(whole_box(spec.shape))  # the tensor, and not only the part of this rank
             pieces += [Piece(path, spec, box)] if is_empty and group.index == 0 else []
-        elif (run := group.next_run(nbytes, box)) is None:
+        elif group.count == 1 or (run := group.next_run(nbytes, box)) is None:
             pieces.append(Piece(path, spec, box))
         else:
             pieces += [Piece(path, spec, each, box) for each in _boxes(*run, box)]
@@ -130,12 +134,19 @@ def _held(
     return group, local.box(spec.shape)
 
 
-def _sole_writers(tensors: Mapping[str, LeafSpec], of_rank_zero: Collection[str]) -> dict[str, int]:
-    """The leaves that one of their replicas writes, each with that rank."""
+def _sole_writers(
+    tensors: Mapping[str, LeafSpec], few: Iterable[LeafSpec], of_rank_zero: Collection[str]
+) -> dict[str, int]:
+    """The leaves that one of their replicas writes, each with that rank. ``few`` are the specs, each once."""
+    uncut = {
+        id(spec): 0 if spec.placement is None else spec.placement.mesh.first
+        for spec in few
+        if spec.placement is None or not spec.placement.cuts
+    }
     return {
-        path: 0 if spec.placement is None else spec.placement.mesh.first
+        path: uncut[id(spec)]
         for path, spec in tensors.items()
-        if (spec.placement is None or not spec.placement.cuts) and (path in of_rank_zero or not spec.shape)
+        if id(spec) in uncut and (not spec.shape or path in of_rank_zero)
     }
 
 

@@ -95,36 +95,64 @@ def plan_file(name: str, component: str, rank: int, pieces: Iterable[Piece]) -> 
     """
     # Wide dtypes first: the format allows no gaps between tensors, and this order keeps each one aligned to its item size.
     ordered = sorted(pieces, key=lambda piece: -STORED[piece.spec.dtype].itemsize)
-    layouts = [_layout(spec.dtype, box) for _, spec, box, _ in ordered]
+    kinds: dict[
+        tuple[int, int], tuple[tuple[int, ...], str, int]
+    ] = {}  # there are many pieces, and few specs and boxes
+    layouts = []
+    for _, spec, box, _ in ordered:
+        key = id(spec), id(box)
+        if key not in kinds:
+            kinds[key] = _layout(spec.dtype, box)
+        layouts.append(kinds[key])
     ends = [0, *accumulate(nbytes for _, _, nbytes in layouts)]
-    paths = (path for path, _, _, _ in ordered)
-    header = _header(component, zip(paths, (text for _, text, _ in layouts), ends, ends[1:], strict=False))
+    paths = [path for path, _, _, _ in ordered]
+    header = _header(component, paths, [text for _, text, _ in layouts], ends[:-1], ends[1:])
     base = len(header)
     placements = tuple(
-        TensorPlacement(path, spec.dtype, STORED[spec.dtype].name, shape, base + start, base + stop, box, held,
-                        held is not None and held == whole_box(spec.shape))
+        TensorPlacement(path, spec.dtype, STORED[spec.dtype].name, shape, base + start, base + stop, box)
+        if held is None
+        else TensorPlacement(path, spec.dtype, STORED[spec.dtype].name, shape, base + start, base + stop, box, held,
+                             held == whole_box(spec.shape))
         for (path, spec, box, held), (shape, _, _), start, stop in zip(ordered, layouts, ends, ends[1:], strict=False)
     )  # fmt: skip
     return FilePlan(name, component, rank, header, base + ends[-1], placements)
 
 
-def _header(component: str, spans: Iterable[tuple[str, str, int, int]]) -> bytes:
-    """The first bytes of a file. A span is the path, the text of `_layout`, start and stop of a tensor, in the order of the bytes.
+def _header(component: str, paths: list[str], texts: list[str], starts: list[int], stops: list[int]) -> bytes:
+    """The first bytes of a file.
 
-    The text is what `canonical_json` would give, but it is put together: there may be many tensors, and few layouts.
+    They are what `canonical_json` would give, but put together: there may be many tensors, and few layouts.
+
+    Args:
+        component: of the file.
+        paths: of its tensors, in the order of the bytes.
+        texts: of each, from `_layout`.
+        starts: the first byte of each, after the header.
+        stops: one past the last.
     """
     metadata = canonical_json({"__metadata__": {"format": "pt", "trainfold": component}}).decode()
-    keys, rows = {"__metadata__"}, [metadata[:-1]]
-    for path, listed, start, stop in spans:
-        key = storage_key(path)
-        if key in keys:  # of a further box of the tensor, or of another one
+    keys = [*map(storage_key, paths)]
+    if len({"__metadata__", *keys}) <= len(keys):
+        keys = _each_once(keys, paths)
+    rows = [
+        f"{_quoted(key)}:{text}{start},{stop}]}}"
+        for key, text, start, stop in zip(keys, texts, starts, stops, strict=True)
+    ]
+    whole = (",".join([metadata[:-1], *rows]) + "}").encode()
+    whole += b" " * (-(_LENGTH_BYTES + len(whole)) % ALIGNMENT_BYTES)
+    return len(whole).to_bytes(_LENGTH_BYTES, "little") + whole
+
+
+def _each_once(keys: list[str], paths: list[str]) -> list[str]:
+    """Names of tensors, of which some are of a further box of a tensor, or of another one."""
+    taken = {"__metadata__": None}
+    for key, path in zip(keys, paths, strict=True):
+        name = key
+        if name in taken:
             more = chain((path,), (f"{path} #{number}" for number in count(2)))
-            key = next(name for name in more if name not in keys)
-        keys.add(key)
-        rows.append(f"{_quoted(key)}:{listed}{start},{stop}]}}")
-    text = (",".join(rows) + "}").encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+            name = next(each for each in more if each not in taken)
+        taken[name] = None
+    return [*taken][1:]
 
 
 Stored: TypeAlias = Mapping[int, list[tuple[int, int, str, str, Box]]]
@@ -161,10 +189,9 @@ def header_of(manifest: Manifest, index: int, *, stored: Stored | None = None) -
     # empty tensors may share a start: then the wider dtype comes first, and otherwise the order of the table, as in `plan_file`
     found = sorted(rows, key=lambda piece: (piece[0], piece[1], -STORED[piece[3]].itemsize))
     base = found[0][0]
-    return _header(
-        manifest.files[index].component,
-        ((path, _layout(dtype, box)[1], start - base, stop - base) for start, stop, path, dtype, box in found),
-    )
+    texts = [_layout(dtype, box)[1] for _, _, _, dtype, box in found]
+    starts, stops = [row[0] - base for row in found], [row[1] - base for row in found]
+    return _header(manifest.files[index].component, [row[2] for row in found], texts, starts, stops)
 
 
 @lru_cache(maxsize=4096)

@@ -64,7 +64,7 @@ def nothing_needed() -> Needs:
         >>> nothing_needed().box("model", "model.params['w']", (4, 2))
         ((0, 0), (0, 0))
     """
-    return Needs(0, 1, lambda _component, _path, shape: ((0, 0),) * len(shape), own=None)
+    return Needs(0, 1, lambda _component, _path, shape: ((0, 0),) * len(shape), own=None, elsewhere=lambda *_: True)
 
 
 def ranks_that_meet(tables: Tables, needs: Needs, writers: Mapping[str, Collection[int]]) -> set[int]:
@@ -80,8 +80,9 @@ def ranks_that_meet(tables: Tables, needs: Needs, writers: Mapping[str, Collecti
     for name, table in tables.items():
         ranks = writers.get(name, ())
         for record in table:
-            if record["layout"] is None or needs.elsewhere(name, record["path"]):
-                continue
+            rule = record["layout"]
+            if rule is None or not rule.cuts or needs.elsewhere(name, record["path"]):
+                continue  # all ranks that have such a leaf hold all of it: `Missing` looks for those that wrote it
             box = needs.needed_box(name, record)
             key = name, record["layout"], record["sizes"], box
             if key not in seen:
@@ -108,8 +109,8 @@ class Missing:
     """
 
     def __init__(self, tables: Tables, needs: Needs) -> None:
-        self._left = [
-            (name, record, needs.needed_box(name, record))
+        self._left: list[tuple[str, Mapping[str, Any], Box, int]] = [
+            (name, record, needs.needed_box(name, record), -1)
             for name, table in tables.items()
             for record in table
             if not needs.elsewhere(name, record["path"])
@@ -117,11 +118,16 @@ class Missing:
 
     def ranks(self, writers: Mapping[str, Collection[int]], opened: Collection[int]) -> Iterator[int]:
         """The ranks that may have it, in their order, until everything is found; ``opened`` must grow in between."""
+        orders: dict[tuple[str, int], Iterator[int]] = {}
         while self._look():
-            left = {rank for name, _, _ in self._left for rank in writers.get(name, ())} - {*opened}
-            if not left:
+            name, record, *_ = self._left[0]
+            key = name, id(record["layout"])
+            if key not in orders:
+                orders[key] = _in_order(record["layout"], writers.get(name, ()))
+            rank = next((rank for rank in orders[key] if rank not in opened), None)
+            if rank is None:
                 return
-            yield min(left)
+            yield rank
 
     def check(self, where: str) -> None:
         """Check that nothing is missing.
@@ -130,7 +136,7 @@ class Missing:
             CheckpointHostile: naming a tensor of which a part is missing, or twice there.
         """
         if self._look():
-            _, record, box = self._left[0]
+            _, record, box, _ = self._left[0]
             raise hostile(
                 f"{where}: {record['path'][:200]}",
                 f"shards that hold {box} once",
@@ -138,12 +144,25 @@ class Missing:
             )
 
     def _look(self) -> bool:
-        """Whether anything is missing."""
-        self._left = [each for each in self._left if _held(each[1], each[2]) != volume(each[2])]
+        """Whether anything is missing. Only tensors that have more shards than at the last look are looked at."""
+        self._left = [
+            each if each[3] == len(each[1]["shards"]) else (*each[:3], len(each[1]["shards"]))
+            for each in self._left
+            if each[3] == len(each[1]["shards"]) or _held(each[1], each[2]) != volume(each[2])
+        ]
         return bool(self._left)
+
+
+def _in_order(rule: Placement | None, ranks: Collection[int]) -> Iterator[int]:
+    """Ranks in their order; first those that held a tensor."""
+    ordered = sorted(ranks)
+    held = [] if rule is None else [rank for rank in ordered if rule.mesh.coordinate_of(rank) is not None]
+    return iter(dict.fromkeys(held + ordered))
 
 
 def _held(record: Mapping[str, Any], box: Box) -> int:
     """How many elements of a box the shards of a row hold."""
+    if len(record["shards"]) == 1 and record["shards"][0].box == box:
+        return volume(box)
     common = (intersect(shard.box, box) for shard in record["shards"])
     return sum(volume(each) for each in common if each is not None)

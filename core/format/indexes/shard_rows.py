@@ -9,6 +9,7 @@ from trainfold.core.format.strict_json import digest_text, hostile, int_of, list
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.slices import Box
 
+_MOST: Final = 2**62  # of what `int_of` takes
 _MOST_SIDES: Final = 64
 _HEX: Final = frozenset("0123456789abcdef")
 
@@ -42,20 +43,21 @@ class ShardRows:
             wanted = f"a tensor below {len(table)} and a file of rank {self._rank}"
             raise hostile(self._where, wanted, f"{shown(number)}, file {file}")
         record = table[number]
-        box, nbytes = self._by_rule(record) if sides is None else self._given(sides, record)
-        where = record["where"]
-        start = int_of(start, where)
+        if sides is not None:
+            box, nbytes = self._given(sides, record)
+        elif (found := self._ruled.get(record["box"])) is not None:
+            box, nbytes = found
+        else:
+            box, nbytes = self._by_rule(record)
+        if type(start) is not int or not 0 <= start <= _MOST:
+            start = int_of(start, record["where"])
         if pieces != "" or nbytes > PIECE_BYTES:
-            pieces = _pieces(pieces, nbytes, where)
-        whole = None if not more else "" if more[0] == "" else digest_text(more[0], where)
-        record["shards"].append(
-            ShardRecord(file, start, start + nbytes, box, digest_text(digest, where), pieces, whole)
-        )
+            pieces = _pieces(pieces, nbytes, record["where"])
+        whole = None if not more else "" if more[0] == "" else digest_text(more[0], record["where"])
+        digest = digest_text(digest, record["where"])
+        record["shards"].append(ShardRecord(file, start, start + nbytes, box, digest, pieces, whole))
 
     def _by_rule(self, record: Mapping[str, Any]) -> tuple[Box, int]:
-        found = self._ruled.get(record["box"])
-        if found is not None:
-            return found
         box = box_by_rule(record["sizes"], record["layout"], self._rank)
         if box is None:
             raise hostile(self._where, "a box, where no rule gives one", "none")

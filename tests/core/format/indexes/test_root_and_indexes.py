@@ -167,6 +167,19 @@ def test_the_indexes_that_a_rank_opens_hold_all_that_it_needs(manifest, data):
         assert len(opened) <= 1, "its own random streams"
 
 
+def test_a_leaf_that_no_rule_cuts_is_looked_for_on_the_ranks_that_had_it():
+    """X02: a stage of a pipeline writes it with its first ranks, so no other stage's index is opened, and not all of its own."""
+    rule = make_placement(make_mesh((3,), ranks=[3, 4, 5]), [])
+    shards = (ShardRecord(3, 4096, 4112, whole_box((4,)), DIGEST),)
+    table = (TensorRecord("ema[0]", "float32", (4,), shards, rule),)
+    files = tuple(FileRecord(f"ema-{rank}", "ema", rank, 4112, DIGEST) for rank in range(6))
+    component = ComponentRecord("ema", ({"list": [{"t": 0}]},), (table,), DIGEST)
+    _, data = written(Manifest(Head("run", 7), 6, (component,), (), {}, {}, files))
+    needs = Needs(0, 1, lambda *_: None)
+    found = decode_manifest(data["manifest.json"], "m", read=lambda name, _: data[name], needs=needs)
+    assert found.opened == {0, 3}
+
+
 def test_shards_that_are_missing_in_all_indexes_are_named():
     """The digests fit, so an attacker, or a bug, wrote it so."""
     rule = make_placement(make_mesh((2,)), [[0]])
