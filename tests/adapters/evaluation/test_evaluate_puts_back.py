@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.adapters.evaluate_cases import GLOBAL_MODEL, MANY, SUITE, Counting, batches_of, bits, floats, forward
+from kit.adapters.evaluate_cases import GLOBAL_MODEL, SUITE, Counting, batches_of, bits, floats, forward
 
 import trainfold
 from trainfold import metrics as M
@@ -165,7 +165,7 @@ def test_a_torchdata_loader_gives_each_evaluation_all_of_its_data():
             assert found.batches == 4
 
 
-@MANY
+@settings(deadline=None, max_examples=30)
 @given(st.lists(floats, min_size=2, max_size=20), st.integers(1, 19), st.integers(1, 3), st.integers(1, 3))
 def test_an_evaluation_goes_on_from_a_saved_tally(tmp_path_factory, values, cut, before, after):
     """Q01, P30: interrupted, saved in a checkpoint, loaded, and continued on other ranks: the same bits."""

@@ -129,14 +129,13 @@ def digests(seen):
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_next_batch_is_the_one_that_would_have_come_next(name):
     """G01, G03, G04: in the middle of an epoch, at its end, and in later epochs; the random streams too."""
-    check_resumes_everywhere(LOADERS[name], 11, [(k,) for k in range(11)])
+    kills = range(11) if IS_DEEP else (0, 1, 3, 4, 5, 9)  # epochs have three to five batches
+    check_resumes_everywhere(LOADERS[name], 11, [(k,) for k in kills])
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@settings(max_examples=4, deadline=None)
-@example(kills=(1, 2, 3))
+@settings(max_examples=4 if IS_DEEP else 1, deadline=None)
 @example(kills=(1, 1, 2))
-@example(kills=(2, 5, 9))
 @example(kills=(3, 4, 8))
 @given(kills=st.lists(st.integers(0, 10), min_size=2, max_size=3).map(lambda kills: tuple(sorted(kills))))
 def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epochs(name, kills):
@@ -144,11 +143,11 @@ def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epoc
     check_resumes_everywhere(LOADERS[name], 11, [kills])
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(0.5)
 @pytest.mark.parametrize("name", WORKERS)
 def test_it_comes_next_from_worker_processes_too(name):
     """G01: workers have prefetched batches that were not trained on."""
-    chains = [(1, 2, 3), (2, 5, 7), *([(2,), (4, 6)] if IS_DEEP else [])]
+    chains = [(2, 5, 7), *([(1, 2, 3), (2,), (4, 6)] if IS_DEEP else [])]
     check_resumes_everywhere(WORKERS[name], 8, chains)
 
 

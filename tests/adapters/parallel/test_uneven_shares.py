@@ -24,7 +24,7 @@ from trainfold.core.layout.parallelism import Coordinates
 from trainfold.core.layout.world import World
 
 pytestmark = [
-    pytest.mark.slow(3),
+    pytest.mark.slow(1),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata 0.11 with torch 2.13
 ]
 
@@ -138,7 +138,7 @@ def read(store, ranks, make, lengths, *, epochs, upto=None, beginning="restore",
 shares = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=shares,
     kind=st.sampled_from(sorted(LOADERS)),
@@ -163,7 +163,7 @@ def test_epochs_end_on_all_ranks_together_or_every_rank_refuses(lengths, kind, e
         assert each == Read(one * epochs, epochs, min(lengths) * epochs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=shares, kind=st.sampled_from(sorted(LOADERS)), cut=st.integers(1, 7))
 def test_a_run_that_drops_resumes_at_each_step_and_reads_what_it_would_have_read(lengths, kind, cut):
     """G01, G08: the position after the last common batch is the start of the next epoch, also where the loop never asked for the next batch."""
@@ -300,7 +300,7 @@ def test_equal_lengths_that_are_known_exchange_nothing_while_they_are_read():
     assert run_threads(2, work) == [(0, False)] * 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(5, 8), min_size=2, max_size=3), kind=st.sampled_from(["map", "torchdata", "batch_sampler"]),
        size=st.integers(2, 4), how=st.sampled_from(["none", "own", "all"]), beginning=st.sampled_from(BEGINNINGS))  # fmt: skip
 def test_samples_are_counted_over_all_shares_also_where_the_last_batches_differ(lengths, kind, size, how, beginning):

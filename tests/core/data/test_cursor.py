@@ -187,7 +187,7 @@ def test_resharding_neither_loses_nor_repeats_a_sample(seed, n, plan):
     assert (cursor.epoch, cursor.next_index) == (1, 0)
 
 
-@given(seed=seeds, n=lengths, sizes=st.lists(st.integers(1, 900), min_size=1, max_size=6))
+@given(seed=seeds, n=lengths, sizes=st.lists(st.integers(1, 300), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=25)
 def test_batches_across_epochs_read_every_epoch_exactly_once_too(seed, n, sizes):
     """G03: after the last sample, the position is 0 of epoch + 1."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit.depth import IS_DEEP
 
 from trainfold import metrics as M
 from trainfold.core import tree
@@ -20,9 +21,9 @@ from trainfold.core.evaluate.combine import check_same_suite, layout_of, tally_o
 from trainfold.core.evaluate.suite import Tally, merge_tallies, no_tally, observe, results_of
 from trainfold.core.exact import cpu_sum, terms
 
-pytestmark = pytest.mark.slow(1)
+pytestmark = pytest.mark.slow(0.5)
 
-RANDOM_CASES = int(os.environ.get("TRAINFOLD_RANDOM_CASES", "1600"))
+RANDOM_CASES = int(os.environ.get("TRAINFOLD_RANDOM_CASES", "1600" if IS_DEEP else "640"))
 EXAMPLES = int(os.environ.get("TRAINFOLD_EXAMPLES", "300"))
 BLOCKS = 8
 

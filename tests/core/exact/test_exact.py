@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.depth import IS_DEEP
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.exact.limbs import LIMBS, carried
@@ -27,7 +28,7 @@ from trainfold.core.exact.terms import bins_of, sum_of_floats
 FLOATS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 32}
 
 
-MANY = settings(deadline=None, max_examples=200)
+MANY = settings(deadline=None, max_examples=100)
 
 
 @st.composite
@@ -136,7 +137,7 @@ def test_zeros_and_signs_do_not_keep_terms_from_rows(values):
     assert sum_of_floats(torch.tensor(values * 100), digits=24) is not None
 
 
-@pytest.mark.parametrize("spread", range(28))
+@pytest.mark.parametrize("spread", range(28) if IS_DEEP else (0, 1, 2, 13, 24, 25, 26, 27))
 @pytest.mark.parametrize("scale", [0, -900, 900])
 def test_rows_of_float64_lose_no_bit(spread, scale):
     tensor = torch.full((4099,), math.ldexp(2 - 2.0**-52, scale), dtype=torch.float64)
@@ -309,7 +310,7 @@ def test_a_cuda_device_gives_the_bits_of_the_cpu(parts):
     assert same(exact_merge(here, exact_zero()), exact_merge(there, exact_zero()))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if IS_DEEP else 4))
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rows_of_windows_are_full_and_do_not_round(seed, sign):
     """All terms are near the largest size, of one sign, with every bit in use: the length adds ten bits to a row's sum."""

@@ -4,6 +4,7 @@ import attrs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kit.depth import IS_DEEP
 
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
@@ -138,7 +139,7 @@ class Tree(RuleBasedStateMachine):
         assert len(set(known)) == len(known)
 
 
-Tree.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+Tree.TestCase.settings = settings(max_examples=150 if IS_DEEP else 60, stateful_step_count=25, deadline=None)
 TestTree = Tree.TestCase
 
 

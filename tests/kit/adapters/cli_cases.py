@@ -1,5 +1,6 @@
 """Helpers shared by the tests of cli."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -69,11 +70,17 @@ def answered(call):
     return answered
 
 
-def fits_its_schema(name, document):
-    """Check a document of JSON against the schema that the package has for it."""
+@functools.cache
+def validator_of(name):
+    """What checks documents; the schema itself is checked once."""
     schema = schema_of(name)
     jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(document, schema, cls=jsonschema.Draft202012Validator)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def fits_its_schema(name, document):
+    """Check a document of JSON against the schema that the package has for it."""
+    validator_of(name).validate(document)
 
 
 def flip(path, offset=-1):

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 from kit.adapters.cli_cases import fits_its_schema
+from kit.depth import IS_DEEP
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.demo import train
@@ -29,8 +30,6 @@ from trainfold.backends.stores.record_file import RecordFile, read_entries
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 from trainfold.core.rehearsal.entry import RecordedLine
-
-IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 
 # A run that starts in 30 ms: its state is a number, its checkpoint a file, and its save slow enough for a kill to hit it.
 QUICK_RUN = """
@@ -69,13 +68,15 @@ emit("done", state["step"], fingerprints={"model": state["value"].hex()}, evalua
 
 
 @pytest.fixture
-def quick_run(tmp_path):
+def quick_run(tmp_path, monkeypatch):
+    """Its command. The pictures, which take longer than the run, are those of the real thing."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     script = tmp_path / "quick_run.py"
     script.write_text(QUICK_RUN)
     return lambda run: [sys.executable, "-S", str(script), str(run)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, 2] if IS_DEEP else [0])
 def test_a_run_is_killed_three_times_and_once_in_a_save_and_the_record_says_so(tmp_path, quick_run, seed):
     """C02: every kill leaves the earlier checkpoints in place, and no process resumes from the torn one."""
     answer = run_demo(tmp_path / "demo", make_settings(steps=60, seed=seed, tiny=True), command=quick_run)
@@ -166,7 +167,7 @@ def test_every_kill_is_followed_by_a_resume_from_a_checkpoint(steps, late):
             assert late or not trigger.in_save or seen[-1].kind == "save"
 
 
-@pytest.mark.parametrize("steps", [12, 60])
+@pytest.mark.parametrize("steps", [12, 60] if IS_DEEP else [12])
 def test_a_kill_that_is_due_with_the_first_save_waits_until_it_is_acknowledged(tmp_path, quick_run, steps):
     settings = next(
         settings
@@ -326,8 +327,8 @@ def test_no_byte_of_the_held_out_text_is_trained_on():
     assert corpus.train.dtype == torch.uint8
 
 
-def test_without_matplotlib_the_demo_says_so_and_is_otherwise_the_same(tmp_path, quick_run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_without_matplotlib_the_demo_says_so_and_is_otherwise_the_same(tmp_path, quick_run):
+    assert sys.modules["matplotlib.figure"] is None
     answer = run_demo(tmp_path / "demo", make_settings(steps=20, tiny=True), command=quick_run)
     assert answer.data["loss_curves"] == "not plotted: no such package matplotlib; pip install 'trainfold[plot]'"
     assert answer.data["timelines"] == answer.data["loss_curves"]
@@ -413,16 +414,17 @@ sys.exit(train.main())
 """
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(3)
 def test_the_real_thing_ends_with_the_same_bits(warm_python, tmp_path):
     """The demo with a tiny model and real kills, and then the commands that a user would run.
 
-    The run that is not killed is a new Python, and those that are killed are forks of one that has imported torch.
+    In the laws, the run that is not killed is a new Python; a page runs the whole demo so in each run of the tests. Those that are
+    killed are forks of one that has imported torch.
     """
 
     def command(run):
         whole = train_command(run)
-        return whole if run.name == UNINTERRUPTED else warm_python.command(train.__file__, *whole[3:])
+        return whole if IS_DEEP and run.name == UNINTERRUPTED else warm_python.command(train.__file__, *whole[3:])
 
     settings = make_settings(steps=30, seed=14, tiny=True)
     assert plan_kills(settings)[0].after_step == settings.save_every  # the first kill comes with the first save

@@ -77,7 +77,7 @@ def test_a_describer_says_what_a_fresh_description_says(recipes):
         assert said(describer.describe, value) == said(describe, value)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(strategies.states(), min_size=2, max_size=3))
 def test_the_states_of_a_run_are_described_as_if_each_were_the_first(states):
     describer = Describer()
