@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainfold.adapters.sharded import dtensor
@@ -26,6 +25,8 @@ def imagined_rank(rank, size):
     try:
         yield
     finally:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports torch's compiler
+
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # torch's memory of meshes, and ours, are of one rank
         dtensor._cut.cache_clear()
