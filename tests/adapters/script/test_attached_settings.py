@@ -399,7 +399,7 @@ def test_a_dataset_of_another_length_is_one_reason():
 
 
 def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
-    """V05: an object that contains its rank, or a subset for each rank, does not count as a difference."""
+    """An object whose settings are declared to be each rank's, or a subset for each rank, does not count as a difference."""
     store = MemoryStore()
 
     def rank(world):
@@ -411,7 +411,7 @@ def test_what_each_rank_has_of_its_own_is_compared_by_rank_zero_alone():
         extra = {"average": Average(world.rank)}
         data = TensorDataset(torch.zeros(8, 2))
         loader = DataLoader(Subset(data, list(range(world.rank, 8, 2))), 2)
-        live = attach(model, optimizer, extra=extra, loader=loader)
+        live = attach(model, optimizer, extra=extra, loader=loader, sharing={"average.settings": "each_rank"})
         with CheckpointManager(store, collectives=world) as manager:
             restored = manager.restore(live)
             if restored.is_fresh:
