@@ -1,6 +1,7 @@
 """Every error of trainfold. Each says where it happened, what was expected, what was found, and how to fix it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final, Protocol
 
 from trainfold.core.printable import printable
@@ -104,6 +105,20 @@ def place(error: BaseException, *, step: int | None = None, rank: int | None = N
         if isinstance(error, TrainfoldError):
             setattr(error, name, value)
         error.add_note(note)
+
+
+@contextmanager
+def placed(*, step: int | None) -> Iterator[None]:
+    """Record the step of any error that is raised inside; see `place`.
+
+    Args:
+        step: the step of the save, the checkpoint or the decision; None if it is not known.
+    """
+    try:
+        yield
+    except Exception as error:
+        place(error, step=step)
+        raise
 
 
 def error_text(error: BaseException) -> str:
@@ -386,12 +401,15 @@ class RankFailed(TrainfoldError, has_lines=True):
 
     Attributes:
         has_reported: whether that rank has come to the call and reported its error. Otherwise it has ended or hangs, and may still be writing.
+        is_silent: whether that rank has given no sign: it was killed, or hangs.
     """
 
     has_reported: bool = False
+    is_silent: bool = False
 
     def _placed(self) -> dict[str, int]:
-        return super()._placed() | ({"has_reported": True} if self.has_reported else {})
+        known = {name: True for name in ("has_reported", "is_silent") if getattr(self, name)}
+        return super()._placed() | known
 
 
 def rank_failed(rank: int, where: str | None = None, *, expected: str, found: object, fix: str) -> RankFailed:

@@ -21,7 +21,9 @@ from trainfold.core.errors import (
     TrainfoldError,
     error_text,
     place,
+    rank_failed,
 )
+from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_outcome
 from trainfold.core.layout.world import Collectives
 
 T = TypeVar("T")
@@ -147,7 +149,7 @@ def write_all(  # noqa: PLR0913 - keywords
         optional: names of those that may be left out.
         world: the ranks; all of them call.
         begins: called when memory is about to be overwritten.
-        unread: what is read now, straight into the memory of the objects; None if everything was read.
+        unread: what is read now, straight into the memory of the objects, and gets the outcome of that; None if everything was read.
 
     Raises:
         RestoreRefused: with what the part raised; nothing was changed.
@@ -176,21 +178,49 @@ def write_all(  # noqa: PLR0913 - keywords
             undo()
         raise
     begins()
+    _overwrite_all({name: wanted[name] for name in names[last + 1 :]}, wanted, saved, world, unread)
+
+
+def _overwrite_all(
+    parts: Mapping[str, ComponentAdapter],
+    every: Mapping[str, ComponentAdapter],
+    saved: Mapping[str, Any],
+    world: Collectives,
+    unread: UnreadTensors | None,
+) -> None:
+    """Overwrite memory on all ranks. One call says how all have ended, so that none has to ask again where one has died."""
+    failures: list[Exception] = []
+
+    def overwrite() -> LoadOutcome:
+        try:
+            _write_checked(parts, every, saved)
+        except Exception as error:  # noqa: BLE001 - the outcome is a value, and the error is raised below
+            failures.append(error)
+        return outcome_of(failures[0] if failures else None)
+
     try:
-        on_all_ranks(
-            world,
-            lambda: _write_checked({name: wanted[name] for name in names[last + 1 :]}, wanted, saved),
-            doing="overwrite its objects",
-        )
+        outcomes = on_all_ranks(world, overwrite, doing="overwrite its objects")
     except Exception as error:
-        half = HalfRestored(
-            "live",
-            expected="a restore that ends on every rank once it has begun to overwrite memory",
-            found=error_text(error),
-            fix="end this process, on every rank, and start again from the checkpoint: the objects hold parts of two states",
-        )
-        place(half, rank=None if world.world_size == 1 else getattr(error, "rank", world.rank))
-        raise half from error
+        raise _half(error, world) from error
+    if unread is not None:
+        unread.outcome = worst_outcome(outcomes)
+    first = next((rank for rank, each in enumerate(outcomes) if each.ending != "loaded"), None)
+    if first is not None:
+        told = rank_failed(first, expected="success", found=outcomes[first].reason, fix="see the error of that rank")
+        cause = failures[0] if failures else told
+        raise _half(cause, world) from cause
+
+
+def _half(error: Exception, world: Collectives) -> HalfRestored:
+    half = HalfRestored(
+        "live",
+        expected="a restore that ends on every rank once it has begun to overwrite memory",
+        found=error_text(error),
+        fix="end this process, on every rank, and start again from the checkpoint: the objects hold parts of two states",
+    )
+    failed = getattr(error, "rank", None)
+    place(half, rank=None if world.world_size == 1 else world.rank if failed is None else failed)
+    return half
 
 
 def _write_refusable(

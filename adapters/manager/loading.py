@@ -24,9 +24,16 @@ from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_load
 from trainfold.backends.runs.snapshot import describe_state, prove_alike
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import mapping_given
-from trainfold.core.errors import HalfRestored, InvalidArgument, InvalidState, ResumeRefused, TrainfoldError, place
+from trainfold.core.errors import (
+    HalfRestored,
+    InvalidArgument,
+    InvalidState,
+    ResumeRefused,
+    error_text,
+    placed,
+)
 from trainfold.core.format.file_names import step_of
-from trainfold.core.history.quarantine import outcome_of, worst_outcome
+from trainfold.core.history.quarantine import outcome_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.fall_back import decided, disagreement
@@ -96,17 +103,15 @@ class RunLoader:
         request = resume_request(step=step, components=names, policy=self.policy, reset=reset)
         share = share_of_rank(run, self.collectives) if isinstance(run, Live) else None
         unread = run.may_stay_unread(names) if isinstance(run, Live) and in_place else None
-        loaded = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
-                          quarantine=Quarantine(), share=share, unread=unread, optional=optional)  # fmt: skip
+        with placed(step=step):
+            loaded = load_run(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
+                              quarantine=Quarantine(), share=share, unread=unread, optional=optional)  # fmt: skip
         if isinstance(run, Live):
-            with self._read_in_place(run, loaded, unread):
-                try:
+            with placed(step=step_of(loaded.checkpoint)):
+                with self._read_in_place(run, loaded, unread):
                     run.restore(loaded.state, components=names, policy=self.policy, collectives=self.collectives, without=loaded.left_out)  # fmt: skip
-                except TrainfoldError as error:
-                    place(error, step=step_of(loaded.checkpoint))
-                    raise
-            if self.proves and self.collectives.world_size > 1:
-                prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
+                if self.proves and self.collectives.world_size > 1:
+                    prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
         self.descent = loaded.descent
         return loaded.state
 
@@ -116,10 +121,14 @@ class RunLoader:
         run.unread, attempt, store = unread, Quarantine(), self.store
         try:
             yield
-        except HalfRestored as error:  # on every rank
-            if unread is not None:
-                ended = self.collectives.gather(outcome_of(error.__cause__), doing="compare how the restore ended")
-                attempt.end(store, self.collectives, loaded.checkpoint, worst_outcome(ended))
+        except HalfRestored as error:
+            if unread is not None and unread.outcome is not None:  # every rank knows how all have ended
+                try:
+                    attempt.end(store, self.collectives, loaded.checkpoint, unread.outcome)
+                except Exception as late:  # noqa: BLE001 - that the objects hold parts of two states is what every rank has to hear
+                    error.add_note(error_text(late))
+            elif unread is not None:
+                attempt.leave(store, self.collectives, loaded.checkpoint, error.__cause__ or error)
             raise
         except BaseException as error:
             if unread is not None:
@@ -146,11 +155,12 @@ class RunLoader:
         step = step_of(name)
         assert step is not None  # the name was made from it
         request = resume_request(step=step, components=["model"], policy=self.policy)
-        state = load_run(
-            self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
-        ).state
-        if isinstance(run, Live):
-            run.restore(state, components=["model"], collectives=self.collectives)
+        with placed(step=step):
+            state = load_run(
+                self.store, like=like, request=request, contract=self.contract, collectives=self.collectives
+            ).state
+            if isinstance(run, Live):
+                run.restore(state, components=["model"], collectives=self.collectives)
         return state, step
 
     def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState, Mapping[str, str | None]]:

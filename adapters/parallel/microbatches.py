@@ -21,14 +21,13 @@ from trainfold.core.errors import (
     InvalidArgument,
     InvalidBatch,
     RanksDisagree,
-    TrainfoldError,
-    place,
+    placed,
 )
 from trainfold.core.json_values import shown
 from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.state.fqn import canonical_name
 from trainfold.core.step.batch_ramp import BatchRamp
-from trainfold.core.step.gradients import judge
+from trainfold.core.step.gradients import WindowResult, judge
 from trainfold.core.step.loss import Number, Totals, wide
 from trainfold.core.step.reduce import exchange, unequal_gradients
 
@@ -163,7 +162,18 @@ class Microbatches:
             )
         self._check_unscaled()
         self._clipping.checked(limit)
-        ranks, step = self.parallelism, self._counters.step
+        with placed(step=self._counters.step):
+            result = self._judged(loss, weight, parameters)
+        if limit is not None:
+            scale = torch.clamp(limit / (result.norm + _EPSILON), max=1.0)
+            torch._foreach_mul_([self.parallelism.local(each) for each in result.grads], scale)
+        return CheckedStep(loss=result.loss, grad_norm=result.grad_norm, weight=float(result.weight))
+
+    def _judged(
+        self, loss: Number | None, weight: Number | None, parameters: Iterable[torch.nn.Parameter] | None
+    ) -> WindowResult:
+        """Reduce the loss and its weight over the ranks, and divide the gradients."""
+        ranks = self.parallelism
         trained = self._trained() if parameters is None else list(parameters)
         mine = Totals(
             loss=0.0 if loss is None else wide(loss),
@@ -193,25 +203,17 @@ class Microbatches:
             divide_by = totals.weight if divisor is None else totals.weight / divisor
         elif divisor is None:
             divide_by = ranks.coordinates.data.size
-        try:
-            self._check_unsummed(trained, ranks)
-            result = judge(
-                totals,
-                [each.grad for each in trained if each.grad is not None],
-                ranks.norm,
-                divide_by=divide_by,
-                where=f"step {step}",
-                fix=_FIX,
-                local=ranks.local,
-                is_part=is_part,
-            )
-        except TrainfoldError as error:
-            place(error, step=step)
-            raise
-        if limit is not None:
-            scale = torch.clamp(limit / (result.norm + _EPSILON), max=1.0)
-            torch._foreach_mul_([ranks.local(each) for each in result.grads], scale)
-        return CheckedStep(loss=result.loss, grad_norm=result.grad_norm, weight=float(result.weight))
+        self._check_unsummed(trained, ranks)
+        return judge(
+            totals,
+            [each.grad for each in trained if each.grad is not None],
+            ranks.norm,
+            divide_by=divide_by,
+            where=f"step {self._counters.step}",
+            fix=_FIX,
+            local=ranks.local,
+            is_part=is_part,
+        )
 
     def _check_unscaled(self) -> None:
         """Raise if an attached scaler has scaled the gradients: their norm would be that of other gradients, and clipping would cut them to nothing."""

@@ -7,6 +7,7 @@ from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.core.best.record import BestRecord, updated
 from trainfold.core.best.top_n import BestEntry, BestPlan, updated_n
+from trainfold.core.errors import placed
 from trainfold.core.layout.world import Collectives
 
 
@@ -39,7 +40,8 @@ def decide_best(
         new = updated(record, result, step=step)
         return new, new is not record
 
-    return on_rank_zero(SingleProcess() if collectives is None else collectives, decide, doing="decide on the best")
+    with placed(step=step):
+        return on_rank_zero(SingleProcess() if collectives is None else collectives, decide, doing="decide on the best")
 
 
 def decide_best_n(  # noqa: PLR0913 - keywords
@@ -79,8 +81,9 @@ def decide_best_n(  # noqa: PLR0913 - keywords
         >>> record.step, [entry.step for entry in kept]
         (20, [20, 30])
     """
-    return on_rank_zero(
-        SingleProcess() if collectives is None else collectives,
-        lambda: updated_n(record, kept, result, step=step, n=n),
-        doing="decide on the best",
-    )
+    with placed(step=step):
+        return on_rank_zero(
+            SingleProcess() if collectives is None else collectives,
+            lambda: updated_n(record, kept, result, step=step, n=n),
+            doing="decide on the best",
+        )

@@ -59,14 +59,17 @@ class Fault:
             fix=f"{self._fix()}; no rank has gone on alone",
         )
         error.rank = self.ranks[0] if len(self.ranks) == 1 else None
+        error.is_silent = self._is_silent
         return error
+
+    @property
+    def _is_silent(self) -> bool:
+        return bool(self.ranks) and self.found.startswith(_NO_SIGN)
 
     def _fix(self) -> str:
         if not self.ranks:
             return "look at the network between them, and raise timeout_secs if one was only slow"
-        return "fix that rank" + (
-            ", or raise timeout_secs or vote_secs if it was only slow" if self.found.startswith(_NO_SIGN) else ""
-        )
+        return "fix that rank" + (", or raise timeout_secs or vote_secs if it was only slow" if self._is_silent else "")
 
 
 @final

@@ -81,11 +81,11 @@ class Room:
                 if remaining <= 0:
                     missing = sorted(set(range(self.world_size)) - set(here.calls))
                     call = here.calls[rank]
-                    self._fail(
-                        left_by(
-                            missing[0], f"all ranks in {call}", f"ranks {missing} missing in time: {call.late(secs)}"
-                        )
+                    late = left_by(
+                        missing[0], f"all ranks in {call}", f"ranks {missing} missing in time: {call.late(secs)}"
                     )
+                    late.is_silent = True
+                    self._fail(late)
                     break
                 self._changed.wait(remaining)
             self._waiting.discard(rank)

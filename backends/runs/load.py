@@ -27,6 +27,7 @@ from trainfold.core.errors import (
     ResumeRefused,
     TrainfoldError,
     place,
+    placed,
     rank_failed,
 )
 from trainfold.core.format.file_names import step_of
@@ -174,34 +175,35 @@ def load_run(  # noqa: PLR0913 - keywords
                 raise _at_checkpoint(ResumeRefused(store.url, outcome), outcome)
             inventory, listed, relistings = relisted, relisted, relistings + 1
             continue
-        if quarantine is not None:
-            quarantine.begin(store, world, outcome.checkpoint)
-        try:
-            state, failure = _attempt(outcome, like, store, world, unread)
-            told = world.gather(
-                None if failure is None else failure_of(failure), doing="read its part of the checkpoint"
-            )
-            failures = [each for each in told if each is not None]
-        except BaseException as error:
+        with placed(step=outcome.step):
             if quarantine is not None:
-                quarantine.leave(store, world, outcome.checkpoint, error)
-            raise
-        if quarantine is not None and (failures or unread is None):
-            quarantine.end(store, world, outcome.checkpoint, outcome_of_all(failures))
-        if not failures and state is not None:
-            on_rank_zero(world, partial(_warn, outcome), doing="warn", is_vote=True)  # once a run; it may raise
-            head = outcome.manifest.head
-            state = with_derived_streams(state, outcome, share=world.rank if share is None else share)
-            _tell_of_streams(outcome, world)
-            left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
-            descent = ParentCheckpoint(head.timeline, head.step, head.forks)
-            return Loaded(state, descent, outcome.checkpoint, left_out)
-        without = after_failure(inventory, request, outcome.checkpoint, failures)
-        if without is None:
-            first = next(rank for rank, each in enumerate(told) if each is not None)
-            reason = failure or _elsewhere(store, first, failures[0].problem)
-            place(reason, step=outcome.step, rank=world.rank if failure is not None and world.world_size > 1 else None)
-            raise reason
+                quarantine.begin(store, world, outcome.checkpoint)
+            try:
+                state, failure = _attempt(outcome, like, store, world, unread)
+                told = world.gather(
+                    None if failure is None else failure_of(failure), doing="read its part of the checkpoint"
+                )
+                failures = [each for each in told if each is not None]
+            except BaseException as error:
+                if quarantine is not None:
+                    quarantine.leave(store, world, outcome.checkpoint, error)
+                raise
+            if quarantine is not None and (failures or unread is None):
+                quarantine.end(store, world, outcome.checkpoint, outcome_of_all(failures))
+            if not failures and state is not None:
+                on_rank_zero(world, partial(_warn, outcome), doing="warn", is_vote=True)  # once a run; it may raise
+                head = outcome.manifest.head
+                state = with_derived_streams(state, outcome, share=world.rank if share is None else share)
+                _tell_of_streams(outcome, world)
+                left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
+                descent = ParentCheckpoint(head.timeline, head.step, head.forks)
+                return Loaded(state, descent, outcome.checkpoint, left_out)
+            without = after_failure(inventory, request, outcome.checkpoint, failures)
+            if without is None:
+                first = next(rank for rank, each in enumerate(told) if each is not None)
+                reason = failure or _elsewhere(store, first, failures[0].problem)
+                place(reason, rank=world.rank if failure is not None and world.world_size > 1 else None)
+                raise reason
         inventory = without
 
 

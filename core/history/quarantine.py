@@ -17,6 +17,7 @@ from trainfold.core.errors import (
     CheckpointQuarantined,
     CheckpointTorn,
     CheckpointUnreadable,
+    RankFailed,
     TrainfoldError,
     error_text,
 )
@@ -85,6 +86,8 @@ class Attempts:
 def outcome_of(error: BaseException | None) -> LoadOutcome:
     """How an attempt ended, from the error raised in it; None if it did not raise.
 
+    A rank that gives no sign any more may have died of the checkpoint, as a single process that dies while it loads.
+
     Examples:
         >>> outcome_of(CheckpointTorn("step-7/a", expected="9 bytes", found="8", fix="")).ending
         'damaged'
@@ -96,7 +99,8 @@ def outcome_of(error: BaseException | None) -> LoadOutcome:
     reason = error_text(error)
     if isinstance(error, _PROOFS) and not isinstance(error, CheckpointUnreadable):
         return LoadOutcome("damaged", reason)
-    explained = isinstance(error, TrainfoldError) and not isinstance(error, CheckpointUnreadable)
+    is_death = isinstance(error, RankFailed) and error.is_silent
+    explained = isinstance(error, TrainfoldError) and not isinstance(error, CheckpointUnreadable) and not is_death
     return LoadOutcome("interrupted" if explained or not isinstance(error, Exception) else "failed", reason)
 
 

@@ -8,6 +8,7 @@ import torch
 
 import trainfold
 from trainfold import metrics as M
+from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import fingerprint
@@ -33,13 +34,15 @@ class Deadly(LocalStore):
         return super().read(name, start=start, stop=stop)
 
     def opened(self, name):
-        if self._point == "the data":
+        if self._point == "the data" or (self._point == "the memory of the weights" and Own.taken):
             die()
         return super().opened(name)
 
 
 class Own:
-    """An object of a user, which dies while it takes its state."""
+    """An object of a user, which dies while it takes its state. It has its state before the weights are overwritten."""
+
+    taken = False
 
     def __init__(self):
         self.value, self.point = torch.zeros(2), ""
@@ -50,7 +53,7 @@ class Own:
     def load_state_dict(self, state):
         if self.point == "the restore":
             die()
-        self.value = state["value"].clone()
+        self.value, Own.taken = state["value"].clone(), True
 
 
 def make(point=""):
@@ -80,31 +83,40 @@ def train_and_save(collectives, run):
     return prints(live)
 
 
-def resume(collectives, run, victim, point):
+def resume(collectives, run, victim, point, in_place):
     is_victim = collectives.rank == victim
     live, _, _ = make(point if is_victim else "")
     store = Deadly(run, point) if is_victim else LocalStore(run)
     with trainfold.CheckpointManager(store, collectives=collectives) as manager:
-        manager.restore(live)
+        manager.restore(live, in_place=in_place)
     return live.progress.step, prints(live)
 
 
 @pytest.mark.slow(4)
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("victim", "in_place"), [(0, False), pytest.param(1, False, marks=pytest.mark.long), (1, True)]
+)
 def test_a_rank_killed_in_a_load_is_named_by_the_others_and_the_next_start_has_the_same_bits(
-    processes, tmp_path, victim
+    processes, tmp_path, victim, in_place
 ):
-    """C07, V12, X10: while it reads the manifest, while it reads tensors, and while its objects take their state."""
+    """C07, P06, V12, X10: while it reads the manifest, while it reads tensors, and while its objects take their state.
+
+    P07: three loads of one checkpoint in which a rank dies are enough, as for a single process. They were not counted where rank 0 survived.
+    """
     run = str(tmp_path / "run")
     whole = processes.run(2, train_and_save, run, collectives=HASTY)
-    for point in ("the manifest", "the data", "the restore"):
-        ended = processes.outcomes(2, resume, run, victim, point, collectives=HASTY)
+    for point in ("the memory of the weights",) if in_place else ("the manifest", "the data", "the restore"):
+        ended = processes.outcomes(2, resume, run, victim, point, in_place, collectives=HASTY)
         survivor = ended[1 - victim]
         assert ended[victim].code == -signal.SIGKILL, (point, ended[victim].printed)
-        assert (survivor.code, survivor.error) == (1, "RankFailed"), (point, survivor.printed)
+        error = "HalfRestored" if in_place else "RankFailed"  # it has overwritten its own weights
+        assert (survivor.code, survivor.error) == (1, error), (point, survivor.printed)
         assert f"rank {victim}: expected every rank to take part, found no sign of it" in survivor.text, point
         assert survivor.secs < HASTY["timeout_secs"] / 2, point
-        assert processes.run(2, resume, run, NO_RANK, "", collectives=HASTY) == [(3, each) for each in whole], point
+        counted = list(quarantined(LocalStore(run), limit=1))
+        assert counted == (["step-00000003"] if in_place or point == "the data" else []), point
+        again = processes.run(2, resume, run, NO_RANK, "", in_place, collectives=HASTY)
+        assert again == [(3, each) for each in whole], point
 
 
 def evaluate(collectives, victim):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from trainfold.core.format.codec import torch_dtype
+from trainfold.core.history.quarantine import LoadOutcome
 from trainfold.core.layout.slices import whole_box
 
 if TYPE_CHECKING:
@@ -19,10 +20,15 @@ class UnreadTensors:
 
     Args:
         components: of which tensors are left unread.
+
+    Attributes:
+        components: the same.
+        outcome: how all ranks have read them; None as long as no rank knows it of the others.
     """
 
     def __init__(self, components: Collection[str]) -> None:
         self.components = frozenset(components)
+        self.outcome: LoadOutcome | None = None
         self._reads: dict[torch.Tensor, tuple[PlanReader, TensorRead]] = {}
 
     def stand_in(self, reader: "PlanReader", read: "TensorRead", target: object) -> torch.Tensor:

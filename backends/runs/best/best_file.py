@@ -28,7 +28,7 @@ from trainfold.core.best.record import BestRecord
 from trainfold.core.best.score import beats
 from trainfold.core.best.top_n import BestEntry, ranked
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked
+from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked, placed
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
@@ -90,7 +90,8 @@ def save_best(
     store = open_store(run)
     is_path = isinstance(run, str | Path)
     world = world_given(collectives, os.environ, where="save_best.collectives")
-    return on_rank_zero(world, lambda: _save(store, record, places, takes_lock=is_path), doing="write best.json")
+    with placed(step=record.step):
+        return on_rank_zero(world, lambda: _save(store, record, places, takes_lock=is_path), doing="write best.json")
 
 
 def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None = None) -> BestRecord:

@@ -30,7 +30,7 @@ def uninterrupted():
 @example(k=0, n=1, other_seed=1)
 @settings(deadline=None, max_examples=25)
 def test_k_steps_then_new_objects_then_n_steps_are_k_plus_n_steps(uninterrupted, k, n, other_seed):
-    """V13, G01, G03, H01, B12: dropout, batch norm, shuffling, three random streams, schedule and averages; every bit."""
+    """V13, G01, G03, H01, B12, B13: dropout, batch norm, shuffling, three random streams, schedule and averages; every bit."""
     n = min(n, 14 - k)
     resumed = Job(other_seed)
     resumed.live.restore(uninterrupted[k])

@@ -145,11 +145,13 @@ def test_a_scheduler_without_its_optimizer_and_a_position_without_its_counters_a
 
 
 def test_the_model_alone_can_be_restored_and_the_rest_stays():
+    """T45: a restore makes no slots in an optimizer that it does not restore, and counts no step."""
     state = Job(0).run(3).live.capture()
     job = Job(1)
     job.live.restore(state, components=["model"])
     assert torch.equal(job.model.head.weight, state.model.params["head.weight"])
     assert job.live.progress == Progress()
+    assert job.optimizer.state == {}
 
 
 def test_the_state_of_another_optimizer_is_refused():

@@ -4,12 +4,15 @@ import logging
 import subprocess
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.adapters.manager_cases import Job, steps_of
 from kit.depth import IS_DEEP
 
+from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
@@ -20,6 +23,7 @@ from trainfold.core.errors import (
     ResumeRefused,
 )
 from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.layout.data_parallel import Replicas
 from trainfold.core.save.triggers import should_save
 from trainfold.core.state.state import Progress, TrainState
 
@@ -168,6 +172,74 @@ def test_nothing_is_saved_inside_a_declared_window():
             manager.save(job.live)
         job.live.advance()
         assert manager.step(job.live).step == 1
+
+
+def test_ranks_with_other_numbers_of_microbatches_save_at_the_same_steps():
+    """P31: what is due is counted in optimizer steps, so no rank is at a boundary where another is not."""
+    store = MemoryStore()
+
+    def work(world):
+        live = attach(torch.nn.Flatten(), parallelism=Replicas(world))
+        with CheckpointManager(store, every=2, collectives=world) as manager:
+            done = []
+            for _ in range(5):
+                for _ in range(world.rank):
+                    live.advance(samples=0, steps=0)
+                    assert manager.step(live) is None
+                live.advance(samples=0)
+                done.append(manager.step(live))
+        return [each.step for each in done if each is not None]
+
+    assert run_threads(3, work) == [[2, 4]] * 3
+    assert steps_of(store) == [2, 4]
+
+
+class Server:
+    """It hands out units of work, and hands out again what was not acknowledged when its client has gone."""
+
+    def __init__(self):
+        self.acknowledged = self.at = 0
+
+    def connect(self, done):
+        self.acknowledged = self.at = max(self.acknowledged, done)
+
+    def take(self):
+        self.at += 1
+        return self.at
+
+
+@given(kills=st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=3), mode=st.sampled_from(["sync", "async"]))
+@settings(max_examples=25)
+def test_units_of_work_that_a_server_hands_out_are_done_once(kills, mode):
+    """G09: the position is the server's, so a resume draws and skips nothing; what it acknowledges is what a durable checkpoint has."""
+    store, server = MemoryStore(), Server()
+
+    def run(until, *, hears):
+        """Work until a step, and be killed there, or to the end; a client that is killed may not hear that its save is durable."""
+        units = []
+        notes = (lambda: {"units": units}, lambda saved: units.extend(saved["units"]))
+        live = attach(torch.nn.Linear(1, 1, bias=False), extra={"notes": notes})
+
+        def on_event(event):
+            if event.kind == "committed" and hears:
+                server.acknowledged = event.step  # a unit a step
+
+        with CheckpointManager(store, every=2, mode=mode, on_event=on_event) as manager:
+            manager.restore(live)
+            assert server.acknowledged <= live.progress.step
+            server.connect(live.progress.step)
+            while live.progress.step < until:
+                units.append(server.take())
+                live.advance(samples=1)
+                manager.step(live)
+            if until == 9:
+                manager.finish(live)
+        return units
+
+    for steps, hears in kills:
+        run(min(8, server.acknowledged + steps), hears=hears)
+    assert run(9, hears=True) == list(range(1, 10))
+    assert server.acknowledged == 9
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------

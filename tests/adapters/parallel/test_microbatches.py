@@ -178,7 +178,7 @@ def count_windows(collectives, kind):
 
 @pytest.mark.slow(3)
 def test_only_the_boundary_communicates_gradients(two_ranks):
-    """A03, A04: with DDP 1 all-reduce for 4 microbatches, as many as for one; 4 by hand without no_sync, or if only the backward is inside."""
+    """A03, A04, P15, S33: with DDP 1 all-reduce for 4 microbatches, as many as for one; 4 by hand without no_sync, or if only the backward is inside."""
     for window, alone, by_hand, inside in (each["counts"] for each in two_ranks["ddp"]):
         assert window["all_reduce"] == alone["all_reduce"] == 1
         assert by_hand["all_reduce"] == OF
@@ -211,7 +211,7 @@ def test_a_wrapper_that_is_registered_later_synchronises_at_the_boundary_too(two
 
 
 def test_fsdp2_reduces_each_group_once_a_window(two_ranks):
-    """A03, A04: three groups make 3 reduce-scatters for 4 microbatches, and not 12."""
+    """A03, A04, P15: three groups make 3 reduce-scatters for 4 microbatches, and not 12."""
     for window, alone, by_hand, _ in (each["counts"] for each in two_ranks["fsdp2"]):
         assert window["reduce_scatter"] == alone["reduce_scatter"] == 3
         assert by_hand["reduce_scatter"] == 3 * OF
@@ -235,7 +235,7 @@ def in_parts(collectives):
 
 
 def test_all_parts_of_a_model_synchronise_at_the_boundary(two_ranks):
-    """A03: a list of modules."""
+    """A03, P15: a list of modules."""
     for inside, boundary in (each["parts"] for each in two_ranks["fsdp2"]):
         assert not any(inside)
         assert all(boundary)

@@ -117,7 +117,7 @@ def test_another_number_of_ranks_gets_what_belongs_to_its_shares_and_what_is_ran
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_value_of_a_share_is_stored_once(mode):
-    """B06: the first rank of a share writes what all its ranks have; contents have one fingerprint for the ranks and the checkpoint."""
+    """B06, F36: the first rank of a share writes what all its ranks have, and the others make every call too; contents have one fingerprint for the ranks and the checkpoint."""
     store, kept = MemoryStore(), 100_000
 
     def save(ranks):

@@ -85,6 +85,7 @@ def alone(folder, kind):
 
 
 def test_what_two_ranks_saved_has_the_same_bits_on_any_number_of_ranks_and_without_fsdp2(processes, tmp_path):
+    """F40, N01, P09: parameters and slots of uneven, padded and empty parts."""
     kinds = ["sgd", "fused", "amsgrad"] if IS_DEEP else ["fused", "amsgrad"]
     wanted = processes.run(2, saved, str(tmp_path), kinds, collectives=PATIENT)[0]
     for world_size in (1, 2, 3, 4) if IS_DEEP else (1, 3):

@@ -126,6 +126,7 @@ def step(model, optimizer):
 
 @pytest.mark.parametrize("name", AVERAGES)
 def test_a_save_while_averaged_weights_are_swapped_in_is_refused(name):
+    """B13: it would lose the raw ones."""
     model, optimizer, ema, live = make(AVERAGES[name])
     with CheckpointManager(MemoryStore(), every=100, at_end=False) as manager:
         manager.restore(live)

@@ -177,7 +177,7 @@ def test_an_unknown_component_is_refused_and_the_known_ones_are_listed():
 
 
 def test_every_difference_is_reported_at_once():
-    """V08, V10: missing, unexpected, shape and dtype differences and every contract mismatch in one refusal."""
+    """F40, V08, V10: missing, unexpected, shape and dtype differences and every contract mismatch in one refusal."""
     model = ModelState(
         Leaves({"w": torch.zeros(5, 3), "b": torch.zeros(3, dtype=torch.float64), "new": torch.zeros(1)}), Leaves()
     )
@@ -260,7 +260,7 @@ def test_a_component_starts_anew_only_with_a_reason():
 
 
 def test_slots_that_are_missing_for_some_parameters_only_are_legal_and_half_slots_are_not():
-    """B10: a param that never got a grad has no state (allowed); partially missing state is corruption (fatal)."""
+    """B10, T46: a param that never got a grad has no state (allowed); partially missing state is corruption (fatal)."""
     store = saved_run(1)
     assert list(load(store, like=state_at(0)).optimizer.slots) == ["w"]
     state = state_at(1)

@@ -8,6 +8,7 @@ import torch
 from kit.backends.runs_cases import damage, saved_run, state_at
 
 from trainfold.backends.ranks.in_process import RankFault, run_threads, thread_outcomes
+from trainfold.backends.ranks.wire import to_wire
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
@@ -46,6 +47,47 @@ def test_the_random_streams_of_each_rank_come_back_to_their_rank():
     assert [each.rng["seed"] for each in loaded] == [0, 1, 2]
     with pytest.raises(ResumeRefused, match=r"streams.*of 3 ranks.*reset=\{\"rng\": \"why\"\}"):
         load(store, like=state_at(0, rng={"seed": -1}))
+
+
+class Overheard:
+    """Collectives that count the bytes of what their rank gives."""
+
+    def __init__(self, world):
+        self._world, self.given_bytes = world, 0
+
+    def __getattr__(self, name):
+        return getattr(self._world, name)
+
+    def broadcast(self, value, *, source=0, **words):
+        self.given_bytes += len(to_wire(value)) if source == self._world.rank else 0
+        return self._world.broadcast(value, source=source, **words)
+
+    def gather(self, value, **words):
+        self.given_bytes += len(to_wire(value))
+        return self._world.gather(value, **words)
+
+    def all_sum(self, tensors):
+        raise AssertionError("the values of tensors")
+
+
+def test_a_save_sends_no_tensor_to_another_rank_and_a_rank_without_anything_to_write_takes_part():
+    """C11, ADR-0028: there is no gathering save. Four ranks: two with rows of 1 MB, one with an empty part, all with a replica of 1 MB."""
+    store, rows = MemoryStore(), (100, 156, 0, 0)
+    whole, replica = torch.arange(256.0 * 1024).reshape(256, 1024), torch.arange(256.0 * 1024)
+
+    def work(world):
+        ranks, start = Overheard(world), sum(rows[: world.rank])
+        mine = make_shard(whole[start : start + rows[world.rank]].clone(), shape=(256, 1024), starts=(start, 0))
+        state = state_at(1, extra={"part": {"w": mine}, "ema": {"w": replica.clone()}})
+        save(state, store, collectives=ranks)
+        return ranks.given_bytes
+
+    assert max(run_threads(4, work)) < 32_768
+    found = load(
+        store, like=state_at(0, extra={"part": {"w": torch.zeros(256, 1024)}, "ema": {"w": torch.zeros(256 * 1024)}})
+    )
+    assert torch.equal(found.extra["part"]["w"], whole)
+    assert torch.equal(found.extra["ema"]["w"], replica)
 
 
 def test_parts_of_ranks_may_have_other_sizes():

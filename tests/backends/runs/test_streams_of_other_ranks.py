@@ -36,7 +36,7 @@ def streams_of(seed):
 @settings(max_examples=15)
 @given(before=st.integers(1, 4), after=st.integers(1, 4), step=st.integers(0, 9), seed=st.integers(0, 2**40))
 def test_ranks_of_another_world_continue_with_streams_of_seed_step_and_share(before, after, step, seed):
-    """H01, H03: as many ranks get their own bits back; others the same ones at each resume, and no two shares the same."""
+    """H01, H03, M30: as many ranks get their own bits back; others the same ones at each resume, and no two shares the same."""
     store, saved = MemoryStore(), [streams_of(seed + rank) for rank in range(before)]
     run_threads(before, lambda ranks: save(state_of(saved[ranks.rank], step), store, collectives=ranks))
     like = state_of(streams_of(99))

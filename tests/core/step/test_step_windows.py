@@ -124,6 +124,37 @@ def test_ranks_divide_by_the_global_weight_and_hold_the_same_bits(window, world_
         assert metrics == whole_metrics
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    terms=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), min_size=6, max_size=6),
+    orders=st.lists(st.permutations(["hits", "rows", "top5"]), min_size=6, max_size=6),
+)
+def test_ratios_are_sums_over_the_window_and_the_ranks_and_cost_no_call_of_their_own(terms, orders):
+    """A10: three ranks of two microbatches, each of which lists its metrics in another order. Not a mean of means."""
+    sgd = optimizer(torch.optim.SGD, lr=0.5)
+    model, state = linear_state(sgd)
+
+    def rank(ranks):
+        def loss_fn(model, batch):
+            index = int(batch)
+            num, den = terms[index]
+            found = {"hits": (num, den), "rows": (1, 1), "top5": (torch.tensor(2 * num), torch.tensor(den))}
+            return Loss(
+                sum=model(torch.ones(1, 2)).sum(), weight=1, metrics={name: found[name] for name in orders[index]}
+            )
+
+        step = make_step(model, loss_fn, sgd, accumulate=2, collectives=ranks)
+        batch = torch.tensor([2 * ranks.rank, 2 * ranks.rank + 1])
+        return step(state, batch)[1], [call.kind for call in ranks.schedule]
+
+    num, den = (sum(each) for each in zip(*terms, strict=True))
+    for metrics, calls in run_threads(3, rank):
+        assert calls == ["all_sum"]
+        assert metrics["rows"] == 1.0
+        if den:
+            assert (metrics["hits"], metrics["top5"]) == (num / den, 2 * num / den)
+
+
 def test_a_parameter_that_only_some_ranks_used_has_one_gradient_on_all():
     class Two(torch.nn.Module):
         def __init__(self):

@@ -15,6 +15,7 @@ from kit.backends.quarantine_cases import DAMAGED, EIGHT, SEVEN, SOME, die, docu
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.failure_board import Fault
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.load import CheckpointPassedOver
@@ -119,6 +120,8 @@ def test_an_attempt_of_several_ranks_ended_as_for_the_worst(outcomes):
         (FutureVersion("a", expected="b", found="c", fix="d"), "interrupted"),
         (CheckpointMissing("a", expected="b", found="c", fix="d"), "interrupted"),
         (RestoreRefused("a", ()), "interrupted"),
+        (Fault((1,), "no sign of it within 3 s").error(), "failed"),
+        (Fault((1,), "KeyboardInterrupt").error(), "interrupted"),
         (KeyboardInterrupt(), "interrupted"),
         (SystemExit(1), "interrupted"),
     ],
@@ -292,6 +295,7 @@ def test_processes_that_are_killed_in_loading_are_counted(tmp_path):
     program = f"""
 import os, signal
 from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.ranks.failure_board import Fault
 from trainfold.backends.runs.quarantine_file import begin_attempt, quarantined
 for _ in range({LIMIT}):
     assert not quarantined(LocalStore({str(run)!r}))
