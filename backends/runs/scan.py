@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE
@@ -32,6 +33,7 @@ from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
 from trainfold.core.history.inventory import OLDER, Entry, Inventory
 from trainfold.core.history.recognise import (
     HEADER_LENGTH_BYTES,
+    FileCheck,
     file_checks,
     lost_checkpoint,
     misplaced,
@@ -252,7 +254,7 @@ def _entry(store: Store, name: str, run_id: str | None) -> Entry:
 
 
 def _entries(store: Store, names: list[str], run_id: str | None) -> tuple[Entry, ...]:
-    return tuple(_entry(store, name, run_id) for name in names if step_of(name) is not None)
+    return tuple(side_by_side([partial(_entry, store, name, run_id) for name in names if step_of(name) is not None]))
 
 
 def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tuple[Entry, ...]) -> Problem | None:
@@ -283,7 +285,10 @@ def _check(error: TrainfoldError | None) -> None:
 def _check_files(store: Store, manifest: Manifest, name: str, needs: Needs | None) -> None:
     """Look at the size of each file, and at the first bytes of those that hold tensors."""
     url = f"{store.url}/{name}"
-    for file in file_checks(manifest, needs):
+
+    def check(file: FileCheck) -> None:
         _check(file.torn(url, store.size(f"{name}/{file.name}")))
         if file.header_bytes is not None:
             _check(file.damaged(url, store.read(f"{name}/{file.name}", start=0, stop=HEADER_LENGTH_BYTES)))
+
+    side_by_side([partial(check, file) for file in file_checks(manifest, needs)])

@@ -1,0 +1,42 @@
+"""`side_by_side`: makes many calls, such as requests to a store: one after the other while they are quick, and side by side once they prove slow."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from trainfold.backends.helpers import Helpers, Task
+
+T = TypeVar("T")
+
+_SLOW_SECS: Final = (
+    1e-3  # a mean above it: a local file takes 0.04 ms, and 0.1 ms if threads share the work; a network takes more
+)
+_LEAST: Final = 8  # before the mean counts
+_THREADS: Final = 64  # at once; a store with 20 ms a request answers 1,000 in a third of a second
+
+
+def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of some calls, in their order.
+
+    Args:
+        calls: they may run at the same time, in any order and in any thread.
+
+    Raises:
+        BaseException: that of the first call that failed, in their order. Calls after it may have run.
+
+    Examples:
+        >>> side_by_side([lambda: 1, lambda: 2])
+        [1, 2]
+    """
+    found: list[T] = []
+    began = time.perf_counter()
+    for call in calls:
+        if len(found) >= _LEAST and time.perf_counter() - began > len(found) * _SLOW_SECS:
+            break
+        found.append(call())
+    rest = calls[len(found) :]
+    if rest:
+        with Helpers(min(_THREADS, len(rest))) as helpers:
+            tasks = [helpers.give(Task(call)) for call in rest]
+            found += [task.result() for task in tasks]
+    return found
