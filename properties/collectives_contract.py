@@ -128,7 +128,7 @@ def _gathered(collectives: Collectives) -> object:
     value: dict[str, Any] = {
         "rank": collectives.rank,
         "parts": (1, "é", None, True, 0.1),
-        "long": "x" * (700 * collectives.rank),
+        "long": "x" * (7000 * collectives.rank),
     }
     return [
         (each["rank"], each["parts"], len(each["long"]))
@@ -159,7 +159,7 @@ def _copied(collectives: Collectives) -> object:
 
 def _broadcast(collectives: Collectives) -> object:
     """Each rank is the source once, of a value that is the longer the higher its rank."""
-    mine = {"rank": collectives.rank, "long": "x" * (700 * collectives.rank)}
+    mine = {"rank": collectives.rank, "long": "x" * (7000 * collectives.rank)}
     given = [collectives.broadcast(mine, source=source) for source in range(collectives.world_size)]
     return [(each["rank"], len(str(each["long"]))) for each in given]
 
@@ -244,11 +244,11 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
     ),
     "values are gathered in rank order, large ones too": (
         _gathered,
-        _same(lambda n: [(rank, (1, "é", None, True, 0.1), 700 * rank) for rank in range(n)]),
+        _same(lambda n: [(rank, (1, "é", None, True, 0.1), 7000 * rank) for rank in range(n)]),
     ),
     "a broadcast value is that of its source, a large one too": (
         _broadcast,
-        _same(lambda n: [(rank, 700 * rank) for rank in range(n)]),
+        _same(lambda n: [(rank, 7000 * rank) for rank in range(n)]),
     ),
     "numbers that are started are gathered later, and no rank waits at their start": (
         _started,

@@ -44,8 +44,8 @@ T = TypeVar("T")
 _LOG: Final = logging.getLogger("trainfold")
 
 _HEAD: Final = struct.Struct("<qqq")  # number of the call, digest of the call, bytes of the value
-_HEAD_BYTES: Final = 512
-_INLINE_BYTES: Final = _HEAD_BYTES - _HEAD.size  # larger values need a second exchange
+_HEAD_LIMITS: Final = (512, 4096)  # of the first exchange; up to 8 ranks its size makes no difference to its time
+_ALL_HEADS_BYTES: Final = 2**20  # what a rank may receive of them
 _HEAD_FIELDS: Final = 3
 _NUMBER_BYTES: Final = 8
 _TOKEN_BYTES: Final = 8
@@ -58,8 +58,8 @@ _LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
 class TorchCollectives:
     """The collectives of the rank of this process. The constructor is a collective call: every rank of the group makes it at the same point.
 
-    Each call starts with one small all-gather, in which the ranks check that all make the same call; values of more than half a KiB follow in a
-    second exchange: an all-gather, or a broadcast of what one rank gives. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises
+    Each call starts with one small all-gather, in which the ranks check that all make the same call; values of more than 4 KiB, or half a KiB
+    where there are thousands of ranks, follow in a second exchange: an all-gather, or a broadcast of what one rank gives. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises
     `RankFailed`, with the same text everywhere. A rank that posted no error is named after a roll call of ``grace_secs``; a rank that is only
     busy elsewhere cannot be distinguished from it and is named too. Afterwards every call raises that error again: restart the job.
 
@@ -109,6 +109,7 @@ class TorchCollectives:
             self._group = group
             self.rank: int = dist.get_rank(group)
             self.world_size: int = dist.get_world_size(group)
+            self._head_bytes = _head_bytes(self.world_size)
             token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
         except RuntimeError as error:
             raise not_made(error, arrivals.missing()) from error
@@ -169,7 +170,8 @@ class TorchCollectives:
         call, until = Call("broadcast", f"source={source}", doing), self._deadline(is_vote)
         given = self._bytes_of(value) if self.rank == source else b""
         sizes, starts = self._heads(call, given, until)
-        rest = self._broadcast(given[_INLINE_BYTES:], sizes[source] - _INLINE_BYTES, source, call, until)
+        inline = self._head_bytes - _HEAD.size
+        rest = self._broadcast(given[inline:], sizes[source] - inline, source, call, until)
         found: T = from_wire(starts[source] + rest)
         return found
 
@@ -194,7 +196,9 @@ class TorchCollectives:
         payload = struct.pack(f"<{len(numbers)}q", *numbers)
         head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload
         self._calls += 1
-        work, rows = start_all_gather(self._group, padded_bytes(head, _HEAD_BYTES), self.world_size, self._timeout_secs)
+        work, rows = start_all_gather(
+            self._group, padded_bytes(head, self._head_bytes), self.world_size, self._timeout_secs
+        )
         keep_exchange(work)
         return _PendingGather(self, call, work, rows)
 
@@ -232,7 +236,7 @@ class TorchCollectives:
         copy._dist, copy._grace_secs = self._dist, self._grace_secs
         copy._timeout_secs, copy._vote_secs = self._timeout_secs, self._vote_secs
         copy._calls, copy._bulletins, copy._faults, copy._own, copy._latest = 0, 0, [], None, None
-        copy.rank, copy.world_size = self.rank, self.world_size
+        copy.rank, copy.world_size, copy._head_bytes = self.rank, self.world_size, self._head_bytes
         store = self._dist.PrefixStore(f"trainfold/{name}", default_store(self._dist))
         timeout = timedelta(seconds=self._timeout_secs)
         try:
@@ -270,9 +274,10 @@ class TorchCollectives:
     def _meet(self, call: Call, payload: bytes, until: Deadline) -> list[bytes]:
         """Check that all ranks make this call, and exchange their payloads."""
         sizes, starts = self._heads(call, payload, until)
-        if max(sizes) <= _INLINE_BYTES:
+        inline = self._head_bytes - _HEAD.size
+        if max(sizes) <= inline:
             return starts
-        rest = self._all_gather(padded_bytes(payload[_INLINE_BYTES:], max(sizes) - _INLINE_BYTES), call, until)
+        rest = self._all_gather(padded_bytes(payload[inline:], max(sizes) - inline), call, until)
         rows = [start + bytes(row.numpy()) for start, row in zip(starts, rest, strict=True)]
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
@@ -280,9 +285,9 @@ class TorchCollectives:
         """Check that all ranks make this call; return the size of each payload, and the part of it that lies in the head."""
         if self._faults:
             raise self._faults[0].error()
-        head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[:_INLINE_BYTES]
+        head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[: self._head_bytes - _HEAD.size]
         self._calls += 1
-        heads = [bytes(row.numpy()) for row in self._all_gather(padded_bytes(head, _HEAD_BYTES), call, until)]
+        heads = [bytes(row.numpy()) for row in self._all_gather(padded_bytes(head, self._head_bytes), call, until)]
         fields = [_HEAD.unpack_from(each) for each in heads]
         if len({each[:2] for each in fields}) > 1:
             self._disagree(call, until)
@@ -379,7 +384,7 @@ class TorchCollectives:
 
     def _disagree(self, call: Call, until: Deadline) -> NoReturn:
         """Raise with the calls of all ranks. Every rank has seen that they differ, so every rank gets here."""
-        rows = self._all_gather(padded_bytes(str(call).encode()[:_HEAD_BYTES], _HEAD_BYTES), call, until)
+        rows = self._all_gather(padded_bytes(str(call).encode()[: self._head_bytes], self._head_bytes), call, until)
         calls = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
         raise RanksDisagree(
             "the schedule of collectives",
@@ -411,6 +416,12 @@ class _PendingGather:
 def _pause_secs(waited_secs: float) -> float:
     shortest, longest = _PAUSES_SECS
     return min(max(waited_secs * _PAUSE_SHARE, shortest), longest)
+
+
+def _head_bytes(world_size: int) -> int:
+    """The bytes of a rank in the first exchange of a call."""
+    least, most = _HEAD_LIMITS
+    return min(max(_ALL_HEADS_BYTES // world_size // _NUMBER_BYTES * _NUMBER_BYTES, least), most)
 
 
 def _digest(call: Call) -> int:

@@ -150,6 +150,14 @@ def _saved(  # noqa: PLR0913 - keywords
     own = own_components(announcements, snapshot.described)
     snapshot = snapshot.stored_elsewhere(stored_by_earlier(announcements, collectives.rank, own))
     ranks = descriptions(snapshot.described, announcements, collectives)
+    if snapshot.copies is not None:
+        summaries = [_without(each, absent) for _, each, *_ in gathered]
+        check_copies(snapshot.copies, snapshot.contract, snapshot.settings, summaries, collectives)
+    # its sizes do not depend on the revision, which is known once the run is locked
+    plan = without_collecting(plan_save)(
+        ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own
+    )
+    sizes = collectives.gather(plan.size_bytes, doing="plan its files", is_vote=True)
     with ExitStack() as locked:
         old: list[bytes | None] = [None]  # on rank 0, which commits
 
@@ -159,26 +167,11 @@ def _saved(  # noqa: PLR0913 - keywords
                 if lock:
                     locked.enter_context(store.lock())
                 head, old[0] = begin_checkpoint(store, snapshot.step, descends_from=descends_from)
+                store.reserve(sum(sizes) + len(sizes) * _MANIFEST_ROOM_BYTES)
                 return head
 
         head = on_rank_zero(collectives, begin, doing="begin a checkpoint")
-        plan = without_collecting(plan_save)(
-            ranks,
-            step=snapshot.step,
-            revision=head.revision,
-            of_rank_zero=snapshot.sent,
-            only=collectives.rank,
-            own=own,
-        )
-        if snapshot.copies is not None:
-            summaries = [_without(each, absent) for _, each, *_ in gathered]
-            check_copies(snapshot.copies, snapshot.contract, snapshot.settings, summaries, collectives)
-        sizes = collectives.gather(plan.size_bytes, doing="plan its files", is_vote=True)
-        on_rank_zero(
-            collectives,
-            lambda: store.reserve(sum(sizes) + len(sizes) * _MANIFEST_ROOM_BYTES),
-            doing="reserve room for the files",
-        )
+        plan = plan.revised(head.revision)
         tensors = snapshot.tensors
         if hold is not None:
             mine = [file for file in plan.files_of(collectives.rank) if file.component not in snapshot.own]

@@ -6,6 +6,7 @@ only orders checkpoints reads a few hundred bytes; its last member is the XXH3-1
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, final
 
 import attrs
@@ -290,6 +291,7 @@ def _box_json(record: TensorRecord, shard: ShardRecord, rank: int) -> Json:
     )
 
 
+@lru_cache(maxsize=1024)  # a save asks for that of each leaf several times, and few shapes have many leaves
 def box_by_rule(shape: tuple[int, ...], rule: "Placement | None", rank: int) -> Box | None:
     """The box that a rule gives a rank; None if the rank is not in its mesh. Without a rule it is the whole tensor.
 

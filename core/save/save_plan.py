@@ -71,6 +71,20 @@ class SavePlan:
         """The files that one rank writes."""
         return tuple(file for file in self.files if file.rank == rank)
 
+    def revised(self, revision: int) -> "SavePlan":
+        """The same plan as that of another revision: only the names of files differ.
+
+        Law: ``plan_save(ranks, step=s).revised(r) == plan_save(ranks, step=s, revision=r)``.
+        """
+        suffix = _suffix(revision)
+        if suffix == self.suffix:
+            return self
+        renamed = (
+            attrs.evolve(each, name=_file_name(each.component, each.rank, self.world_size, suffix))
+            for each in self.files
+        )
+        return attrs.evolve(self, files=tuple(renamed), suffix=suffix)
+
     def __str__(self) -> str:
         rows = [
             f"{f.name:44} rank {f.rank:<4} {len(f.tensors):>7} tensors {f.size_bytes:>15,} bytes" for f in self.files
@@ -138,9 +152,9 @@ def plan_save(  # noqa: PLR0913 - keywords
             raise structures_differ("components", names, list(described), rank)
     by_component = {name: [described[name] for described in ranks] for name in names}
     components = tuple(_component(name, each, only or 0, own) for name, each in by_component.items())
-    suffix = f".r{revision}" if revision else ""
+    suffix = _suffix(revision)
     files = [
-        plan_file(f"{component.name}-{rank:05d}-of-{len(ranks):05d}{suffix}.safetensors", component.name, rank, pieces)
+        plan_file(_file_name(component.name, rank, len(ranks), suffix), component.name, rank, pieces)
         for component in components
         for rank, pieces in _written(component, by_component[component.name], frozenset(of_rank_zero), only)
     ]
@@ -194,6 +208,14 @@ def _written(
     for rank in chosen:
         mine = written_by(rank, len(ranks), ruled, item_bytes=_item_bytes, of_rank_zero=of_rank_zero)
         yield from _some(rank, mine + shared.get(rank, []))
+
+
+def _suffix(revision: int) -> str:
+    return f".r{revision}" if revision else ""
+
+
+def _file_name(component: str, rank: int, world_size: int, suffix: str) -> str:
+    return f"{component}-{rank:05d}-of-{world_size:05d}{suffix}.safetensors"
 
 
 def _item_bytes(dtype: str) -> int:

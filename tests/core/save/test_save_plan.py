@@ -72,6 +72,13 @@ def test_the_plan_is_the_same_on_every_rank_and_prints():
     assert "part-00000-of-00002.safetensors" in str(plan)
 
 
+@settings(deadline=None, max_examples=20)
+@given(tensors=st.lists(strategies.tensors(), max_size=4), world_size=st.integers(1, 3), revision=st.integers(0, 12))
+def test_another_revision_has_other_names_and_nothing_else(tensors, world_size, revision):
+    ranks = [described(tensors)] * world_size
+    assert plan_save(ranks, step=7).revised(revision) == plan_save(ranks, step=7, revision=revision)
+
+
 def test_a_model_file_opens_in_any_safetensors_reader_under_plain_names():
     """U01: tensors in safetensors."""
     model = ModelState(
