@@ -58,10 +58,11 @@ _LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
 class TorchCollectives:
     """The collectives of the rank of this process. The constructor is a collective call: every rank of the group makes it at the same point.
 
-    Each call starts with one small all-gather, in which the ranks check that all make the same call; values of more than 4 KiB, or half a KiB
-    where there are thousands of ranks, follow in a second exchange: an all-gather, or a broadcast of what one rank gives. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises
-    `RankFailed`, with the same text everywhere. A rank that posted no error is named after a roll call of ``grace_secs``; a rank that is only
-    busy elsewhere cannot be distinguished from it and is named too. Afterwards every call raises that error again: restart the job.
+    Each call starts with one small all-gather, in which the ranks check that all make the same call. What a value has beyond 4 KiB, or half a KiB
+    where there are thousands of ranks, follows in a second exchange: an all-gather, or a broadcast of what one rank gives. A waiting rank also
+    watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises `RankFailed`, with the same text
+    everywhere. A rank that posted no error is named after a roll call of ``grace_secs``; a rank that is only busy elsewhere cannot be
+    distinguished from it and is named too. Afterwards every call raises that error again: restart the job.
 
     Integers of 64 bits are summed by one all-reduce. Other sums are added in rank order, which the all-reduce of gloo does not do: with 1e8, 1
     and -1e8 on three ranks, it returned 0 in some parts of one float32 vector and 1 in others. The two exchanges move as many bytes as an
