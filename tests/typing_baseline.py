@@ -92,14 +92,14 @@ trainfold.evaluate(lambda batch: {"loss": (batch, len(batch)), "worst": batch}, 
 
 # --- closed choices ---------------------------------------------------------------------------------------------------
 
-trainfold.CheckpointManager("runs/a", mode="async", when_busy="skip", replica_check="full", every="auto")
-trainfold.managers.CheckpointConfig(run=Path("runs/a"), mode="async", when_busy="skip", replica_check="full")
+trainfold.CheckpointManager("runs/a", mode="async", when_busy="skip", check_replicas="full", every="auto")
+trainfold.managers.CheckpointConfig(run=Path("runs/a"), mode="async", when_busy="skip", check_replicas="full")
 trainfold.load("runs/a", like=state, policy={"dtype": "adapt"})
 trainfold.accumulation.check_plan(microbatches=3, accumulate=2, tail="drop")
 
 trainfold.CheckpointManager("runs/a", mode="asynchronous")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 trainfold.CheckpointManager("runs/a", when_busy="drop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-trainfold.CheckpointManager("runs/a", replica_check="all")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+trainfold.CheckpointManager("runs/a", check_replicas="all")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 trainfold.CheckpointManager("runs/a", every="often")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 trainfold.CheckpointManager("runs/a", policy={"dtype": "ignore"})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
 trainfold.managers.CheckpointConfig(run="runs/a", mode="both")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,7 @@ class SaveOptions:
         skips: whether a save does nothing while another one is under way.
         room: how many bytes the copies of an async save may have; None for as many as the state.
         hold_check: whether an async save compares the bytes that it holds with those that it commits.
-        replica_check: how much each save compares of what all ranks should have alike.
+        check_replicas: how much each save compares of what all ranks should have alike.
     """
 
     components: tuple[str, ...] | None
@@ -43,7 +43,7 @@ class SaveOptions:
     skips: bool
     room: int | None
     hold_check: bool
-    replica_check: Level
+    check_replicas: Level
 
 
 def save_options(  # noqa: PLR0913 - keywords
@@ -54,7 +54,7 @@ def save_options(  # noqa: PLR0913 - keywords
     when_busy: object,
     max_extra_bytes: int | None,
     hold_check: object,
-    replica_check: object,
+    check_replicas: object,
 ) -> SaveOptions:
     """The options that these arguments of a manager name.
 
@@ -68,7 +68,7 @@ def save_options(  # noqa: PLR0913 - keywords
         skips=one_of("when_busy", when_busy, ("wait", "skip")) == "skip",
         room=room_given(max_extra_bytes),
         hold_check=flag("hold_check", hold_check),
-        replica_check=level_of(one_of("replica_check", replica_check, tuple(LEVELS))),
+        check_replicas=level_of(one_of("check_replicas", check_replicas, tuple(LEVELS))),
     )
 
 
@@ -81,7 +81,7 @@ def alike(options: SaveOptions, every: object, every_secs: float | None, *, at_e
         "mode": "async" if options.is_async else "sync",
         "when_busy": "skip" if options.skips else "wait",
         "components": None if options.components is None else sorted(options.components),
-        "replica_check": options.replica_check,
+        "check_replicas": options.check_replicas,
     }
 
 

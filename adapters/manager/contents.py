@@ -37,7 +37,7 @@ class RunContents:
         hooks: what announces the updates of a live run.
         components: which components are saved; None for all.
         contract: what must be equal at a resume, beside what the run says itself.
-        replica_check: how much each save compares of what all ranks should have alike.
+        check_replicas: how much each save compares of what all ranks should have alike.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class RunContents:
         *,
         components: tuple[str, ...] | None,
         contract: Mapping[str, Any],
-        replica_check: Level,
+        check_replicas: Level,
     ) -> None:
         self._world = world
         self._hooks = hooks
         self._components = components
         self._contract = contract
-        self._replica_check = replica_check
+        self._check_replicas = check_replicas
         self._describer = Describer()
         self._proofs = 0
         self._has_read = False  # whether the batches of the ranks were compared
@@ -97,7 +97,7 @@ class RunContents:
                 **sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world),
                 **run.sharing.sent(view.modules),
             }
-        return found.with_copies(proof_of(self._replica_check, saves=self._proofs), sent=sent)
+        return found.with_copies(proof_of(self._check_replicas, saves=self._proofs), sent=sent)
 
     def with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:
         """Add the random streams, which the view has read; an async save does this in its thread."""

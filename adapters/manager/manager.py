@@ -58,7 +58,7 @@ class CheckpointManager:
             With 0 an update waits until everything is written.
         hold_check: whether an async save compares the bytes that it holds with those that it commits, to find writers that neither a hook nor a
             version counter shows. It reads the state twice more.
-        replica_check: how much is compared of what all ranks should have alike. ``"quick"``: everything at the first save, then a 16th of each
+        check_replicas: how much is compared of what all ranks should have alike. ``"quick"``: everything at the first save, then a 16th of each
             tensor; ``"tensor"``: everything at each save; ``"full"``: also after each restore; ``"none"``: only structures and contracts.
         when_busy: what a save does while another is under way: ``"wait"`` for it, or ``"skip"``, which leaves its cadence due; best and last wait.
         components: which components are saved and restored; None for all.
@@ -104,7 +104,7 @@ class CheckpointManager:
         mode: Literal["sync", "async"] = "sync",
         max_extra_bytes: int | None = None,
         hold_check: bool = False,
-        replica_check: Level = "quick",
+        check_replicas: Level = "quick",
         when_busy: Literal["wait", "skip"] = "wait",
         components: Sequence[str] | None = None,
         policy: Mapping[str, DriftAction] | None = None,
@@ -127,7 +127,7 @@ class CheckpointManager:
             names, start_over = check_likely(components), given.flag("start_over", start_over)
             policy, agreed = check_policy(policy), checked_contract(mapping_given("contract", contract))
             options = given.save_options(components=names, contract=agreed, mode=mode, when_busy=when_busy, max_extra_bytes=max_extra_bytes,
-                                   hold_check=hold_check, replica_check=replica_check)  # fmt: skip
+                                   hold_check=hold_check, check_replicas=check_replicas)  # fmt: skip
             store = open_store(run)
             first = FirstSave(store, world, lease.take(store, world), start_over=start_over, components=names)
             self._events = events = EventLog(store.url, on_event, logs=world.rank == 0)
@@ -137,7 +137,7 @@ class CheckpointManager:
             self._asked = asked = UnusedManager(store.url)
             self._saves = SaveRunner(store, world, options, due=due, first=first, events=events, rehearsal=rehearsal, lease=lease,
                                      pruner=Pruner(store, retention, left_behind))  # fmt: skip
-            loader = RunLoader(store, world, names, policy, agreed, proves=options.replica_check == "full")
+            loader = RunLoader(store, world, names, policy, agreed, proves=options.check_replicas == "full")
             self._loads = LoadRunner(loader, self._saves, due, first, asked, events, rehearsal)
             self._check_run = given.RunCheck(names)
             self._how = f"{store.url!r}, {mode}, {given.cadence_text(every, every_secs)}, keep: {retention}"

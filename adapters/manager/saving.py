@@ -97,7 +97,7 @@ class SaveRunner:
         self._rehearsal = rehearsal
         self._lease = lease
         self._hooks = UpdateHooks(self.protect)
-        self._contents = RunContents(world, self._hooks, components=options.components, contract=options.contract, replica_check=options.replica_check)  # fmt: skip
+        self._contents = RunContents(world, self._hooks, components=options.components, contract=options.contract, check_replicas=options.check_replicas)  # fmt: skip
         self._threads_world = world.duplicate() if options.is_async else world
         self._under_way: _UnderWay | None = None
         self._committed_step: int | None = None

@@ -12,7 +12,7 @@ from trainfold.backends.environment import environment_of
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.backends.runs.alike.replicas import check_copies, copies_of
+from trainfold.backends.runs.alike.replicas import check_copies, copies_of, replicated
 from trainfold.core.checks import mapping_given
 from trainfold.core.data.batches_read import BatchesRead
 from trainfold.core.errors import InvalidArgument, InvalidState
@@ -105,8 +105,12 @@ class Snapshot:
             proof: how much is compared.
             sent: leaf path -> what sends it to the other ranks before it is used.
         """
-        copies = copies_of(self.described, self.tensors, proof=proof, sent=sent, stage=self.stage)
-        return attrs.evolve(self, copies=copies, sent=sent or {})
+        found = attrs.evolve(self, sent=sent or {})
+        return attrs.evolve(found, copies=copies_of(found.replicated(), proof=proof))
+
+    def replicated(self) -> dict[str, dict[str, Any]]:
+        """Every tensor that must be equal on several ranks, by name and path."""
+        return replicated(self.described, self.tensors, sent=self.sent, stage=self.stage)
 
     def summary(self) -> dict[str, str]:
         """The digests by which ranks compare what must be equal on all of them; stages have contracts of their own, which are put together."""

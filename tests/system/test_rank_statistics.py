@@ -116,7 +116,7 @@ def found_at(level, drifts, *, leaf=3, size=2**14):
     store = MemoryStore()
 
     def work(world):
-        with CheckpointManager(store, collectives=world, replica_check=level) as manager:
+        with CheckpointManager(store, collectives=world, check_replicas=level) as manager:
             for step in range(1, 22):
                 weights = {"small": torch.zeros(3), "large": torch.zeros(size), "queue": torch.zeros(size)}
                 if step > 1 and world.rank == 1:
@@ -149,8 +149,8 @@ def test_drift_after_the_first_save_is_found_in_time():
 
 
 def test_a_level_that_is_none_is_refused():
-    with pytest.raises(InvalidArgument, match=r"replica_check.*'none' or 'quick' or 'tensor' or 'full', found 'ful'"):
-        CheckpointManager(MemoryStore(), replica_check="ful")
+    with pytest.raises(InvalidArgument, match=r"check_replicas.*'none' or 'quick' or 'tensor' or 'full', found 'ful'"):
+        CheckpointManager(MemoryStore(), check_replicas="ful")
 
 
 def restored_otherwise(collectives, level, store):
@@ -164,7 +164,7 @@ def restored_otherwise(collectives, level, store):
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     live = attach(model, extra={"ema": (lambda: value, take)})
-    with CheckpointManager(store, collectives=collectives, replica_check=level) as manager:
+    with CheckpointManager(store, collectives=collectives, check_replicas=level) as manager:
         if manager.restore(live).is_fresh:
             live.advance(samples=1)
             manager.save(live)

@@ -67,47 +67,68 @@ def descriptions(
     return [{name: read.get((name, digest), mine[name]) for name, digest in each.digests.items()} for each in announced]
 
 
-def copies_of(
+def replicated(
     described: Mapping[str, Described],
     tensors: Mapping[str, Mapping[str, Any]],
     *,
-    proof: Proof,
     sent: Mapping[str, str] | None = None,
     stage: Stage | None = None,
-) -> dict[str, dict[str, str]]:
-    """The digest of every tensor that must be equal on all ranks. Scalars need none: they are in the descriptions, which are compared.
+) -> dict[str, dict[str, Any]]:
+    """Every tensor that must be equal on several ranks. Scalars need no comparison: they are in the descriptions, which are compared.
 
     Args:
         described: component -> its structure.
-        tensors: component -> leaf path -> tensor; none is changed.
-        proof: how much of each tensor is compared.
+        tensors: component -> leaf path -> tensor.
         sent: leaf path -> what sends it to the other ranks before it is used. This is compared instead of the value.
         stage: the stages of a pipeline that this rank holds.
 
     Returns:
-        Component -> leaf path -> digest. Of shards, it has those that other ranks hold too, under the name of these parts. What only the ranks of
-        a stage hold is under the name of the stage.
+        Component -> leaf path -> the tensor in this rank's memory, or the text that is compared in its place. Of shards, it has those that
+        other ranks hold too, under a name for each set of ranks that do. What only the ranks of a stage hold is under the name of the stage.
     """
     known = sent or {}
-    found: dict[str, dict[str, str]] = {}
-    for name, each in described.items() if proof.level != "none" else ():
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in described.items():
+        leaves = tensors[name]
         if belongs_to_rank(name, each.node) or counts_on_rank_zero(each.node):
             if (share := share_of(each.node)) is not None:  # it is compared between the ranks of the share
                 path = f"{name}.value"
-                digests = {leaf: _digest(tensors[name][leaf], leaf, proof) for leaf in each.tensors}
                 structure = digest_of(canonical_json(each.node))
-                found[parts_name(name, {path: share})] = {path: structure, **digests}
+                found[parts_name(name, {path: share})] = {
+                    path: structure,
+                    **{leaf: leaves[leaf] for leaf in each.tensors},
+                }
             continue
-        leaves, parts = tensors[name], {path: spec.slices for path, spec in each.tensors.items() if spec.slices}
+        parts = {path: spec.slices for path, spec in each.tensors.items() if spec.slices}
         everywhere = name if stage is None or not is_by_name(each.node) else parts_name(name, {str(stage): None})
-        found[everywhere] = {
-            path: known.get(path) or _digest(leaves[path], path, proof) for path in each.tensors if path not in parts
-        }
-        shards = {path: leaf.tensor for path in parts if isinstance(leaf := leaves[path], Shard) and leaf.is_copied}
-        if shards:
-            boxes = {path: parts[path] for path in shards}
-            found[parts_name(name, boxes)] = {path: _digest(part, path, proof) for path, part in shards.items()}
+        found[everywhere] = {path: known.get(path) or leaves[path] for path in each.tensors if path not in parts}
+        held: dict[Any, dict[str, torch.Tensor]] = {}
+        for path in parts:
+            if isinstance(leaf := leaves[path], Shard) and leaf.is_copied:
+                held.setdefault(_holders(leaf), {})[path] = leaf.tensor
+        for shards in held.values():
+            found[parts_name(name, {path: parts[path] for path in shards})] = shards
     return found
+
+
+def _holders(leaf: Shard) -> Any:
+    """What tells the sets of ranks apart that hold the parts of this rank: ranks of one mesh that differ only along axes that cut nothing."""
+    return None if leaf.placement is None else (leaf.placement.mesh, leaf.placement.replica_axes)
+
+
+def copies_of(found: Mapping[str, Mapping[str, Any]], *, proof: Proof) -> dict[str, dict[str, str]]:
+    """The digest of every tensor that must be equal on several ranks.
+
+    Args:
+        found: from `replicated`; no tensor is changed.
+        proof: how much of each tensor is compared.
+    """
+    if proof.level == "none":
+        return {}
+    return {
+        name: {path: leaf if isinstance(leaf, str) else _digest(leaf, path, proof) for path, leaf in leaves.items()}
+        for name, leaves in found.items()
+    }
 
 
 def _digest(leaf: Any, path: str, proof: Proof) -> str:

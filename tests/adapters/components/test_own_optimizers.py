@@ -337,7 +337,7 @@ UPDATES = Updates()
 
 def contents_of_all():
     hooks = UpdateHooks(UPDATES.announced)
-    return RunContents(SingleProcess(), hooks, components=None, contract={}, replica_check="none")
+    return RunContents(SingleProcess(), hooks, components=None, contract={}, check_replicas="none")
 
 
 def test_what_an_own_way_writes_at_any_moment_is_copied_in_the_call():

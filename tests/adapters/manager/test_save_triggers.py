@@ -275,7 +275,7 @@ def test_no_rank_is_said_to_have_closed_too_early_where_all_come_to_the_end(monk
         {"mode": "async"},
         {"when_busy": "skip"},
         {"components": ["trainer"]},
-        {"replica_check": "none"},
+        {"check_replicas": "none"},
     ],
 )
 def test_ranks_whose_managers_have_other_arguments_are_told_so_when_these_are_made(mine):

@@ -10,6 +10,8 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import thread_outcomes
 from trainfold.backends.runs.api import save
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
@@ -39,6 +41,30 @@ def test_a_bit_that_differs_between_two_copies_of_a_part_is_refused_on_every_ran
     assert text.startswith(f"model.params[{name!r}]: expected the bits of rank {rank % 2}, which holds the same part")
     assert f"on rank {max(rank, rank % 2 + 2)}" in text
     assert "manifest.json" not in store.list("step-00000001"), "nothing is committed"
+
+
+def of_two_axes(rank, *, drift):
+    """On a mesh of 2 x 2 each rank has another part of one tensor, and two ranks each half of another, such as that of a norm."""
+    mesh, params = make_mesh((2, 2)), {}
+    for name, cuts in (("weight", [[0], [1]]), ("norm", [[0]]), ("bias", [[], [1]])):
+        rule = make_placement(mesh, cuts)
+        box = rule.box((6, 4), mesh.coordinate_of(rank))
+        part = WHOLE[tuple(slice(low, high) for low, high in box)].clone()
+        part[0, 0] += drift == (rank, name)
+        params[name] = Shard(part, (6, 4), tuple(low for low, _ in box), len(cuts) == 1 or not cuts[0], rule)
+    return TrainState(model=ModelState(params=Leaves(params), buffers=Leaves()), trainer=Progress(step=1))
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(("name", "other"), [("norm", 1), ("bias", 2)])
+def test_parts_that_some_ranks_have_alike_are_compared_although_these_ranks_differ_in_other_parts(rank, name, other):
+    """B06: a norm under tensor parallelism and fully_shard. It was not compared, because its ranks hold other parts of other tensors."""
+    store, drift = MemoryStore(), (rank, name)
+    outcomes = thread_outcomes(4, lambda ranks: save(of_two_axes(ranks.rank, drift=drift), store, collectives=ranks))
+    first, last = sorted((rank, rank ^ other))
+    text = disagreements(outcomes)
+    assert text.startswith(f"model.params[{name!r}]: expected the bits of rank {first}, which holds the same part")
+    assert f"on rank {last}" in text
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
