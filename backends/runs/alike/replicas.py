@@ -112,7 +112,7 @@ def replicated(
 
 
 def _holders(leaf: Shard) -> Any:
-    """What tells the sets of ranks apart that hold the parts of this rank: ranks of one mesh that differ only along axes that cut nothing."""
+    """What is different for each set of ranks that hold the same parts: ranks of one mesh that differ only along axes that cut nothing."""
     return None if leaf.placement is None else (leaf.placement.mesh, leaf.placement.replica_axes)
 
 
