@@ -19,9 +19,10 @@ from trainfold.backends.runs.snapshot import Snapshot, describe_state
 from trainfold.core import tree
 from trainfold.core.format.structure.describe import Describer
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
+from trainfold.core.format.structure.united_contract import shown_as_whole
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
-from trainfold.core.save.replicas import Level, proof_of
+from trainfold.core.save.replicas import Level, of_stages, proof_of
 from trainfold.core.state.components import components_of, validate_components
 from trainfold.core.state.contract_kinds import shared_settings
 from trainfold.core.state.leaves import leaves_in
@@ -157,14 +158,13 @@ def _steady_of_state(state: TrainState, leaves: Mapping[LeafName, torch.Tensor])
 
 
 def _settings(found: Snapshot, *, own: Collection[str]) -> dict[str, dict[str, Json]]:
-    """The settings that ranks must have alike: none of stages, which differ, and none of what a rank has of its own."""
-    if found.stage is not None:
-        return {}
+    """The settings that ranks must have alike, of stages those with the same ones: none of what a rank has of its own."""
+    contract = found.contract if found.stage is None else shown_as_whole(found.contract)
     return {
-        name: settings
+        of_stages(name, found.stage): settings
         for name, each in found.described.items()
         if name not in own and not belongs_to_rank(name, each.node) and not counts_on_rank_zero(each.node)
-        if (settings := shared_settings(found.contract, name))
+        if (settings := shared_settings(contract, name))
     }
 
 

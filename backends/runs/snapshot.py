@@ -48,7 +48,7 @@ class Snapshot:
         sent: leaf path -> what sends it to the other ranks before it is used, so that the value of rank 0 is saved.
         stage: the stages of a pipeline whose leaves it has; None for a whole model.
         read: what this rank has read last, to be compared with the other ranks; None if it is not known, or was compared.
-        settings: component -> the settings of its object that ranks must have alike.
+        settings: component -> the settings of its object that ranks must have alike; those of stages under their names, from `of_stages`.
     """
 
     step: int

@@ -9,6 +9,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.format.structure.described import Described
 from trainfold.core.json_values import Json, canonical_json
+from trainfold.core.layout.stage import Stage
 from trainfold.core.state.notes import is_of_each_rank
 
 _PARTS: Final = " in parts "  # no name of a component has spaces
@@ -108,7 +109,7 @@ def summary(leaves: Leaves, contract: Mapping[str, Json], settings: Mapping[str,
     Args:
         leaves: component -> leaf path -> digest.
         contract: what must be equal at a resume.
-        settings: component -> the settings that ranks must have alike.
+        settings: name, from `of_stages` -> the settings that ranks must have alike.
     """
     shared = {key: value for key, value in contract.items() if not is_of_each_rank(key)}
     lines = {name: "\n".join(f"{path} {digest}" for path, digest in each.items()) for name, each in leaves.items()}
@@ -181,8 +182,19 @@ def parts_differ(held: Sequence[Mapping[str, str] | None]) -> RanksDisagree:
     )
 
 
+def of_stages(component: str, stage: Stage | None) -> str:
+    """The name of a component's settings; those of stages differ, so each part of a pipeline has a name of its own.
+
+    Examples:
+        >>> from trainfold.core.layout.stage import make_stage
+        >>> of_stages("model", None), of_stages("model", make_stage([1], 2))
+        ('model', 'model of stage 1 of 2')
+    """
+    return component if stage is None else f"{component} of {stage}"
+
+
 def settings_name(component: str) -> str:
-    """The name in a summary for the settings of a component; ranks that do not compare them have none.
+    """The name in a summary for the settings of a component, from `of_stages`; ranks that do not compare them have none.
 
     Examples:
         >>> component_of_settings(settings_name("model")), component_of_settings("model")
@@ -192,7 +204,7 @@ def settings_name(component: str) -> str:
 
 
 def component_of_settings(name: str) -> str | None:
-    """The component whose settings have a name in a summary; None if it is a name of something else."""
+    """The component, from `of_stages`, whose settings have a name in a summary; None if it is a name of something else."""
     return name.removeprefix(_NAMED) if name.startswith(_NAMED) else None
 
 
@@ -200,7 +212,7 @@ def settings_differ(component: str, held: Sequence[Mapping[str, Json] | None]) -
     """The error for ranks that have attached an object with other settings.
 
     Args:
-        component: of the object.
+        component: of the object, from `of_stages`.
         held: for each rank, its settings; None for a rank that does not compare them.
 
     Examples:
@@ -214,16 +226,41 @@ def settings_differ(component: str, held: Sequence[Mapping[str, Json] | None]) -
         for key in dict.fromkeys((*mine, *each))
         if _text(mine, key) != _text(each, key)
     )
+    declared = f"{component.partition(' ')[0]}.settings"
+    return contracts_differ(
+        key,
+        (first, mine),
+        (rank, there),
+        fix=f"{_SETTINGS}; or declare that ranks have their own: attach(..., sharing={{'{declared}': 'each_rank'}})",
+    )
+
+
+def contracts_differ(
+    key: str, mine: tuple[int, Mapping[str, Json]], theirs: tuple[int, Mapping[str, Json]], *, fix: str = _SETTINGS
+) -> RanksDisagree:
+    """The error for two ranks whose contracts differ.
+
+    Args:
+        key: of the contract.
+        mine: a rank and its contract.
+        theirs: another rank and its contract.
+        fix: what to do.
+
+    Examples:
+        >>> print(contracts_differ("batch_size", (0, {"batch_size": 8}), (2, {})))
+        contract['batch_size']: expected what rank 0 has: 8, found on rank 2: 'nothing'; start the same script with the same settings on all ranks
+    """
+    (first, one), (rank, other) = mine, theirs
     return RanksDisagree(
         f"contract[{key!r}]",
-        expected=f"what rank {first} has: {_short(mine.get(key, 'nothing'))}",
-        found=f"on rank {rank}: {_short(there.get(key, 'nothing'))}",
-        fix=f"{_SETTINGS}; or declare that ranks have their own: attach(..., sharing={{'{component}.settings': 'each_rank'}})",
+        expected=f"what rank {first} has: {_short(one.get(key, 'nothing'))}",
+        found=f"on rank {rank}: {_short(other.get(key, 'nothing'))}",
+        fix=fix,
     )
 
 
 def differing(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    """The leaves, or keys of the contract, that differ from those of rank 0, in the order of rank 0.
+    """The leaves, or keys of the contract, that differ from those of a first rank, in its order.
 
     Examples:
         >>> differing({"a": 1, "b": 3, "environment.threads": 1, "unsaved": {"model.p": "a number"}}, {"a": 1, "b": 2, "environment.threads": 2})

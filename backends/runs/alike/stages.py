@@ -10,11 +10,11 @@ from trainfold.core.format.codec import leaf_digest
 from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.outline import Announcement, by_rule, described_by, outline_of
 from trainfold.core.format.structure.unite import NAMES_FIX, is_by_name, leaves_of_several, unite
-from trainfold.core.format.structure.united_contract import PartOfRun, of_all_stages, united_contract
+from trainfold.core.format.structure.united_contract import PartOfRun, of_all_stages, shown_as_whole, united_contract
 from trainfold.core.json_values import Json
 from trainfold.core.layout.stage import Stage, ranks_by_stage
 from trainfold.core.layout.world import Collectives, World
-from trainfold.core.save.replicas import first_disagreement, structures_differ
+from trainfold.core.save.replicas import contracts_differ, differing, first_disagreement, structures_differ
 
 
 @final
@@ -85,6 +85,7 @@ def united_run(
         for stage, ranks in parts.items()
     }
     _check_replicas(announced, parts, read, spread)
+    _check_contracts(announced, parts, contracts)
     united = {name: unite(name, [(ranks, held[stage][name]) for stage, ranks in parts.items()], world.world_size) for name in spread}  # fmt: skip
     whole = {name: each.described.node for name, each in united.items()}
     said = [
@@ -143,6 +144,21 @@ def _check_replicas(
                 if mine != theirs:
                     where, one, other = first_disagreement(name, read[name, mine], read[name, theirs])
                     raise structures_differ(where, f"{one} (rank {ranks[0]})", other, rank)
+
+
+def _check_contracts(
+    announced: Sequence[Announcement],
+    parts: Mapping[Stage, tuple[int, ...]],
+    contracts: Mapping[str, Mapping[str, Json]],
+) -> None:
+    """Raise if ranks with the same stages say different things of the run; what ranks may have of their own does not count."""
+    for ranks in parts.values():
+        first = announced[ranks[0]].contract
+        odd = {announced[rank].contract: rank for rank in reversed(ranks) if announced[rank].contract != first}
+        for digest, rank in sorted(odd.items(), key=lambda pair: pair[1]):
+            mine, theirs = (shown_as_whole(contracts[each]) for each in (first, digest))
+            if keys := differing(theirs, mine):
+                raise contracts_differ(keys[0], (ranks[0], mine), (rank, theirs))
 
 
 def check_several(

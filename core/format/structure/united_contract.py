@@ -87,11 +87,16 @@ def united_contract(parts: Sequence[PartOfRun], whole: Mapping[str, Json]) -> di
                 )  # fmt: skip
             else:
                 found[key] = merged[0]
-    return _shown_as_whole({key: found[key] for key in sorted(found) if key not in odd})
+    return shown_as_whole({key: found[key] for key in sorted(found) if key not in odd})
 
 
-def _shown_as_whole(contract: Mapping[str, Json]) -> dict[str, Json]:
-    """The contract with the settings of modules, and the frozen parameters, as a whole model has them."""
+def shown_as_whole(contract: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a contract with the settings of modules, and the frozen parameters, as a whole model has them.
+
+    Examples:
+        >>> shown_as_whole({"attached.model.(places)": {"h.3": {"p": 0.1}, "h.4": {"p": 0.1}}})
+        {'attached.model.h.*': {'p': 0.1}}
+    """
     found: dict[str, Json] = {}
     for key, value in contract.items():
         if key.endswith(f".{PLACES}") and isinstance(value, dict):

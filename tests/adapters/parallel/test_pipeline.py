@@ -156,3 +156,72 @@ def test_the_order_of_the_stages_in_the_list_does_not_matter():
         manager.save(attach(stages))
     state = attach(cut(0, 1)).capture()
     assert fingerprint(load(store, like=state, reset={"rng": "another"}))["model"] == fingerprint(state)["model"]
+
+
+class Limit:
+    """An object of the user's, whose state is the same on all ranks."""
+
+    def __init__(self, **settings):
+        self.__dict__.update(settings)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def told_at_the_first_save(change, sharing=None):
+    """What each of four ranks raises, of which 1 and 3 have the second of two stages; ``change`` changes what rank 3 attaches."""
+
+    def save(world):
+        rank, index = world.rank, world.rank % 2
+        model, limit = cut(index, 2), Limit(start=2, local_rank=rank)
+        model.tp_rank = rank
+        model.h[str(3 * index + 1)].group_rank = rank
+        if rank == 3:
+            change(model, limit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        live = attach(Stage(model, index, 2), optimizer, extra={"limit": limit}, sharing=sharing)
+        live.advance(samples=1)
+        with CheckpointManager(store, collectives=world) as manager:
+            try:
+                manager.save(live)
+            except RanksDisagree as error:
+                return str(error)
+
+    store = MemoryStore()
+    return run_threads(4, save)
+
+
+def other_dropout(model, limit):
+    model.h["4"][1].p = 0.75
+
+
+def other_limit(model, limit):
+    limit.start = 3
+
+
+def frozen(model, limit):
+    model.h["4"][0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_dropout, r"contract['attached.model.h.*.*.p']: expected what rank 1 has: [None, 0.3, None, 0.4, None, 0.5], found on rank 3: [None, 0.3, None, 0.75, None, 0.5]"),
+        (other_limit, "contract['attached.limit.start']: expected what rank 1 has: 2, found on rank 3: 3"),
+        (frozen, "contract['attached.optimizer.frozen']: expected what rank 1 has: [], found on rank 3: ['h.4.0.weight']"),
+    ],
+)  # fmt: skip
+def test_settings_of_one_replica_of_a_stage_are_refused_with_the_rank_and_the_key(change, said):
+    """R07, W24: equal gradients keep the weights of replicas equal, so that nothing else shows it."""
+    for text in told_at_the_first_save(change):
+        assert said in str(text)
+
+
+def test_settings_that_replicas_of_a_stage_have_of_their_own_are_spared():
+    """By their names, and by a declaration."""
+    assert told_at_the_first_save(lambda model, limit: None) == [None] * 4
+    assert told_at_the_first_save(other_limit, {"limit.settings": "each_rank"}) == [None] * 4
+    assert told_at_the_first_save(other_dropout, {"model.settings": "each_rank"}) == [None] * 4

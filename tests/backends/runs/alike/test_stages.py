@@ -273,6 +273,32 @@ def test_replicas_of_a_stage_that_differ_in_a_bit_are_refused_by_name():
     assert saved_by(first, second, first, second).list("")
 
 
+@pytest.mark.parametrize("other", [{"live.check.clip_norm": 0.5, "tokenizer": "a"}, {"tokenizer": "a"}])
+def test_replicas_of_a_stage_with_other_contracts_are_refused_by_key(other):
+    """W24, R07: such as another limit of the gradients' norm; it was silent, because the first rank of each stage spoke for it."""
+    first, second = (
+        each.evolve(contract={"tokenizer": "a", "live.check.clip_norm": 1.0}) for each in halves(whole_state())
+    )
+    said = r"contract\['live.check.clip_norm'\]: expected what rank 1 has: 1.0, found on rank 3: (0.5|'nothing'); .*same settings"
+    with pytest.raises(RanksDisagree, match=said):
+        saved_by(first, second, first, second.evolve(contract=other))
+    store = saved_by(first, second, first, second)
+    states = [zeros_like(each) for each in (first, second, first, second.evolve(contract=other))]
+    with pytest.raises(RanksDisagree, match=said):
+        run_threads(4, lambda world: load(store, like=states[world.rank], collectives=world))
+
+
+def test_replicas_of_a_stage_may_have_their_own_devices_and_lists_of_what_is_not_saved():
+    """R07: as replicas of a whole model may."""
+    states = halves(whole_state()) * 2
+    assert saved_by(
+        *(
+            each.evolve(contract={"unsaved": {"model.p": rank}, "environment.threads": rank})
+            for rank, each in enumerate(states)
+        )
+    ).list("")
+
+
 def test_a_component_that_only_some_stages_have_is_refused():
     """B06: such as a loader that only the first stage attaches."""
     first, second = halves(whole_state())
