@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import final
 
 import attrs
@@ -151,7 +152,8 @@ class SaveRunner:
         began = time.monotonic()
         if self._rehearsal is not None:
             self._rehearsal.begins_save(run)
-        outcome = self._begin(run, failures, may_skip=may_skip and self._options.skips)
+        with self._due.until_all_come(_step_of(run)):
+            outcome = self._begin(run, failures, may_skip=may_skip and self._options.skips)
         if self._rehearsal is not None:
             self._rehearsal.ends(run, self.wait)
         if outcome.status != "skipped":
@@ -243,7 +245,12 @@ class SaveRunner:
     def _collect(self) -> SaveResult | None:
         under_way = self._under_way
         assert under_way is not None, "begin comes first"
-        under_way.job.wait()
+        with (
+            nullcontext()
+            if under_way.job.is_over
+            else self._due.until_all_come(under_way.before.step, self._threads_world)
+        ):
+            under_way.job.wait()
         # an interrupt before `_under_way` is None repeats all of this
         self._contents.found_written(under_way.hold.written())
         self._ready_bytes = under_way.hold.protected_bytes

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, final
 
 import attrs
@@ -18,8 +18,15 @@ from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.process_group import is_of_transport
 from trainfold.core.errors import RankFailed, RanksDisagree, place
 from trainfold.core.json_values import shown
-from trainfold.core.layout.world import Bulletin, Collectives, HasBulletin, PendingRows
-from trainfold.core.save.boundary import Boundary, agreed_boundary, flag_missing, passed_number, without_flag
+from trainfold.core.layout.world import Collectives, HasBulletin, HasCome, PendingRows
+from trainfold.core.save.boundary import (
+    Boundary,
+    agreed_boundary,
+    flag_missing,
+    never_come,
+    passed_number,
+    without_flag,
+)
 from trainfold.core.save.cadence import choose_cadence, describe_cadence
 from trainfold.core.save.requests import StopRequest, merge_requests
 from trainfold.core.save.triggers import (
@@ -174,6 +181,10 @@ class SaveTriggers:
         self._seen: int | None = None
         self._every: int | None = None  # the last agreed cadence
         self._pending: PendingRows | None = None
+        self._sent_at = -1  # the step where it was sent
+        self._done: int | None = (
+            None  # the last step of which this rank has left the boundary, or begun a save with all ranks
+        )
         self._flags = 0  # boundaries that this rank has come to with a flag
         self._is_outdated = False  # a save or a load came after the row that is on its way
         self._failure: Exception | None = None  # of the source of requests, for the next boundary
@@ -217,10 +228,8 @@ class SaveTriggers:
         if is_last or is_best:
             self._flags += 1
             self._send(self._here(step, is_last=is_last, is_best=is_best, has_ended=has_ended))
-            with _say_what_is_missing(
-                step, "is_last" if is_last else "is_best", self._world, self._passed, self._flags
-            ):
-                found = self._agreed() or found
+            with self._until_all_have_the_flag(step, "is_last" if is_last else "is_best"):
+                found = self._agreed(is_watched=True) or found
         return attrs.evolve(found, step=step, is_last=is_last, is_best=is_best)
 
     def leave(self, step: int, *, has_ended: bool, is_saving: bool) -> None:
@@ -231,6 +240,7 @@ class SaveTriggers:
             has_ended: whether the save under way has ended on this rank.
             is_saving: whether there is one, which all ranks say alike.
         """
+        self._done = step if self._done is None else max(self._done, step)
         if self._always_sends or (is_saving and self._world.world_size > 1):
             self._send(self._here(step, is_last=False, is_best=False, has_ended=has_ended))
         elif self._passed is not None:
@@ -239,7 +249,33 @@ class SaveTriggers:
     def close(self) -> None:
         """Let ranks that wait for this one see that it comes to no further boundary."""
         if self._passed is not None:
-            self._passed.put(passed_number(None, self._flags))
+            self._passed.put(passed_number(self._done, self._flags, is_closed=True))
+
+    def until_all_come(self, step: int, world: Collectives | None = None) -> AbstractContextManager[None]:
+        """Fail if ranks have closed their managers before a boundary where this one waits for them in the block.
+
+        Args:
+            step: of the boundary.
+            world: in which it waits; None for that of the boundaries.
+        """
+        passed = self._passed
+        if passed is None:
+            return nullcontext()
+        return _watched(self._world if world is None else world, lambda: never_come(passed.numbers(), step))
+
+    def _until_all_have_the_flag(self, step: int, flag: str) -> AbstractContextManager[None]:
+        """Fail if other ranks have passed a boundary without a flag, or closed their managers before it; where that does not show, log it soon.
+
+        Without a flag a rank does not come here, and it may wait for this one in the training.
+        """
+        rank, passed, flags = self._world.rank, self._passed, self._flags
+        where = f"rank {rank} was given {flag}=True at step {step}, and waits there for all ranks: give it on every rank at this boundary"
+
+        def find() -> RanksDisagree | None:
+            ranks, closed = ([], []) if passed is None else without_flag(passed.numbers(), rank, step, flags)
+            return flag_missing(flag, rank, ranks, closed) if ranks else None
+
+        return _watched(self._world, find, where)
 
     def _here(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         """What this rank knows now, with the requests that have come."""
@@ -254,17 +290,23 @@ class SaveTriggers:
         return Boundary(step, is_last, is_best, has_ended, secs, every, asked, self._failure is not None)
 
     def _send(self, mine: Boundary) -> None:
-        self._pending, self._is_outdated = (
+        self._pending, self._is_outdated, self._sent_at = (
             self._world.start_gather(mine.numbers(), doing="come to the next boundary"),
             False,
+            mine.step,
         )
 
-    def _agreed(self) -> Boundary | None:
+    def _agreed(self, *, is_watched: bool = False) -> Boundary | None:
         """What all ranks knew when they sent it; None if nothing was sent."""
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
-        found = agreed_boundary(pending.wait())
+        if is_watched or (isinstance(pending, HasCome) and pending.has_come):
+            rows = pending.wait()
+        else:
+            with self.until_all_come(self._sent_at):
+                rows = pending.wait()
+        found = agreed_boundary(rows)
         self._asked = merge_requests([self._asked, found.asked])
         self._every = found.every
         if found.has_failed:
@@ -317,6 +359,7 @@ class SaveTriggers:
     def begun(self, step: int) -> None:
         """Note that this step is saved, or being saved, which answers the requests."""
         self.last_saved, self._saved_at, self._asked = step, time.monotonic(), ()
+        self._done = step if self._done is None else max(self._done, step)
         self._is_outdated = True
 
     def measured(self, step: int, call_secs: float, *, is_durable: bool) -> None:
@@ -335,6 +378,7 @@ class SaveTriggers:
         """Note that the run continues from a checkpoint, as another try."""
         self.stops = self.is_aborted = False
         self.last_saved, self._seen, self._saved_at, self._is_outdated = step, step, time.monotonic(), True
+        self._done = step
 
 
 @final
@@ -353,35 +397,36 @@ class _at:  # noqa: N801 (used as a function; a generator would cost each bounda
 
 
 @contextmanager
-def _say_what_is_missing(
-    step: int, flag: str, world: Collectives, passed: Bulletin | None, flags: int
-) -> Iterator[None]:
-    """Fail if other ranks have passed a boundary without a flag, or closed their managers before it; where that does not show, log it soon.
+def _watched(world: Collectives, find: Callable[[], RanksDisagree | None], late: str = "") -> Iterator[None]:
+    """Look again and again, while this rank waits in the block, whether the ranks for which it waits can still come.
 
-    Without a flag a rank does not come here, and it may wait for this one in the training.
+    Args:
+        world: in which it waits.
+        find: returns why they do not.
+        late: what to log if that does not show for some time, and to note on the error; empty for nothing.
     """
-    where = f"rank {world.rank} was given {flag}=True at step {step}, and waits there for all ranks: give it on every rank at this boundary"
     found: list[RanksDisagree] = []
     is_over = threading.Event()
 
     def look() -> None:
-        began = time.monotonic()
+        began, is_said = time.monotonic(), not late
         while not is_over.wait(min(_LOOK_SECS, PATIENCE_SECS)):
-            ranks, closed = ([], []) if passed is None else without_flag(passed.numbers(), world.rank, step, flags)
-            if ranks:
-                found.append(flag_missing(flag, world.rank, ranks, closed))
-                world.fail(found[0])  # ends the wait
+            reason = find()
+            if reason is not None:
+                found.append(reason)
+                world.fail(reason)  # ends the wait
                 return
-            if time.monotonic() - began >= PATIENCE_SECS:
-                _LOG.warning("%s, which some have not reached for %g s", where, PATIENCE_SECS)
-                break
+            if not is_said and time.monotonic() - began >= PATIENCE_SECS:
+                _LOG.warning("%s, which some have not reached for %g s", late, PATIENCE_SECS)
+                is_said = True
 
-    watch = threading.Thread(target=look, daemon=True, name="trainfold-flag")
+    watch = threading.Thread(target=look, daemon=True, name="trainfold-watch")
     watch.start()
     try:
         yield
     except RankFailed as error:
-        error.add_note(where)
+        if late:
+            error.add_note(late)
         if found:
             raise found[0] from error
         raise

@@ -410,6 +410,10 @@ class _PendingGather:
     work: Any
     rows: torch.Tensor
 
+    @property
+    def has_come(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
     def wait(self) -> list[tuple[int, ...]]:
         return self.owner._rows_of(self)  # noqa: SLF001 - of this module
 

@@ -50,6 +50,15 @@ class PendingRows(Protocol):
         """
 
 
+@runtime_checkable
+class HasCome(Protocol):
+    """Pending rows that may also know whether all ranks have sent theirs."""
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+
+
 class Bulletin(Protocol):
     """The last whole number that each rank has put up, for ranks that wait for it. No rank waits here, and it costs microseconds."""
 

@@ -13,7 +13,7 @@ from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import GROUPS, Drift, recipes_of
 from trainfold.core.state.audit import component_of, not_restored, not_restored_text
-from trainfold.core.state.contract_kinds import OF_RANK_ZERO
+from trainfold.core.state.contract_kinds import is_of_rank_zero
 
 _SHOWN: Final = 3
 _NAMED: Final = 16
@@ -124,7 +124,7 @@ class ResumePlan:
         actions = [
             ComponentAction(each.name, each.verb, note=each.note) if each.name in cut else each for each in self.actions
         ]
-        drifts = tuple(drift for drift in self.drifts if drift.kind not in OF_RANK_ZERO)
+        drifts = tuple(drift for drift in self.drifts if not is_of_rank_zero(drift.where))
         decided = (self.checkpoint, str(self.manifest.head), files, actions, drifts)
         return digest_of(repr(decided).encode("utf-8", "backslashreplace"))
 

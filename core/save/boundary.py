@@ -5,12 +5,13 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import RanksDisagree
+from trainfold.core.errors import RanksDisagree, place
 from trainfold.core.save.requests import REQUESTS, StopRequest
 
 _MICROS: Final = 1_000_000
 _STEP_BITS: Final = 48
-_CLOSED: Final = (1 << _STEP_BITS) - 1  # in place of a step
+_CLOSED: Final = 1 << _STEP_BITS
+_FLAG: Final = _CLOSED << 1
 _SAME: Final = (
     ("step", "the step", "call the manager at the same boundaries on every rank"),
     ("is_last", "is_last", "end the loops of all ranks at one step: give every rank as many batches, or sum over the ranks who has none left"),
@@ -87,14 +88,20 @@ def agreed_boundary(rows: Sequence[tuple[int, ...]]) -> Boundary:
     )
 
 
-def passed_number(step: int | None, flags: int) -> int:
+def passed_number(step: int | None, flags: int, *, is_closed: bool = False) -> int:
     """What a rank puts up when it leaves a boundary, or closes its manager.
 
     Args:
-        step: of the boundary; None if it comes to no other one.
+        step: of the last boundary that it has left, or of its last save if that came later; None if there is none.
         flags: at how many boundaries it had a flag so far.
+        is_closed: whether it comes to no other one.
     """
-    return flags << _STEP_BITS | (_CLOSED if step is None else step)
+    return flags * _FLAG + (_CLOSED if is_closed else 0) + (0 if step is None else step + 1)
+
+
+def _read(number: int) -> tuple[int, int, bool]:
+    """The step of a number that was put up, or -1; the flags; whether the manager is closed."""
+    return ((number % _CLOSED) - 1, number // _FLAG, bool(number & _CLOSED)) if number >= 0 else (-1, 0, False)
 
 
 def without_flag(passed: Sequence[int], rank: int, step: int, flags: int) -> tuple[list[int], list[int]]:
@@ -109,18 +116,44 @@ def without_flag(passed: Sequence[int], rank: int, step: int, flags: int) -> tup
     Examples:
         >>> without_flag([passed_number(6, 0), passed_number(7, 0), passed_number(6, 0)], 0, 7, 1), without_flag([passed_number(7, 0), passed_number(7, 0), passed_number(8, 0)], 0, 7, 1)
         (([1], []), ([2], []))
-        >>> without_flag([passed_number(6, 0), passed_number(7, 1), passed_number(None, 0), passed_number(None, 1)], 0, 7, 1)
+        >>> without_flag([passed_number(6, 0), passed_number(7, 1), passed_number(6, 0, is_closed=True), passed_number(7, 1, is_closed=True)], 0, 7, 1)
         ([2], [2])
     """
-    mine = passed[rank] & _CLOSED if passed[rank] >= 0 else -1
-    found = {
-        each: at
-        for each, number in enumerate(passed)
-        if number >= 0
-        and number >> _STEP_BITS < flags
-        and ((at := number & _CLOSED) > step or (at == step and mine < step))
-    }
-    return list(found), [each for each, at in found.items() if at == _CLOSED]
+    (mine, _, _), every = _read(passed[rank]), [_read(each) for each in passed]
+    closed = [each for each, (_, had, is_closed) in enumerate(every) if is_closed and had < flags]
+    left = [
+        each for each, (at, had, _) in enumerate(every) if had < flags and (at > step or (at == step and mine < step))
+    ]
+    return sorted({*closed, *left}), closed
+
+
+def never_come(passed: Sequence[int], step: int) -> RanksDisagree | None:
+    """The error for ranks that have closed their manager before a boundary where another one waits for them; None without any.
+
+    Args:
+        passed: by rank, what it has put up last, from `passed_number`; -1 if nothing.
+        step: of the boundary.
+
+    Examples:
+        >>> print(never_come([passed_number(6, 0), passed_number(6, 0, is_closed=True), passed_number(7, 0, is_closed=True)], 7))
+        the boundary at step 7: expected every rank, found rank 1, which has closed its manager after step 6; end the loops of all ranks at one step: give every rank as many batches, or sum over the ranks who has none left. If a rank has left its manager by an error, see that error
+        >>> never_come([passed_number(6, 0), passed_number(7, 0, is_closed=True)], 7)
+    """
+    gone = {each: at for each, (at, _, is_closed) in enumerate(map(_read, passed)) if is_closed and at < step}
+    if not gone:
+        return None
+    ends = sorted(set(gone.values()))
+    after = (
+        "before its first step" if ends == [-1] else f"after step {' or '.join(str(end) for end in ends if end >= 0)}"
+    )
+    error = RanksDisagree(
+        f"the boundary at step {step}",
+        expected="every rank",
+        found=f"rank {', '.join(map(str, gone))}, which has closed its manager {after}",
+        fix=f"{_SAME[1][2]}. If a rank has left its manager by an error, see that error",
+    )
+    place(error, step=step)
+    return error
 
 
 def flag_missing(flag: str, rank: int, passed: Sequence[int], closed: Sequence[int]) -> RanksDisagree:

@@ -13,7 +13,7 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.lease import raise_after
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.triggers import SaveTriggers, _say_what_is_missing
+from trainfold.adapters.manager.triggers import SaveTriggers, _watched
 from trainfold.adapters.requests.sources import Asked, SignalRequests
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads, thread_outcomes
 from trainfold.backends.runs.api import load
@@ -29,6 +29,7 @@ from trainfold.core.errors import (
     UnsupportedLeaf,
 )
 from trainfold.core.history.inventory import lineage
+from trainfold.core.save.boundary import never_come
 from trainfold.core.save.requests import REQUESTS
 from trainfold.core.save.triggers import make_triggers
 from trainfold.core.state.leaves import Leaves
@@ -249,6 +250,33 @@ def test_a_rank_that_waits_for_ranks_which_have_closed_their_managers_names_them
     assert isinstance(waited, RanksDisagree)
     assert waited.step == 6
     assert "True on rank 1, and not on rank 0, 2, which has closed its manager" in str(waited)
+
+
+@pytest.mark.parametrize("what", ["save", "async save", "request"])
+def test_a_rank_at_a_boundary_to_which_others_never_come_names_them_when_they_have_closed_their_managers(
+    what, monkeypatch
+):
+    """R07, R09: these ranks had fewer batches. A deadline of ten minutes ended the save, or the wait for what they would have sent."""
+    monkeypatch.setattr("trainfold.adapters.manager.triggers._LOOK_SECS", 0.02)
+    store, has_ended = MemoryStore(), threading.Event()
+    mode = "async" if what == "async save" else "sync"
+
+    def main(world):
+        source = NoSource() if what == "request" else None
+        try:
+            with CheckpointManager(store, every=7, mode=mode, requests=source, collectives=world) as manager:
+                for step in (5, 6, 7, 8) if world.rank == 1 else (5,) if what == "request" else (5, 6):
+                    manager.step(state_at(step))
+        finally:
+            if world.rank == 1:
+                has_ended.set()
+        has_ended.wait(20)  # these ranks have something else to do
+
+    one, waited, other = (each.error for each in thread_outcomes(3, main, timeout_secs=5.0))
+    assert one is other is None
+    last = 5 if what == "request" else 6
+    assert waited.step == last + 1
+    assert f"found rank 0, 2, which has closed its manager after step {last}" in str(waited)
 
 
 def test_no_rank_is_said_to_have_closed_too_early_where_all_come_to_the_end(monkeypatch):
@@ -564,6 +592,6 @@ def test_no_thread_that_watches_for_a_flag_outlives_its_boundary(monkeypatch):
             time.sleep(0.2)  # a slow store
             return [-1]
 
-    with _say_what_is_missing(4, "is_last", SingleProcess(), Passed(), 1):
+    with _watched(SingleProcess(), lambda: never_come(Passed().numbers(), 4)):
         assert looks.wait(10)
-    assert "trainfold-flag" not in {each.name for each in threading.enumerate()}
+    assert "trainfold-watch" not in {each.name for each in threading.enumerate()}

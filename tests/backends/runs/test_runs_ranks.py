@@ -10,7 +10,7 @@ from kit.backends.runs_cases import damage, saved_run, state_at
 from trainfold.backends.ranks.in_process import RankFault, run_threads, thread_outcomes
 from trainfold.backends.ranks.wire import to_wire
 from trainfold.backends.runs.api import load, save
-from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.load import CheckpointPassedOver, ResumeDrift
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     RankFailed,
@@ -156,6 +156,20 @@ def test_ranks_that_see_different_checkpoints_disagree_aloud():
     outcomes = thread_outcomes(2, lambda world: load(stores[world.rank], like=state_at(0), collectives=world))
     assert any(isinstance(outcome.error, RanksDisagree) for outcome in outcomes)
     assert all(outcome.error is not None for outcome in outcomes)
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["gone", "new"])
+def test_ranks_resume_as_one_process_does_if_only_one_side_has_a_key_that_rank_0_compares(is_saved):
+    """V05: a loader that the run no longer has, and the length of its data: the plan of rank 0 names one more drift, and is the same plan."""
+    store, has, lacks = MemoryStore(), state_at(1, contract={"dataset_size": 8}), state_at(1)
+    saved, like = (has, lacks) if is_saved else (lacks, has)
+    run_threads(2, lambda world: save(saved, store, collectives=world))
+    policy = {"uncompared": "warn", "unproven": "warn"}
+    with pytest.warns(ResumeDrift, match="dataset_size"):
+        assert load(store, like=like, policy={**policy, "world": "adapt"}).trainer.step == 1
+    with pytest.warns(ResumeDrift, match="dataset_size"):
+        loaded = run_threads(2, lambda world: load(store, like=like, policy=policy, collectives=world))
+    assert [each.trainer.step for each in loaded] == [1, 1]
 
 
 def test_loading_leaves_the_state_that_it_is_like_alone():
