@@ -170,9 +170,8 @@ class CheckpointManager:
 
         Raises:
             IncompleteWindow: if a save is due inside a window, or an optimizer has stepped and `Live.advance` has not counted it.
-            RunNotRestored: if the run has checkpoints, and none of them was restored.
+            RunNotRestored: if the run has checkpoints, and none was restored. RanksDisagree: if ranks for which this one waits have closed their managers.
             SaveFailed: if this save failed; or the one before, in the background: then what is due was done all the same.
-            RanksDisagree: if ranks have closed their managers before this boundary, and this one would wait for them.
         """
         self._check(run)
         if isinstance(run, Live):
