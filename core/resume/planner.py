@@ -17,6 +17,7 @@ from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.ownership import (
     are_alike_but_for_shares,
     continues_by_share,
+    counts_on_rank_zero,
     is_between_epochs,
     is_opaque,
     is_over_all_ranks,
@@ -42,7 +43,7 @@ from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.findings import Findings
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
-from trainfold.core.resume.resume_plan import ComponentAction, Refusal, ResumePlan
+from trainfold.core.resume.resume_plan import ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
 from trainfold.core.state.contract_kinds import contract_kind, step_contract
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
@@ -169,7 +170,7 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     if saved is None:
         findings.drift(kind_of_absence(name, manifest), name, saved="nothing", wanted="the component")
         return ComponentAction(name, "keep", note="not saved")
-    own = _part_of_share(saved, wanted) if name != "dataset" else _part_of_position(saved, wanted, manifest, target)
+    own = _part_of(saved, wanted, target) if name != "dataset" else _part_of_position(saved, wanted, manifest, target)
     is_of_others = own is None and _is_of_other_ranks(name, saved, manifest, target)
     if is_of_others:
         kind, what = _OF_RANKS.get(name, ("per_rank", ""))
@@ -195,14 +196,30 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     used = [record for record in records if record.path not in findings.ignored]
     size = sum(size_bytes(record.dtype, record.shape) for record in used)
     left = _left_unread(saved, _share(wanted, target)) if is_of_others else ""
-    note = "the target has none" if wanted is None else left
+    note = "the target has none" if wanted is None else ONE_FOR_ALL if _is_one_for_all(saved, wanted) else left
     return ComponentAction(name, verb, part, len(used), size, cast, kept, note)
 
 
-def _part_of_share(saved: ComponentRecord, wanted: Described | None) -> int | None:
-    """The first saved rank with the share of the data that the target reads, of as many shares; None if there is none."""
-    mine = None if wanted is None else share_of(wanted.node)
-    return None if mine is None else next((i for i, node in enumerate(saved.nodes) if share_of(node) == mine), None)
+def _part_of(saved: ComponentRecord, wanted: Described | None, target: Target) -> int | None:
+    """The saved rank whose value the target takes, where the declarations of both say it; None if they do not.
+
+    It is rank 0 for what is rank 0's now; else the first rank with the share of the data that the target reads, of as many shares, or that it
+    had read if it has a value of its own now.
+    """
+    if wanted is None:
+        return None
+    if _is_one_for_all(saved, wanted):
+        return 0
+    shares = [share_of(node) for node in saved.nodes]
+    mine = share_of(wanted.node)
+    if mine is None and is_per_rank(wanted.node) and len(shares) == target.world_size:
+        mine = shares[target.rank]
+    return None if mine is None or mine not in shares else shares.index(mine)
+
+
+def _is_one_for_all(saved: ComponentRecord, wanted: Described) -> bool:
+    """Whether the target is declared to be rank 0's, and was saved for each rank or share."""
+    return counts_on_rank_zero(wanted.node) and is_per_rank(saved.nodes[0])
 
 
 def _part_of_position(

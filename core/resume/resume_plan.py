@@ -21,6 +21,9 @@ _LOSSES: Mapping[str, str] = {
     "missing": "not saved, and so begins at what the script gave it",
     "unexpected": "saved, and dropped, because this run has no place for it",
 }
+ONE_FOR_ALL: Final = (
+    "declared to be rank 0's now; the values that the other ranks had are dropped"  # the note of such an action
+)
 Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
 
 
@@ -107,7 +110,7 @@ class ResumePlan:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The losses under a policy: the leaves that start at the script's values, those that are dropped, and data that are not read."""
+        """The losses under a policy: the leaves that start at the script's values, those that are dropped, and data that are not read. And values of ranks that are now rank 0's."""
         found = [
             f"{what}: {_some([each.where for each in those])}"
             for kind, what in _LOSSES.items()
@@ -115,6 +118,7 @@ class ResumePlan:
         ]
         if any(each.kind == "data_ranks" for each in self.drifts):
             found += [f"{each.name}: {each.note}" for each in self.actions if each.name == "dataset" and each.note]
+        found += [f"{each.name}: {each.note}" for each in self.actions if each.note == ONE_FOR_ALL]
         return tuple(printable(f"{self.run}/{self.checkpoint}: {each}") for each in found)
 
     def digest(self) -> str:

@@ -224,6 +224,46 @@ def test_a_checkpoint_from_before_the_declaration_is_taken():
     assert run_threads(2, play) == [(PerRank, Opaque)] * 2
 
 
+VALUES = {"replicated": [9.0] * 4, "rank_0": [0.5, 1.5, 2.5, 3.5], "each_share": [0.5, 0.5, 1.5, 1.5], "each_rank": [0.5, 1.5, 2.5, 3.5]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ("each_rank", "rank_0", [0.5] * 4),
+        ("each_rank", "rank_0", [0.5] * 2),  # of two ranks
+        ("each_share", "rank_0", [0.5] * 4),
+        ("each_share", "each_rank", VALUES["each_share"]),
+        ("rank_0", "each_rank", [0.5] * 4),
+        ("replicated", "rank_0", [9.0] * 4),
+    ],
+)
+def test_another_declaration_at_a_resume_gives_each_rank_what_it_says(before, now, expected, caplog):
+    """B05, B06: each rank had its own value once more where it is rank 0's now; it is logged that the others are dropped."""
+    store = MemoryStore()
+
+    def save(ranks):
+        live, extra = made(ranks, {"meter": before})
+        extra["meter"].load_state_dict({"values": [VALUES[before][ranks.rank]]})
+        live.advance(samples=1)
+        with CheckpointManager(store, collectives=ranks) as manager:
+            manager.save(live)
+
+    def take(ranks):
+        live, extra = made(ranks, {"meter": now})
+        with CheckpointManager(store, collectives=ranks) as manager:
+            manager.restore(live)
+            found = held(extra["meter"])[0]
+            live.advance(samples=1)
+            manager.save(live)
+        return found
+
+    run_threads(4, save)
+    caplog.clear()
+    assert run_threads(len(expected), take) == expected
+    assert ("values that the other ranks had are dropped" in caplog.text) == (expected[0] != 9.0 and now == "rank_0")
+
+
 def test_what_is_registered_later_is_shared_as_declared_and_gets_what_belongs_to_it():
     """B05: a meter of each rank, and buffers that are rank 0's, registered before or after the restore."""
     store = MemoryStore()
