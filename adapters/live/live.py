@@ -115,6 +115,7 @@ class Live(LoopsOverData, GradientWindows):
         Raises:
             InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is not attached.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of this run.
+            InvalidState: if an optimizer steps a parameter that was frozen when ``DistributedDataParallel`` wrapped its module.
             CaptureRefused: at the first step, if the run cannot be saved as it is.
             DataPositionMismatch: if the samples are not those of whole batches from `batches`, or a loader has handed out none since then.
 
@@ -130,6 +131,8 @@ class Live(LoopsOverData, GradientWindows):
         if steps and self._microbatches.done:
             self._microbatches.check_closed("live.advance")
         self._watch.check_step("live.advance", is_step=steps > 0)
+        if steps:
+            self._microbatches.check_reduced()
         counted = self._counters.advance(samples, tokens=tokens or 0, steps=steps)
         progress = self._counters.progress
         if not steps:

@@ -10,9 +10,10 @@ import attrs
 import torch
 from torch.amp.grad_scaler import OptState
 
+from trainfold.adapters.parallel.like_gradients import check_known, unlike, unsummed
 from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
-from trainfold.adapters.parallel.torch_parallelism import TorchParallelism, TrainingRanks
+from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.script.clipping import Clipping
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
 from trainfold.core.checks import count, real_given
@@ -20,16 +21,14 @@ from trainfold.core.errors import (
     IncompleteWindow,
     InvalidArgument,
     InvalidBatch,
-    RanksDisagree,
     placed,
 )
 from trainfold.core.json_values import shown
 from trainfold.core.layout.parallelism import Parallelism
-from trainfold.core.state.fqn import canonical_name
 from trainfold.core.step.batch_ramp import BatchRamp
 from trainfold.core.step.gradients import WindowResult, judge
 from trainfold.core.step.loss import Number, Totals, wide
-from trainfold.core.step.reduce import exchange, unequal_gradients
+from trainfold.core.step.reduce import exchange, mark_of
 
 _EPSILON = 1e-6  # torch adds it to the norm before it divides
 _FIX = "live.drop_window() skips this batch on every rank; or lower the learning rate"
@@ -180,17 +179,21 @@ class Microbatches:
             weight=(0 if loss is None else 1) if weight is None else wide(weight),
         )
         divisor = ranks.gradient_divisor
-        totals = exchange(mine, trained if divisor is None else [], ranks)
+        mark = None if divisor is None else mark_of([each.grad for each in trained])
+        totals = exchange(mine, trained if divisor is None else [], ranks, mark=mark)
         is_weighted, is_part = weight is not None, isinstance(ranks, PipelineParallelism)
+        trouble = unlike(totals.marks, trained, ranks) or unsummed(trained, ranks, self.objects.modules)
         if isinstance(ranks, PipelineParallelism):
-            totals, is_weighted = ranks.from_last_stage(totals, is_weighted=is_weighted)
-            if is_weighted and ranks.schedule_divisor != 1:
-                raise InvalidArgument(
-                    "live.check.weight",
-                    expected="gradients of sums, which the weight divides once",
-                    found=f"gradients that the schedule has divided by its {ranks.schedule_divisor} microbatches",
-                    fix="pass scale_grads=False to the schedule, and a loss function that returns a sum; or leave out weight=",
-                )
+            totals, is_weighted, trouble = ranks.from_last_stage(totals, is_weighted=is_weighted, trouble=trouble)
+        if trouble is not None:
+            raise trouble
+        if isinstance(ranks, PipelineParallelism) and is_weighted and ranks.schedule_divisor != 1:
+            raise InvalidArgument(
+                "live.check.weight",
+                expected="gradients of sums, which the weight divides once",
+                found=f"gradients that the schedule has divided by its {ranks.schedule_divisor} microbatches",
+                fix="pass scale_grads=False to the schedule, and a loss function that returns a sum; or leave out weight=",
+            )
         if loss is None and not is_weighted and not float(totals.weight):
             raise InvalidBatch(
                 "live.check.loss",
@@ -203,7 +206,6 @@ class Microbatches:
             divide_by = totals.weight if divisor is None else totals.weight / divisor
         elif divisor is None:
             divide_by = ranks.coordinates.data.size
-        self._check_unsummed(trained, ranks)
         return judge(
             totals,
             [each.grad for each in trained if each.grad is not None],
@@ -232,26 +234,15 @@ class Microbatches:
                     fix="call scaler.unscale_(optimizer) before live.check; or leave out live.check, if the scaler shall skip steps",
                 )
 
-    def _check_unsummed(self, trained: list[torch.nn.Parameter], ranks: Parallelism) -> None:
-        """Refuse gradients that differ between ranks because nothing sums them: each rank would find another norm, and clip by it.
+    def check_reduced(self) -> None:
+        """Raise if an optimizer steps parameters that ``DistributedDataParallel`` does not know, so that each rank trains them apart.
 
         Raises:
-            RanksDisagree: on every rank, naming a parameter.
+            InvalidState: naming the first of them.
         """
-        alone = ranks.unsummed(trained) if isinstance(ranks, TorchParallelism | PipelineParallelism) else []
-        odd = (
-            {id(alone[place]) for place in unequal_gradients([each.grad for each in alone], ranks)} if alone else set()
-        )
-        if odd:
-            every = [pair for module in self.objects.modules for pair in module.named_parameters()]
-            names = [canonical_name(name) for name, each in every if id(each) in odd]
-            more = f", and of {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise RanksDisagree(
-                f"the gradient of {names[0] if names else 'a parameter of an optimizer'}",
-                expected="the same on every rank, because neither fully_shard nor DistributedDataParallel sums it",
-                found=f"other values on some ranks{more}",
-                fix="average it over the ranks before live.check, with torch.distributed.all_reduce; or take the parameter out of ignored_params, or wrap its module",
-            )
+        found = self._ranks.unreduced
+        if any(each.requires_grad for each in found):
+            check_known(found, self._trained(), self.objects.modules)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         """The parameters that attached optimizers step, in the order of the modules; found again when optimizers or modules have others."""
@@ -353,7 +344,8 @@ class GradientWindows:
 
         Raises:
             NonFinite: on every rank, with the step and the ranks whose loss is not finite. Nothing was updated.
-            RanksDisagree: on every rank, if the gradient of a parameter that nothing sums, such as one of ``ignored_params``, is not the same on all.
+            RanksDisagree: on every rank, if the gradient of a parameter that nothing sums, such as one of ``ignored_params``, is not the same on all;
+                or if some ranks, or stages of a pipeline, have no gradient, or those of other parameters.
             InvalidBatch: on every rank, if the sum of the weights is not positive, or no rank has a loss.
             InvalidArgument: if no parameter has a gradient, or an attached ``GradScaler`` has not unscaled them.
             IncompleteWindow: inside a window of `microbatch`, whose gradients are not synchronised yet.

@@ -1,19 +1,25 @@
 """`PipelineParallelism`: stages of ``torch.distributed.pipelining`` on this rank, beside the data parallelism of their modules."""
 
+import json
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Final, Protocol, final, runtime_checkable
 
 import torch
 
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.format.codec import DENSE
 from trainfold.core.layout.parallelism import Coordinates
 from trainfold.core.layout.stage import Stage, make_stage
 from trainfold.core.layout.world import World
 from trainfold.core.step.loss import Totals, read
+
+_TEXT_CHARS: Final = 500
+_TEXT_BYTES: Final = (
+    4 * 6 * (_TEXT_CHARS + 1)
+)  # JSON writes a character in at most six bytes, or two times six beyond the basic plane
 
 
 @runtime_checkable
@@ -101,6 +107,12 @@ class PipelineParallelism:
         return self._inner.gradient_divisor
 
     @property
+    def stages_text(self) -> str:
+        """Which stages this rank has, in words."""
+        indexes = [str(each.stage_index) for each in self._stages]
+        return f"stage{'s' if len(indexes) > 1 else ''} {', '.join(indexes)} of {self._stages[0].num_stages}"
+
+    @property
     def has_loss(self) -> bool:
         """Whether this rank has the last stage."""
         return self._stages[-1].stage_index == self._stages[-1].num_stages - 1
@@ -156,23 +168,42 @@ class PipelineParallelism:
             found.setdefault(owner.get(id(gradient), self._stages[0].stage_index), []).append(norm)
         return {index: torch.stack(norms) for index, norms in found.items()}
 
-    def from_last_stage(self, totals: Totals, *, is_weighted: bool) -> tuple[Totals, bool]:
-        """What the ranks with the last stage have summed, on every rank of the pipeline.
+    def from_last_stage(
+        self, totals: Totals, *, is_weighted: bool, trouble: RanksDisagree | None
+    ) -> tuple[Totals, bool, RanksDisagree | None]:
+        """What the ranks with the last stage have summed, on every rank of the pipeline; and the trouble of the first stage that has any.
 
         Args:
             totals: over the shares of the data, of ranks with the same stages.
             is_weighted: whether the loss is a sum with a weight; what the last stage says counts.
+            trouble: what ranks with the stages of this one have found.
         """
-        shares = self.coordinates.data.size
+        shares, count = self.coordinates.data.size, self._stages[0].num_stages
         flags = [float(rank in totals.suspects) for rank in range(shares)]
         loss, weight = read([totals.loss, totals.weight])
         mine = [loss, weight, float(is_weighted), *flags] if self.has_loss else [0.0] * (3 + shares)
-        told = torch.tensor(mine, dtype=torch.float64, device=self._inner.device)
+        here = self._stages[0].stage_index
+        troubled = [float(trouble is not None and stage == here) for stage in range(count)]
+        told = torch.tensor([*mine, *troubled], dtype=torch.float64, device=self._inner.device)
         torch.distributed.all_reduce(told, group=self._group)
-        loss, weight, weighted, *flags = told.tolist()
-        return Totals(loss=loss, weight=weight, suspects=[rank for rank, flag in enumerate(flags) if flag]), bool(
-            weighted
-        )
+        loss, weight, weighted, *rest = told.tolist()
+        flags, troubled = rest[:shares], rest[shares:]
+        if any(troubled):
+            first = next(stage for stage, flag in enumerate(troubled) if flag)
+            trouble = self._told(trouble if first == here else None)
+        found = Totals(loss=loss, weight=weight, suspects=[rank for rank, flag in enumerate(flags) if flag])
+        return found, bool(weighted), trouble
+
+    def _told(self, trouble: RanksDisagree | None) -> RanksDisagree:
+        """The error of the one rank that has it, on every rank of the pipeline."""
+        fields = [] if trouble is None else [trouble.where, trouble.expected, trouble.found, trouble.fix]
+        data = b"" if trouble is None else json.dumps([str(each)[:_TEXT_CHARS] for each in fields]).encode()
+        padded = torch.zeros(_TEXT_BYTES, dtype=torch.int32)
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.int32)
+        padded = padded.to(self._inner.device)
+        torch.distributed.all_reduce(padded, group=self._group)
+        where, expected, found, fix = json.loads(bytes(padded.tolist()).rstrip(b"\0"))
+        return RanksDisagree(where, expected=expected, found=found, fix=fix)
 
     def local(self, leaf: torch.Tensor) -> torch.Tensor:
         """The part of a leaf in this rank's memory."""

@@ -1,6 +1,6 @@
 """`TorchParallelism`: how modules train under DistributedDataParallel, FSDP2 or on one process, as torch has set them up."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -119,10 +119,15 @@ class TorchParallelism:
         return sums
 
     def unsummed(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """The parameters whose gradients no backward sums over the ranks, such as the ``ignored_params`` of ``fully_shard``; none on one process."""
+        """The parameters whose gradients no backward sums over the ranks, such as the ``ignored_params`` of ``fully_shard``; none on one process.
+
+        Those that require no gradient are not meant.
+        """
         if not self._groups:
             return []
-        return [each for each in parameters if id(each) not in self._summed and not is_dtensor(each)]
+        return [
+            each for each in parameters if each.requires_grad and id(each) not in self._summed and not is_dtensor(each)
+        ]
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """With the bits of ``torch.nn.utils.clip_grad_norm_``; gradients that are cut over other meshes are added to them."""
@@ -169,12 +174,24 @@ class TrainingRanks:
         self._given = parallelism
         self._around = around
         self._found: Parallelism | None = None
+        self._unreduced: list[torch.nn.Parameter] | None = None
         self._model = model
         self._extra = extra
 
     def registered(self) -> None:
         """Note that the run has one more component, which may be a wrapped or sharded module."""
-        self._found = None
+        self._found = self._unreduced = None
+
+    @property
+    def unreduced(self) -> list[torch.nn.Parameter]:
+        """The parameters that were frozen when ``DistributedDataParallel`` wrapped their module, as the wrappers say at the first use after a registration."""
+        if self._unreduced is None:
+            self._unreduced = [] if self._given is not None else unreduced(self._modules)
+        return self._unreduced
+
+    @property
+    def _modules(self) -> list[torch.nn.Module]:
+        return [self._model, *(each for each in self._extra.values() if isinstance(each, torch.nn.Module))]
 
     @property
     def parallelism(self) -> Parallelism:
@@ -186,8 +203,7 @@ class TrainingRanks:
         if self._given is not None:
             return self._given
         if self._found is None:
-            modules = [self._model, *(each for each in self._extra.values() if isinstance(each, torch.nn.Module))]
-            found = TorchParallelism(*modules)
+            found = TorchParallelism(*self._modules)
             if self._around is not None:
                 self._found = self._around(found)
                 return self._found
@@ -219,13 +235,31 @@ def _data_groups(wrappers: list[DistributedDataParallel], groups: list[Any]) -> 
     return next(iter(found.values()), [])
 
 
+def unreduced(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters inside a ``DistributedDataParallel`` that it does not know: they were frozen when it was made, or came later. It never sums their gradients."""
+    wrappers = [each for module in modules for each in module.modules() if isinstance(each, DistributedDataParallel)]
+    summed = _reduced_by(wrappers) if wrappers else frozenset()
+    return [each for wrapper in wrappers for each in _named_in(wrapper).values() if id(each) not in summed]
+
+
 def _reduced_by(wrappers: list[DistributedDataParallel]) -> frozenset[int]:
-    return frozenset(
-        id(each)
-        for wrapper in wrappers
-        for name, each in wrapper.module.named_parameters()
-        if name not in wrapper.parameters_to_ignore
-    )
+    return frozenset(id(each) for wrapper in wrappers for each in _known_to(wrapper))
+
+
+def _named_in(wrapper: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """What is in a wrapper now, without what it was told to ignore."""
+    return {name: each for name, each in wrapper.module.named_parameters() if name not in wrapper.parameters_to_ignore}
+
+
+def _known_to(wrapper: Any) -> Sequence[torch.Tensor]:
+    """The parameters whose gradients a wrapper sums: those that required one when it was made."""
+    now = [each for each in _named_in(wrapper).values() if each.requires_grad]
+    then = wrapper._get_ddp_logging_data()  # noqa: SLF001
+    size_bytes = sum(each.numel() * each.element_size() for each in now)
+    if (then["num_parameter_tensors"], then["total_parameter_size_bytes"]) == (len(now), size_bytes):
+        return now
+    buckets = wrapper.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001 - it makes tensors for all gradients, so not always
+    return [each for bucket in buckets for each in bucket.parameters()]
 
 
 def _ranks(group: Any) -> list[int]:

@@ -44,6 +44,7 @@ class Totals:
         samples: the number of samples.
         metrics: name -> (num, den) sums.
         suspects: ranks whose loss or gradient is known not to be finite.
+        marks: by rank, which parameters have a gradient there, from `mark_of`; empty if nothing asked for it.
     """
 
     loss: Number = 0
@@ -51,6 +52,7 @@ class Totals:
     samples: int = 0
     metrics: dict[str, tuple[Number, Number]] = attrs.field(factory=dict)
     suspects: list[int] = attrs.field(factory=list)
+    marks: list[int] = attrs.field(factory=list)
 
     def add(self, loss: Loss) -> None:
         """Add one microbatch."""

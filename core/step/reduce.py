@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -15,7 +16,9 @@ from trainfold.core.step.loss import Number, Totals, read
 _DIGEST_BYTES = 4  # so that a sum over two million ranks is exact in float64
 
 
-def exchange(totals: Totals, targets: list[torch.nn.Parameter], parallelism: Parallelism) -> Totals:
+def exchange(
+    totals: Totals, targets: list[torch.nn.Parameter], parallelism: Parallelism, *, mark: int | None = None
+) -> Totals:
     """Sum a window over the ranks, with one call of ``all_sum``; the gradients of ``targets`` are replaced.
 
     Afterwards, a parameter that had a gradient on any rank has one on every rank.
@@ -24,6 +27,7 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], parallelism: Par
         totals: this rank's sums.
         targets: the parameters, in the same order on every rank.
         parallelism: the ranks; a backward has not communicated.
+        mark: of this rank's gradients, to exchange too; None for no such mark. Every rank has one, or none has.
 
     Returns:
         The sums over all ranks and the ranks whose loss or gradients are not finite. Every rank gets the same bits.
@@ -41,6 +45,8 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], parallelism: Par
     flats = [torch.cat([_grad(target).reshape(-1) for target in block]) for block in blocks]
     names = sorted(totals.metrics)
     numbers = _local_numbers(totals, flats, names, world)
+    if mark is not None:
+        numbers += [float(mark if rank == world.rank else 0) for rank in range(world.size)]
     stats = torch.tensor([*numbers, *map(float, present)], dtype=torch.float64)
     stats = stats.to(trained[0].device if trained else "cpu")
     *flats, stats = parallelism.all_sum([*flats, stats])
@@ -52,7 +58,21 @@ def exchange(totals: Totals, targets: list[torch.nn.Parameter], parallelism: Par
     for target, count in zip(trained, summed[len(numbers) :], strict=True):
         if count == 0:
             target.grad = None
-    return _global(summed, names, world.size)
+    return _global(summed, names, world.size, has_marks=mark is not None)
+
+
+def mark_of(gradients: Sequence[torch.Tensor | None]) -> int:
+    """A number for which parameters have a gradient: 0 if none has.
+
+    Args:
+        gradients: of the parameters, in the same order on every rank.
+
+    Examples:
+        >>> mark_of([None, None]), mark_of([torch.ones(1), None]) == mark_of([torch.zeros(2), None])
+        (0, True)
+    """
+    held = bytes(each is not None for each in gradients)
+    return 1 + zlib.crc32(held) if any(held) else 0
 
 
 def unequal_gradients(gradients: Sequence[torch.Tensor | None], parallelism: Parallelism) -> list[int]:
@@ -89,7 +109,7 @@ def _local_numbers(totals: Totals, flats: list[torch.Tensor], names: list[str], 
     return [loss, weight, totals.samples, float(_digest(tuple(names))), *flags, *ratio_numbers]
 
 
-def _global(summed: list[float], names: list[str], world_size: int) -> Totals:
+def _global(summed: list[float], names: list[str], world_size: int, *, has_marks: bool) -> Totals:
     loss, weight, samples, digest, *rest = summed
     if digest != _digest(tuple(names)) * world_size:
         raise RanksDisagree(
@@ -99,12 +119,14 @@ def _global(summed: list[float], names: list[str], world_size: int) -> Totals:
             fix="return the same metrics on every rank",
         )
     flags, ratios = rest[:world_size], rest[world_size:]
+    marks = ratios[2 * len(names) :][:world_size] if has_marks else []
     return Totals(
         loss=loss,
         weight=weight,
         samples=int(samples),
         metrics={name: (ratios[2 * i], ratios[2 * i + 1]) for i, name in enumerate(names)},
         suspects=[rank for rank, flag in enumerate(flags) if flag],
+        marks=[int(each) for each in marks],
     )
 
 

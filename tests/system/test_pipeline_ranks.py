@@ -88,6 +88,12 @@ try:
     live.check(torch.tensor(1.0) if stage.is_last else None, weight=32)
 except trainfold.errors.InvalidArgument as error:
     print(error, flush=True)
+if stage.is_last:
+    stage.submod.zero_grad()
+try:
+    live.check(torch.tensor(1.0) if stage.is_last else None)
+except trainfold.errors.RanksDisagree as error:
+    print(error, flush=True)
 
 class Split(nn.Module):
     def __init__(self):
@@ -132,6 +138,8 @@ def test_losses_norms_and_weights_are_those_of_the_whole_model(warm_python, tmp_
     outputs = [each.communicate(timeout=240)[0] for each in started]
     assert [each.returncode for each in started] == [0, 0], outputs
     assert all("pass scale_grads=False to the schedule" in output for output in outputs), outputs
+    bare = "live.check of stage 1 of 2: expected gradients, as on other stages, found none"
+    assert all(bare in output for output in outputs), outputs
     assert [f"h.{index}.weight" in outputs[0] for index in range(4)] == [True, True, False, False]
     assert [f"h.{index}.weight" in outputs[1] for index in range(4)] == [False, False, True, True]
     for output in outputs:

@@ -11,7 +11,7 @@ from kit.system.rank_refusals_cases import PATIENT
 from torch import nn
 
 from trainfold.adapters.live.attach import attach
-from trainfold.core.errors import InvalidArgument, InvalidBatch, NonFinite, TrainfoldError
+from trainfold.core.errors import InvalidArgument, InvalidBatch, InvalidState, NonFinite, RanksDisagree, TrainfoldError
 from trainfold.core.step.reduce import unequal_gradients
 from trainfold.ranks import Coordinates, Replicas, World, run_threads
 
@@ -165,6 +165,79 @@ def test_gradients_that_a_scaler_has_scaled_are_refused():
     alone = attach(model, optimizer, extra={"scaler": off})
     off.scale(model(torch.ones(4, 2)).mean()).backward()
     assert alone.check(1.0).grad_norm > 0
+
+
+class Averaging(Stages):
+    """Each rank has the whole model, and the backward averages the gradients."""
+
+    gradient_divisor = 2.0
+
+    def norm(self, gradients):
+        return nn.utils.get_total_norm(gradients)
+
+
+@pytest.mark.parametrize("bare", [[1], [0], [0, 1]])
+def test_ranks_of_which_some_have_no_gradient_are_refused_on_all_and_named(bare):
+    """R07, R09: the one alone was told of its loss function, and the others stepped."""
+
+    def train(ranks):
+        model = stage_of(1)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parallelism=Averaging(ranks))
+        if ranks.rank not in bare:
+            model(torch.ones(4, 3)).square().mean().backward()
+        with pytest.raises(TrainfoldError) as caught:
+            live.check(1.0, clip_norm=1.0)
+        return type(caught.value), str(caught.value), caught.value.rank
+
+    one, other = run_threads(2, train)
+    assert one == other
+    if bare == [0, 1]:
+        assert one[0] is InvalidArgument
+    else:
+        assert one[0] is RanksDisagree
+        assert f"live.check: expected gradients on every rank, found none on rank {bare[0]} of 2" in one[1]
+        assert one[2] == bare[0]
+
+
+@pytest.fixture
+def alone():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_parameter_that_is_unfrozen_after_ddp_has_wrapped_it_is_refused_by_name(alone):
+    """A05, R07: nothing sums its gradient, so each rank trained it apart in silence."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    model[:2].requires_grad_(False)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model[1:].parameters(), lr=0.1)
+    model[0].requires_grad_(True)  # before the attach; no optimizer steps it
+    live = attach(wrapped, optimizer)
+
+    def step():
+        optimizer.zero_grad()
+        loss = wrapped(torch.ones(1, 2)).sum()
+        loss.backward()
+        live.check(loss.detach())
+        optimizer.step()
+        return live.advance(samples=1).step
+
+    assert step() == 1
+    assert live.parallelism.unsummed(model.parameters()) == [*model[0].parameters()]
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(
+        InvalidState, match=r"the gradient of 1\.weight: expected one that DistributedDataParallel sums"
+    ) as caught:
+        step()
+    assert live.progress.step == 1
+    assert "and of" not in str(caught.value)
+    model[1].weight.requires_grad_(False)
+    assert step() == 2
+    model[1].requires_grad_(True)
+    rewrapped = attach(nn.parallel.DistributedDataParallel(model), optimizer)
+    assert rewrapped.advance(samples=1).step == 1
+    assert rewrapped.parallelism.unsummed(model.parameters()) == []
 
 
 # --- gradients that nothing sums --------------------------------------------------------------------------------------
