@@ -20,7 +20,7 @@ def unlike(marks: Sequence[int], trained: Iterable[torch.nn.Parameter], ranks: P
     Args:
         marks: by share of the data, from `mark_of`; empty if they were not exchanged.
         trained: the parameters.
-        ranks: how they train. Where nobody knows whether other ranks have other parameters, only those without any gradient count.
+        ranks: how they train. Where other ranks may have other parameters, only those without any gradient count.
     """
     bare = [rank for rank, mark in enumerate(marks) if not mark]
     is_known = isinstance(ranks, TorchParallelism | PipelineParallelism)

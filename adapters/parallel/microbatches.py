@@ -336,7 +336,7 @@ class GradientWindows:
                 one rank has one.
             weight: how many terms the sum has, such as valid tokens.
             clip_norm: the largest norm of all gradients together, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping. If every check of the
-                run had one, and the first after a resume has another, a warning (`ResumeDrift`) says it.
+                run had one, two at least, and the first after a resume has another, a warning (`ResumeDrift`) says it.
             parameters: whose gradients are meant; None for those that attached optimizers step.
 
         Returns:

@@ -12,12 +12,15 @@ from trainfold.core.state.notes import CLIP_NORM
 
 _VARIES: Final = "live"  # as for a hyperparameter that a scheduler moves
 
+_NONE: Any = object()
+
 
 @final
 class Clipping:
-    """The limit while every check of the run had the same one. It is in no object, so only the checks show it.
+    """The limit while every check of the run had the same one, and they were two at least. It is in no object, so only the checks show it.
 
-    The first check after a restore is compared with the limit of the checkpoint. A loop that changes its limit as it goes may have any.
+    The first check after a restore is compared with the limit of the checkpoint. A loop that changes its limit as it goes may have any. A single
+    check does not say whether the loop does, so its limit is kept in a list, and is not compared.
     """
 
     def __init__(self) -> None:
@@ -25,7 +28,7 @@ class Clipping:
         self._resumed: tuple[int, Mapping[str, DriftAction]] | None = None  # until the first check after a restore
 
     def contract(self) -> dict[str, Any]:
-        """The limit, None for no clipping; empty before the first check."""
+        """The limit, None for no clipping; a list with it after a single check; empty before the first one."""
         return self._kept
 
     def checked(self, clip_norm: float | None) -> None:
@@ -35,14 +38,17 @@ class Clipping:
             RestoreRefused: if it is not that of the checkpoint, and the policy of the restore refuses other settings.
         """
         limit, resumed = encode_scalar(clip_norm, CLIP_NORM), self._resumed
-        known = self._kept.get(CLIP_NORM, limit)
-        if known in (limit, _VARIES):
-            limit = known
-        elif resumed is None:
-            limit = _VARIES
+        known = self._kept.get(CLIP_NORM, _NONE)
+        if known is _NONE:
+            now: Json = [limit]
+        elif known in (limit, [limit]):
+            now = limit
+        elif resumed is None or known == _VARIES or isinstance(known, list):
+            now = _VARIES
         else:
             self._compare(known, limit, *resumed)
-        self._kept, self._resumed = {CLIP_NORM: limit}, None
+            now = [limit]
+        self._kept, self._resumed = {CLIP_NORM: now}, None
 
     def restored(self, contract: Mapping[str, Any], step: int, policy: Mapping[str, DriftAction]) -> None:
         """Take over the limit in a checkpoint's contract, which may have none."""

@@ -178,7 +178,7 @@ class Averaging(Stages):
 
 @pytest.mark.parametrize("bare", [[1], [0], [0, 1]])
 def test_ranks_of_which_some_have_no_gradient_are_refused_on_all_and_named(bare):
-    """R07, R09: the one alone was told of its loss function, and the others stepped."""
+    """R07, R09: the one alone raised an error about its loss function, and the others stepped."""
 
     def train(ranks):
         model = stage_of(1)
