@@ -247,7 +247,7 @@ def _reduced_by(wrappers: list[DistributedDataParallel]) -> frozenset[int]:
 
 
 def _named_in(wrapper: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """What is in a wrapper now, without what it was told to ignore."""
+    """What is in a wrapper now, without what it ignores."""
     return {name: each for name, each in wrapper.module.named_parameters() if name not in wrapper.parameters_to_ignore}
 
 
