@@ -93,6 +93,7 @@ trainfold.evaluate(lambda batch: {"loss": (batch, len(batch)), "worst": batch}, 
 # --- closed choices ---------------------------------------------------------------------------------------------------
 
 trainfold.CheckpointManager("runs/a", mode="async", when_busy="skip", check_replicas="full", every="auto")
+trainfold.CheckpointManager("runs/a", check_replicas=500)
 trainfold.managers.CheckpointConfig(run=Path("runs/a"), mode="async", when_busy="skip", check_replicas="full")
 trainfold.load("runs/a", like=state, policy={"dtype": "adapt"})
 trainfold.accumulation.check_plan(microbatches=3, accumulate=2, tail="drop")

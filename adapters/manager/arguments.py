@@ -35,6 +35,7 @@ class SaveOptions:
         room: how many bytes the copies of an async save may have; None for as many as the state.
         hold_check: whether an async save compares the bytes that it holds with those that it commits.
         check_replicas: how much each save compares of what all ranks should have alike.
+        check_every: so many steps lie between comparisons in the background; None for no such ones.
     """
 
     components: tuple[str, ...] | None
@@ -44,6 +45,7 @@ class SaveOptions:
     room: int | None
     hold_check: bool
     check_replicas: Level
+    check_every: int | None
 
 
 def save_options(  # noqa: PLR0913 - keywords
@@ -61,6 +63,7 @@ def save_options(  # noqa: PLR0913 - keywords
     Raises:
         InvalidArgument: for an invalid one.
     """
+    level, check_every = _checks_given(check_replicas)
     return SaveOptions(
         components=components,
         contract=contract,
@@ -68,8 +71,19 @@ def save_options(  # noqa: PLR0913 - keywords
         skips=one_of("when_busy", when_busy, ("wait", "skip")) == "skip",
         room=room_given(max_extra_bytes),
         hold_check=flag("hold_check", hold_check),
-        check_replicas=level_of(one_of("check_replicas", check_replicas, tuple(LEVELS))),
+        check_replicas=level,
+        check_every=check_every,
     )
+
+
+def _checks_given(value: object) -> tuple[Level, int | None]:
+    """What a save compares, and each how many steps more is compared in the background."""
+    if isinstance(value, str) and value in LEVELS:
+        return level_of(value), None
+    expected = f"{' or '.join(map(repr, LEVELS))}, or an int >= 1"
+    every = count("CheckpointManager.check_replicas", value, least=1, expected=expected,
+                  fix="pass a number of optimizer steps, such as check_replicas=500, or a level, such as 'quick'")  # fmt: skip
+    return "quick", every
 
 
 def alike(options: SaveOptions, every: object, every_secs: float | None, *, at_end: bool) -> dict[str, object]:
@@ -81,7 +95,7 @@ def alike(options: SaveOptions, every: object, every_secs: float | None, *, at_e
         "mode": "async" if options.is_async else "sync",
         "when_busy": "skip" if options.skips else "wait",
         "components": None if options.components is None else sorted(options.components),
-        "check_replicas": options.check_replicas,
+        "check_replicas": options.check_every or options.check_replicas,
     }
 
 

@@ -73,7 +73,8 @@ class CheckpointConfig:
         mode: ``"sync"`` or ``"async"``.
         max_extra_bytes: memory that an asynchronous save may take beside the state; None for as much as the state.
         hold_check: whether an asynchronous save looks for writers that neither hooks nor version counters show.
-        check_replicas: ``"none"``, ``"quick"``, ``"tensor"`` or ``"full"``: how much is compared of what all ranks should have alike.
+        check_replicas: ``"none"``, ``"quick"``, ``"tensor"`` or ``"full"``: how much is compared of what all ranks should have alike; a number of steps:
+            everything, each so many of them.
         when_busy: ``"wait"`` or ``"skip"``: what a save does while another one is under way.
         components: what is saved and restored; None for all.
         policy: what to do about each kind of difference at a resume.
@@ -102,7 +103,7 @@ class CheckpointConfig:
     mode: Literal["sync", "async"] = "sync"
     max_extra_bytes: int | None = None
     hold_check: bool = False
-    check_replicas: Level = "quick"
+    check_replicas: Level | int = "quick"
     when_busy: Literal["wait", "skip"] = "wait"
     components: Sequence[str] | None = None
     policy: Mapping[str, DriftAction] | None = None

@@ -82,23 +82,31 @@ class RunContents:
         """
         if isinstance(run, Live) and self._world.world_size > 1 and not self._proofs:
             run.check_whole()  # again, because an attached module may have been wrapped since
-        names = self._components
-        names = validate_components(names, declared=run.names) if isinstance(run, Live) else names
-        found = describe_state(view.state, components=names, contract=self._contract, describe=self._describer.describe)
+        found = self.described(run, view)
         if self._world.world_size == 1:
             warn_of_left_out(texts_of_left_out([view.left_out]), self._world)
             return found
-        sent: Mapping[str, str] = {}
         if isinstance(run, Live):
             read = None if self._has_read else run.batches_read(self._world)
             settings = _settings(found, own=run.sharing.own_settings)
             found = attrs.evolve(found, optional=run.optional, left_out=view.left_out, read=read, settings=settings)
             self._has_read = self._has_read or bool(read and read[1])
-            sent = {
-                **sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world),
-                **run.sharing.sent(view.modules),
-            }
-        return found.with_copies(proof_of(self._check_replicas, saves=self._proofs), sent=sent)
+        return found.with_copies(proof_of(self._check_replicas, saves=self._proofs))
+
+    def described(self, run: Live | TrainState, view: LiveView) -> Snapshot:
+        """A snapshot that reads no tensor: what it has, and what is sent to the other ranks before it is used.
+
+        Args:
+            run: what is described.
+            view: of the run.
+        """
+        names = self._components
+        names = validate_components(names, declared=run.names) if isinstance(run, Live) else names
+        found = describe_state(view.state, components=names, contract=self._contract, describe=self._describer.describe)
+        if self._world.world_size == 1 or not isinstance(run, Live):
+            return found
+        sent = sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world)
+        return attrs.evolve(found, sent={**sent, **run.sharing.sent(view.modules)})
 
     def with_streams(self, snapshot: Snapshot, streams: Callable[[], Any] | None) -> Snapshot:
         """Add the random streams, which the view has read; an async save does this in its thread."""

@@ -60,6 +60,7 @@ class CheckpointManager:
             version counter shows. It reads the state twice more.
         check_replicas: how much is compared of what all ranks should have alike. ``"quick"``: everything at the first save, then a 16th of each
             tensor; ``"tensor"``: everything at each save; ``"full"``: also after each restore; ``"none"``: only structures and contracts.
+            A number: ``"quick"``, and each so many steps everything in the background, which names the leaf and the ranks in the minority.
         when_busy: what a save does while another is under way: ``"wait"`` for it, or ``"skip"``, which leaves its cadence due; best and last wait.
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
@@ -104,7 +105,7 @@ class CheckpointManager:
         mode: Literal["sync", "async"] = "sync",
         max_extra_bytes: int | None = None,
         hold_check: bool = False,
-        check_replicas: Level = "quick",
+        check_replicas: Level | int = "quick",
         when_busy: Literal["wait", "skip"] = "wait",
         components: Sequence[str] | None = None,
         policy: Mapping[str, DriftAction] | None = None,
@@ -172,6 +173,7 @@ class CheckpointManager:
             IncompleteWindow: if a save is due inside a window, or an optimizer has stepped and `Live.advance` has not counted it.
             RunNotRestored: if the run has checkpoints, and none was restored. RanksDisagree: if ranks for which this one waits have closed their managers.
             SaveFailed: if this save failed; or the one before, in the background: then what is due was done all the same.
+            RanksDisagree: if ``check_replicas`` has found replicas that differ; nothing is saved.
         """
         self._check(run)
         if isinstance(run, Live):

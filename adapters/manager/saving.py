@@ -13,6 +13,7 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.arguments import SaveOptions
 from trainfold.adapters.manager.contents import RunContents, view_of
 from trainfold.adapters.manager.protocol import SaveOutcome
+from trainfold.adapters.manager.replica_watch import ReplicaWatch
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.adapters.manager.triggers import Before, SaveTriggers
 from trainfold.adapters.manager.update_hooks import UpdateHooks
@@ -25,7 +26,7 @@ from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import error_text, place
+from trainfold.core.errors import error_text, place, placed
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.contract_kinds import STEP_PREFIX
@@ -99,6 +100,7 @@ class SaveRunner:
         self._lease = lease
         self._hooks = UpdateHooks(self.protect)
         self._contents = RunContents(world, self._hooks, components=options.components, contract=options.contract, check_replicas=options.check_replicas)  # fmt: skip
+        self._replicas = ReplicaWatch(world, self._contents, every=options.check_every, room=options.room)
         self._threads_world = world.duplicate() if options.is_async else world
         self._under_way: _UnderWay | None = None
         self._committed_step: int | None = None
@@ -120,9 +122,12 @@ class SaveRunner:
         """
         if self._rehearsal is not None:
             is_last = self._rehearsal.is_last(run) or is_last
-        boundary = self._due.arrive(_step_of(run), is_last=is_last, is_best=is_best, has_ended=self._has_ended)
+        step = _step_of(run)
+        boundary = self._due.arrive(step, is_last=is_last, is_best=is_best, has_ended=self._has_ended)
         if boundary.has_ended:
             self.end_previous(failures)
+        with placed(step=step):
+            self._replicas.arrive(run, step, is_last=is_last)
         ramp = run.batch_ramp if isinstance(run, Live) else ramp_of(run.contract.get(f"{STEP_PREFIX}accumulate"))
         changes = ramp is not None and ramp.changes_after(boundary.step) and boundary.step != self._due.last_saved
         verdict = self._due.decide(boundary)
@@ -131,6 +136,7 @@ class SaveRunner:
     def leave(self, run: Live | TrainState) -> None:
         """Send the other ranks what this one knows, for the next boundary. Call it when what was decided at this one is done."""
         self._due.leave(_step_of(run), has_ended=self._has_ended, is_saving=self._under_way is not None)
+        self._replicas.leave()
 
     def pass_by(self, run: Live | TrainState) -> None:
         """Save nothing at this boundary; this answers the requests."""
@@ -197,7 +203,8 @@ class SaveRunner:
         self._delete_old()
 
     def settle(self) -> None:
-        """Return when nothing is being written or deleted, so that the run can be read."""
+        """Return when nothing is being written, deleted or compared, so that the run can be read, and its objects overwritten."""
+        self._replicas.drop()
         if self._under_way is not None:
             self._end()
         self.wait_for_deletions()
@@ -209,12 +216,14 @@ class SaveRunner:
             self._deletion.wait()
 
     def protect(self) -> None:
-        """Return when everything that is being saved may be written to."""
+        """Return when everything that is being saved or compared may be written to."""
         if self._under_way is not None:
             self._under_way.hold.protect()
+        self._replicas.protect()
 
     def close(self, failures: list[Exception]) -> None:
         """Wait for everything started, and remove the hooks."""
+        self._replicas.drop()
         self.end_previous(failures)
         self.wait_for_deletions()
         self._hooks.remove()

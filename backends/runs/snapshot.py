@@ -98,15 +98,13 @@ class Snapshot:
             own=self.own | {name},
         )
 
-    def with_copies(self, proof: Proof, *, sent: Mapping[str, str] | None = None) -> "Snapshot":
+    def with_copies(self, proof: Proof) -> "Snapshot":
         """The snapshot with digests of what must be equal on all ranks. This reads the tensors.
 
         Args:
             proof: how much is compared.
-            sent: leaf path -> what sends it to the other ranks before it is used.
         """
-        found = attrs.evolve(self, sent=sent or {})
-        return attrs.evolve(found, copies=copies_of(found.replicated(), proof=proof))
+        return attrs.evolve(self, copies=copies_of(self.replicated(), proof=proof))
 
     def replicated(self) -> dict[str, dict[str, Any]]:
         """Every tensor that must be equal on several ranks, by name and path."""

@@ -157,6 +157,16 @@ def parts_name(component: str, boxes: Mapping[str, object]) -> str:
     return f"{component}{_PARTS}{digest_of(repr(dict(boxes)).encode())}"
 
 
+def component_of_parts(name: str) -> str:
+    """The component of a name in a summary, of parts or not.
+
+    Examples:
+        >>> component_of_parts(parts_name("model", {"w": ((0, 2),)})), component_of_parts("model")
+        ('model', 'model')
+    """
+    return name.partition(_PARTS)[0]
+
+
 def is_of_parts(name: str) -> bool:
     """Whether a name in a summary is for parts of tensors, which only some ranks hold."""
     return _PARTS in name
