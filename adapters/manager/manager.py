@@ -58,9 +58,8 @@ class CheckpointManager:
             With 0 an update waits until everything is written.
         hold_check: whether an async save compares the bytes that it holds with those that it commits, to find writers that neither a hook nor a
             version counter shows. It reads the state twice more.
-        check_replicas: how much is compared of what all ranks should have alike. ``"quick"``: everything at the first save, then a 16th of each
-            tensor; ``"tensor"``: everything at each save; ``"full"``: also after each restore; ``"none"``: only structures and contracts.
-            A number: ``"quick"``, and each so many steps everything in the background, which names the leaf and the ranks in the minority.
+        check_replicas: what is compared of what ranks should have alike. ``"quick"``: all at the first save, then a 16th of each tensor; ``"tensor"``: all
+            at each save; ``"full"``: also after each restore; ``"none"``: only structures and contracts. A number: also all, each so many steps, in the background.
         when_busy: what a save does while another is under way: ``"wait"`` for it, or ``"skip"``, which leaves its cadence due; best and last wait.
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
@@ -172,8 +171,7 @@ class CheckpointManager:
         Raises:
             IncompleteWindow: if a save is due inside a window, or an optimizer has stepped and `Live.advance` has not counted it.
             RunNotRestored: if the run has checkpoints, and none was restored. RanksDisagree: if ranks for which this one waits have closed their managers.
-            SaveFailed: if this save failed; or the one before, in the background: then what is due was done all the same.
-            RanksDisagree: if ``check_replicas`` has found replicas that differ; nothing is saved.
+            SaveFailed: if this save failed; or the one before, in the background: then what is due was done all the same. RanksDisagree: if replicas differ.
         """
         self._check(run)
         if isinstance(run, Live):

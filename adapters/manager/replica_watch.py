@@ -10,7 +10,7 @@ from trainfold.adapters.manager.contents import RunContents, view_of
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.job import Job
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.backends.runs.alike.held_digests import compared, digests_job
+from trainfold.backends.runs.alike.held_digests import digests_job, to_compare
 from trainfold.backends.runs.alike.replicas import copies_of
 from trainfold.core.errors import error_text
 from trainfold.core.layout.world import Collectives, PendingRows
@@ -123,7 +123,7 @@ class ReplicaWatch:
             view = view_of(run)
             snapshot = self._contents.described(run, view)
             found = snapshot.replicated()
-            plan = compared(found, {name: component_of_parts(name) for name in found})
+            plan = to_compare(found, {name: component_of_parts(name) for name in found})
             named = snapshot.named()
             leaves = {
                 leaf: named[leaf] for each in plan.values() for leaf in each.values() if not isinstance(leaf, str)

@@ -18,7 +18,7 @@ Compared = Mapping[str, Mapping[str, str | LeafName]]
 """Name -> leaf path -> the name of the leaf in a hold, or the text that is compared in its place."""
 
 
-def compared(found: Mapping[str, Mapping[str, Any]], component_of: Mapping[str, str]) -> Compared:
+def to_compare(found: Mapping[str, Mapping[str, Any]], component_of: Mapping[str, str]) -> Compared:
     """What to compare, without the tensors.
 
     Args:

@@ -16,7 +16,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs.alike import held_digests
-from trainfold.backends.runs.alike.held_digests import compared, digests_job
+from trainfold.backends.runs.alike.held_digests import digests_job, to_compare
 from trainfold.backends.runs.alike.replicas import copies_of
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, RanksDisagree, SaveFailed
@@ -154,7 +154,7 @@ def test_digests_are_of_the_moment_of_the_hold_or_there_are_none(sizes, at, is_a
         for leaf in leaves.values():
             leaf.add_(1)
 
-    job = digests_job(compared(found, {"model": "model", "known": "known"}), Interrupted(hold, at, update))
+    job = digests_job(to_compare(found, {"model": "model", "known": "known"}), Interrupted(hold, at, update))
     job.start()
     job.wait()
     if is_announced or not came:
