@@ -9,9 +9,9 @@ import torch
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.view import LiveView
-from trainfold.adapters.manager.update_hooks import UpdateHooks
 from trainfold.adapters.parallel.ddp_buffers import sent_buffers
 from trainfold.adapters.sharded.dtensor import is_dtensor, local_part
+from trainfold.adapters.watch.update_hooks import UpdateHooks
 from trainfold.backends.hold.steady import leased_leaves, steady_leaves
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out

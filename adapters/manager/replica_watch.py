@@ -13,8 +13,8 @@ from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.runs.alike.held_digests import digests_job, to_compare
 from trainfold.backends.runs.alike.replicas import copies_of
 from trainfold.core.errors import error_text
+from trainfold.core.layout.replica_row import Digests, ReplicaRow, agreed_rows, differing_leaves, drift_error, numbered
 from trainfold.core.layout.world import Collectives, PendingRows
-from trainfold.core.save.replica_row import Digests, ReplicaRow, agreed_rows, differing_leaves, drift_error, numbered
 from trainfold.core.save.replicas import Proof, component_of_parts
 from trainfold.core.state.leaves import leaves_in
 from trainfold.core.state.state import TrainState

@@ -16,7 +16,7 @@ from trainfold.adapters.manager.protocol import SaveOutcome
 from trainfold.adapters.manager.replica_watch import ReplicaWatch
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.adapters.manager.triggers import Before, SaveTriggers
-from trainfold.adapters.manager.update_hooks import UpdateHooks
+from trainfold.adapters.watch.update_hooks import UpdateHooks
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.job import Job

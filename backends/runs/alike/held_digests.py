@@ -10,7 +10,7 @@ from trainfold.backends.hold.hold import Hold
 from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.job import Job
 from trainfold.core.digest import DIGEST_PREFIX
-from trainfold.core.save.replica_row import Digests
+from trainfold.core.layout.replica_row import Digests
 
 _PIECE_BYTES: Final = 2**20
 

@@ -15,8 +15,8 @@ from trainfold.adapters.components.held_optimizers import held_optimizers, nest_
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.contents import RunContents
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.update_hooks import UpdateHooks
 from trainfold.adapters.own_state.remembered import remember
+from trainfold.adapters.watch.update_hooks import UpdateHooks
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidState, RestoreRefused, ResumeRefused, TrainfoldError, UnsupportedOptimizer

@@ -206,7 +206,7 @@ def test_no_write_between_two_boundaries_is_an_alarm(monkeypatch, caplog, kind):
 
     def late(hold, leaf):
         if hold in gated:
-            gate.wait(5)
+            gate.wait(60)
         return digest(hold, leaf)
 
     def work(world):

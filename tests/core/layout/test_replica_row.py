@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.errors import RanksDisagree
-from trainfold.core.save.replica_row import ReplicaRow, agreed_rows, differing_leaves, drift_error, minority, numbered
+from trainfold.core.layout.replica_row import ReplicaRow, agreed_rows, differing_leaves, drift_error, minority, numbered
 
 DIGESTS = st.dictionaries(st.sampled_from("abc"), st.dictionaries(st.sampled_from("vw"), st.sampled_from(["0", "1"])))
 
