@@ -3,23 +3,25 @@
 The ranks are forked processes with gloo. The tensor is one shard of a file. The ways take turns, and each verifies every byte that it uses,
 except DCP, which has no digests. Figures of CPU time are of all ranks together.
 
-    pieces      today: each rank reads and verifies every piece of 1 MiB in which it needs something
+    pieces      as loads do: each rank reads and verifies every piece of 1 MiB in which it needs something
     tiles       digests of blocks of rows and columns instead, of at most 1 MiB or one row, which end where the needed columns end; the file is the same. A rank reads a run of bytes for each row
     tiles, span the same digests; the gaps between the needed columns are read too, up to a tile's rows at once. All gaps of a tensor have one size, so there is nothing between these two
-    exchange    each rank reads and verifies 1/n of the pieces, and sends the others their columns, in rounds of 8 MiB a rank, as `share_reads` decides. A trial: no load does it yet
+    exchange    as loads do where ranks share a store: each rank reads 1/n of the pieces and sends them to the others, in rounds of 16 MiB a rank; each verifies all that it uses
     DCP         torch.distributed.checkpoint, of the same rows on as many ranks
 
-``cut`` is the dimension that is cut; None for replicas, each of which needs all of it. Files are in the page cache, or dropped from it (cold). ``store`` is
-the wall time (cached) and 20 ms for each read of the slowest rank, one after the other, as in an object store.
+``cut`` is the dimension that is cut; None for replicas, each of which needs all of it. Files are in the page cache, or dropped from it (cold). ``slow`` is
+the time from a store that answers a request after 20 ms, and gives all ranks together 1 GB/s: each read sleeps as long as that.
 
     python benchmarks/columns.py [--quick] [--json] [--check] [--ranks 2 4 8] [--rounds 5] [--directory DIR]
 """
 
 import contextlib
+import math
 import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -34,11 +36,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainfold.backends.formats.native import reader
 from trainfold.backends.formats.native.scatter import Inside
+from trainfold.backends.ranks.torch_distributed import TorchCollectives
+from trainfold.backends.runs.shared_reads import ROUND_BYTES, SharedReads, SharedStore
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES
-from trainfold.core.layout.shared_reads import StoredPart, share_reads, taken_of
-from trainfold.core.layout.slices import volume, whole_box
+from trainfold.core.layout.shared_reads import ByteSpan, share_ranges
+from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
 
 CASES = [
@@ -51,8 +55,8 @@ CASES = [
     ((4096, 4096), "float32", None),
 ]  # shape, dtype, the dimension that is cut
 QUICK = [((512, 1024), "float32", 1), ((512, 1024), "float32", None)]
-ROUND_BYTES = 8 << 20  # what a rank sends, or receives, at once
-STORE_SECS = 0.02
+SLOW_SECS, SLOW_BYTES = 0.02, 1e9  # of a request; a second, for all ranks together
+SLOW_WAYS = ("pieces", "exchange")
 NAME = "step-00000001/a"
 LIMITS = {"read": 1.25, "all": 1.05}
 
@@ -84,10 +88,10 @@ def check(data, wanted):
 
 
 class Counted:
-    """A store that counts reads and their bytes."""
+    """A store that counts reads and their bytes, and may be slow."""
 
-    def __init__(self, store):
-        self._store, self.reads, self.bytes = store, 0, 0
+    def __init__(self, store, *, share_bytes=0):
+        self._store, self._share_bytes, self._line, self.reads, self.bytes = store, share_bytes, threading.Lock(), 0, 0
 
     def __getattr__(self, name):
         return getattr(self._store, name)
@@ -100,8 +104,17 @@ class Counted:
             def counted(buffer, start):
                 self.reads, self.bytes = self.reads + 1, self.bytes + len(buffer)
                 read_into(buffer, start)
+                if self._share_bytes:
+                    time.sleep(SLOW_SECS)
+                    with self._line:
+                        time.sleep(len(buffer) / self._share_bytes)
 
             yield counted
+
+    def read_into(self, name, buffer, *, start=0):
+        """Read once."""
+        with self.opened(name) as read_into:
+            read_into(buffer, start)
 
 
 class Case:
@@ -120,6 +133,9 @@ class Case:
         self.pieces = digests(tensor_bytes(values))
         self.itemsize, self.size_bytes = values.element_size(), values.nbytes
         self.rows, self.step = self._flat(values)
+        self.world = TorchCollectives()
+        spans = [[ByteSpan(0, low, high) for low, high in ranges_of(self, box)] for box in self.boxes]
+        self.rounds = share_ranges(spans, unit_bytes=PIECE_BYTES, round_bytes=ROUND_BYTES)
         self.placement = Replicate() if cut is None else Shard(cut)
         self.mesh = init_device_mesh("cpu", (self.ranks,))
         share = values.tensor_split(self.ranks)[self.rank].clone()
@@ -144,21 +160,27 @@ class Case:
         return torch.empty_like(self.expected)
 
 
+def ranges_of(case, box):
+    """Return the bytes of the pieces in which a rank needs something, in order."""
+    row = case.shape[-1] * case.itemsize
+    if case.cut is None or row <= PIECE_BYTES:
+        return [(0, case.size_bytes)]
+    ranges = []
+    for index in range(case.rows):  # pieces with nothing of it are left out
+        low, high = (index * row + side * case.itemsize for side in box[-1])
+        ranges.append((low // PIECE_BYTES * PIECE_BYTES, -(-high // PIECE_BYTES) * PIECE_BYTES))
+    return ranges
+
+
 def read_pieces(case, store):
-    """Read as a load does today."""
+    """Read as a load does where ranks share no store."""
     out, starts = case.fresh(), tuple(low for low, _ in case.box)
-    ranges = [(0, case.size_bytes)]
-    if case.cut is not None and case.shape[-1] * case.itemsize > PIECE_BYTES:  # pieces with nothing of it are left out
-        row, ranges = case.shape[-1] * case.itemsize, []
-        for index in range(case.rows):
-            low, high = (index * row + side * case.itemsize for side in case.box[-1])
-            ranges.append((low // PIECE_BYTES * PIECE_BYTES, -(-high // PIECE_BYTES) * PIECE_BYTES))
     requests = [
         reader.ReadRequest(
             NAME, low, high, case.dtype, STORED[case.dtype].name, tuple(out.shape), "", out=out,
             inside=Inside(case.shape, starts, low), pieces="".join(case.pieces[low // PIECE_BYTES : -(-high // PIECE_BYTES)]),
         )
-        for low, high in ranges
+        for low, high in ranges_of(case, case.box)
     ]  # fmt: skip
     assert len(case.pieces[0]) == DIGEST_DIGITS
     reader.read_tensors(store, requests)
@@ -198,47 +220,13 @@ def read_spans(case, store):
 
 
 def read_once(case, store):
-    """Read a part of the pieces; send the others what they need, and receive what this rank needs."""
-    out, part = case.fresh(), StoredPart(whole_box(case.shape), case.itemsize)
-    wanted = [[box] for box in case.boxes]
-    with store.opened(NAME) as read_into:
-        for reads in share_reads([part], wanted, piece_bytes=PIECE_BYTES, round_bytes=ROUND_BYTES):
-            send(case, reads, read_into, out)
+    """Read as a load does where ranks share a store."""
+    if not case.rounds:
+        return read_pieces(case, store)
+    shared = SharedStore(store, SharedReads(store, case.world), [NAME], case.rounds)
+    out = read_pieces(case, shared)
+    shared.finish()
     return out
-
-
-def send(case, reads, read_into, out):
-    """Do one round."""
-    sent = [[torch.empty(0, dtype=out.dtype)] for _ in case.boxes]
-    for read in (read for read in reads if read.reader == case.rank):
-        piece = torch.empty(read.stop - read.first, dtype=out.dtype)
-        read_into(tensor_bytes(piece), read.first * case.itemsize)
-        check(tensor_bytes(piece), case.pieces[read.first * case.itemsize // PIECE_BYTES])
-        for rank in read.takers:
-            for taken in taken_of(whole_box(case.shape), read.first, read.stop, case.boxes[rank]):
-                block = piece[taken.place :][: volume(taken.block)].view([high - low for low, high in taken.block])
-                found = block[inner(taken.box, taken.block)]
-                if rank == case.rank:
-                    out[inner(taken.box, case.box)].copy_(found)
-                else:
-                    sent[rank].append(found.reshape(-1))
-    expected = [[] for _ in case.boxes]
-    for read in (read for read in reads if read.reader != case.rank and case.rank in read.takers):
-        for taken in taken_of(whole_box(case.shape), read.first, read.stop, case.box):
-            expected[read.reader].append(out[inner(taken.box, case.box)])
-    sizes = [[case.itemsize * sum(part.numel() for part in parts) for parts in each] for each in (expected, sent)]
-    given = raw(torch.cat([part for parts in sent for part in parts]))
-    got = torch.empty(sum(sizes[0]), dtype=torch.uint8)
-    dist.all_to_all_single(got, given, *sizes)
-    place = 0
-    for target in (part for parts in expected for part in parts):
-        target.copy_(got[place : place + target.nbytes].view(out.dtype).view(target.shape))
-        place += target.nbytes
-
-
-def inner(part, box):
-    """Return a box inside another one, as slices."""
-    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(part, box, strict=True))
 
 
 def raw(tensor):
@@ -291,11 +279,15 @@ def measure(shape, dtype, cut, rounds, folder):
     folder.mkdir(exist_ok=True)
     case = Case(shape, dtype, cut, folder)
     needed = case.expected.nbytes
-    found = {name: {"cached": [], "cold": [], "cpu": []} for name in WAYS if cut is not None or "tiles" not in name}
+    found = {
+        name: {"cached": [], "cold": [], "slow": [], "cpu": []}
+        for name in WAYS
+        if cut is not None or "tiles" not in name
+    }
     for turn in range(rounds + 1):
         for name in list(found)[:: 1 if turn % 2 else -1]:
-            for kind in ("cold", "cached"):
-                store = Counted(LocalStore(folder))
+            for kind in ("cold", "cached", *(["slow"] if name in SLOW_WAYS else [])):
+                store = Counted(LocalStore(folder), share_bytes=SLOW_BYTES / case.ranks if kind == "slow" else 0)
                 if kind == "cold":
                     drop(folder)
                 kept, began = {}, time.process_time()
@@ -317,12 +309,12 @@ def lines(row):
     """Return the lines of a table of a tensor."""
     gb, middle = row["bytes"] / 1e9, statistics.median
     yield f"{row['dtype']}{row['shape']}, dimension {row['cut']} cut, {row['ranks']} ranks"
-    yield f"  {'':12}{'read/needed':>12}{'read/stored':>12}{'reads a rank':>13}{'CPU-s/GB':>10}{'cached ms':>11}{'cold ms':>10}{'store s':>9}"
+    yield f"  {'':12}{'read/needed':>12}{'read/stored':>12}{'reads a rank':>13}{'CPU-s/GB':>10}{'cached ms':>11}{'cold ms':>10}{'slow ms':>10}"
     for name, each in row["ways"].items():
         wall = middle(each["cached"])
         yield (
             f"  {name:12}{each['read']:12.2f}{each['all']:12.2f}{each['reads']:13}{middle(each['cpu']) / gb:10.2f}"
-            f"{1e3 * wall:11.1f}{1e3 * middle(each['cold']):10.1f}{wall + STORE_SECS * each['reads']:9.2f}"
+            f"{1e3 * wall:11.1f}{1e3 * middle(each['cold']):10.1f}{1e3 * middle(each['slow'] or [math.nan]):10.1f}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, TrainfoldError
-from trainfold.core.layout.world import Collectives
+from trainfold.core.layout.world import Collectives, Exchanges
 from trainfold.properties.differences import ContractBroken
 
 __all__ = ["check_collectives"]
@@ -164,6 +164,21 @@ def _broadcast(collectives: Collectives) -> object:
     return [(each["rank"], len(str(each["long"]))) for each in given]
 
 
+def _exchanged(collectives: Collectives) -> object:
+    """Each rank gets what every other one has for it, which may be nothing. Collectives may lack this call."""
+    rank, ranks = collectives.rank, range(collectives.world_size)
+
+    def part(source: int, target: int) -> bytes:
+        return bytes([source, target]) * (3_000 * ((source + target) % 2)) if source != target else b""
+
+    if not isinstance(collectives, Exchanges):
+        return True
+    sizes = [len(part(source, rank)) for source in ranks]
+    parts = [[memoryview(part(rank, target))] * (target != rank) for target in ranks]
+    found = collectives.exchange(parts, sizes, doing="exchange")
+    return [bytes(each) for each in found] == [part(source, rank) for source in ranks]
+
+
 def _bad_source(collectives: Collectives) -> object:
     return [
         _heard(lambda source=source: collectives.broadcast(1, source=source))[0]  # type: ignore[misc]
@@ -259,6 +274,7 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
         _duplicated,
         _same(lambda n: (True, [-rank for rank in range(n)], [list(range(n))])),
     ),
+    "each rank gets the part that every other one has for it": (_exchanged, _same(lambda _: True)),
     "a source outside of the world is refused": (_bad_source, _same(lambda _: [InvalidArgument.__name__] * 2)),
 }
 TROUBLE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {

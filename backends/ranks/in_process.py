@@ -146,6 +146,12 @@ class ThreadCollectives:
         """Copies of the values of all ranks, in rank order."""
         return copy.deepcopy(self._meet(Call("gather", "", doing), copy.deepcopy(value), is_vote=is_vote))
 
+    def exchange(self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, doing: str = "") -> list[bytes]:
+        """Copies of what each rank has for this one."""
+        del sizes
+        given = self._meet(Call("exchange", "", doing), [b"".join(each) for each in parts])
+        return [each[self.rank] for each in given]
+
     def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_PendingInRoom":
         """Start to gather the numbers of all ranks."""
         index = self._arrive(Call("start_gather", f"{len(numbers)} numbers", doing), tuple(numbers))

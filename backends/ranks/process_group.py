@@ -135,9 +135,16 @@ def start_all_reduce(group: Any, tensor: torch.Tensor, timeout_secs: float) -> A
     return group.allreduce([tensor], _timed(_c10d().AllreduceOptions(), timeout_secs))
 
 
-def start_all_to_all(group: Any, received: torch.Tensor, given: torch.Tensor, timeout_secs: float) -> Any:
-    """Start to exchange equal parts: part i of each rank goes to rank i."""
-    return group.alltoall_base(received, given, [], [], _timed(_c10d().AllToAllOptions(), timeout_secs))
+def start_all_to_all(
+    group: Any,
+    received: torch.Tensor,
+    given: torch.Tensor,
+    timeout_secs: float,
+    sizes: tuple[Sequence[int], Sequence[int]] = ((), ()),
+) -> Any:
+    """Start to exchange parts: part i of each rank goes to rank i. The sizes are those of what comes and of what goes; equal ones without them."""
+    come, go = sizes
+    return group.alltoall_base(received, given, list(come), list(go), _timed(_c10d().AllToAllOptions(), timeout_secs))
 
 
 def keep_exchange(exchange: Any) -> None:

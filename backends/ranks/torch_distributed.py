@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any, Final, NoReturn, TypeVar, final
 
 import attrs
@@ -39,6 +40,7 @@ from trainfold.backends.ranks.process_group import (
 from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
 from trainfold.core.state.spec import dtype_name
+from trainfold.core.tensor_memory import tensor_bytes
 
 T = TypeVar("T")
 _LOG: Final = logging.getLogger("trainfold")
@@ -187,6 +189,34 @@ class TorchCollectives:
         return [
             from_wire(each)
             for each in self._meet(Call("gather", "", doing), self._bytes_of(value), self._deadline(is_vote))
+        ]
+
+    def exchange(
+        self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, doing: str = ""
+    ) -> list[memoryview]:
+        """What each rank has sent to this one. A rank sends and receives what it has to, and no more.
+
+        Raises:
+            RankFailed: if a rank failed or was late.
+            RanksDisagree: if a rank calls something else.
+        """
+        call, until = Call("exchange", "", doing), Deadline(self._timeout_secs)
+        self._meet(call, b"", until)
+        # a byte to itself: gloo wants something from each rank
+        go, come = [sum(map(len, each)) for each in parts], list(sizes)
+        go[self.rank] = come[self.rank] = 1
+        given, received = (torch.empty(sum(each), dtype=torch.uint8) for each in (go, come))
+        memory, place = tensor_bytes(given), 0
+        for rank, each in enumerate(parts):
+            for part in each:
+                memory[place : place + len(part)] = part
+                place += len(part)
+            place += rank == self.rank
+        self._wait(start_all_to_all(self._group, received, given, until.left(), (come, go)), call, until)
+        data, ends = tensor_bytes(received), [0, *accumulate(come)]
+        found = [data[start:stop] for start, stop in pairwise(ends)]
+        return [
+            each[: size if rank != self.rank else 0] for rank, (each, size) in enumerate(zip(found, sizes, strict=True))
         ]
 
     def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_PendingGather":

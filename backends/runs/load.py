@@ -17,6 +17,7 @@ from trainfold.backends.runs.alike.stages import ruled, united_run
 from trainfold.backends.runs.one_view import examine_for_all, list_for_all
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
 from trainfold.backends.runs.restore import run_resume
+from trainfold.backends.runs.shared_reads import SharedReads, may_share
 from trainfold.backends.runs.snapshot import full_contract
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.user_warning import warn_user
@@ -124,7 +125,7 @@ def plan_load(  # noqa: PLR0913 - keywords
     """The plan that `load_run` would carry out for the same arguments, without its warnings; see `trainfold.plan`."""
     known = passed_over(store, request, collectives)
     target = resume_target(like, contract, collectives)
-    request, target, wanted, lacking = _requested(request, target, optional, like.stage, collectives)
+    request, target, wanted, lacking, _ = _requested(request, target, optional, like.stage, collectives)
     request = _without(request, texts_of_left_out(lacking))
     inventory = with_quarantined(list_for_all(store, collectives), known)
     inventory = examine_for_all(store, inventory, request, collectives, wanted=wanted, needs=_needs(like, collectives))
@@ -159,7 +160,10 @@ def load_run(  # noqa: PLR0913 - keywords
             restores it, and rank 0 warns.
     """
     world, target = collectives, resume_target(like, contract, collectives)
-    request, target, wanted, lacking = _requested(request, target, optional, like.stage, world)
+    shares = unread is None and may_share(store, world)
+    request, target, wanted, lacking, is_shared = _requested(
+        request, target, optional, like.stage, world, shares=shares
+    )
     request = _without(request, _warned(lacking, world))
     known, needs = passed_over(store, request, world), _needs(like, world)
     inventory = listed = list_for_all(store, world)
@@ -179,7 +183,7 @@ def load_run(  # noqa: PLR0913 - keywords
             if quarantine is not None:
                 quarantine.begin(store, world, outcome.checkpoint)
             try:
-                state, failure = _attempt(outcome, like, store, world, unread)
+                state, failure = _attempt(outcome, like, store, world, unread, is_shared=is_shared)
                 told = world.gather(
                     None if failure is None else failure_of(failure), doing="read its part of the checkpoint"
                 )
@@ -254,24 +258,27 @@ def _whole_target(target: Target, stages: Sequence[Stage | None], world: Collect
     return attrs.evolve(target, components=whole.described, contract=whole.contract)
 
 
-def _requested(
+def _requested(  # noqa: PLR0913 - of two calls
     request: ResumeRequest,
     target: Target,
     optional: Mapping[str, str | None] | None,
     stage: Stage | None,
     world: Collectives,
-) -> tuple[ResumeRequest, Target, set[str], list[Mapping[str, str]]]:
-    """Ask the other ranks what they have, and what they lack of what is optional.
+    *,
+    shares: bool = False,
+) -> tuple[ResumeRequest, Target, set[str], list[Mapping[str, str]], bool]:
+    """Ask the other ranks what they have, what they lack of what is optional, and whether they read for each other.
 
     Returns:
-        The request with the optional components; the target with the stages of all ranks as one model; the components that any rank has; and by
-        rank, the optional ones that it lacks, with the reasons.
+        The request with the optional components; the target with the stages of all ranks as one model; the components that any rank has; by rank,
+        the optional ones that it lacks, with the reasons; and whether all ranks read for each other.
     """
     lacking = {name: why for name, why in (optional or {}).items() if why}
-    told = world.gather((sorted(target.components), lacking, stage), doing="name its components", is_vote=True)
+    told = world.gather((sorted(target.components), lacking, stage, shares), doing="name its components", is_vote=True)
     request = attrs.evolve(request, optional=frozenset(optional or ()))
-    whole = _whole_target(target, [each for *_, each in told], world)
-    return request, whole, {name for names, *_ in told for name in names}, [each for _, each, _ in told]
+    whole = _whole_target(target, [each for _, _, each, _ in told], world)
+    names = {name for names, *_ in told for name in names}
+    return request, whole, names, [each for _, each, *_ in told], all(each for *_, each in told)
 
 
 def _warned(told: Sequence[Mapping[str, str]], world: Collectives) -> dict[str, str]:
@@ -324,16 +331,25 @@ def _at_checkpoint(error: TrainfoldError, outcome: ResumePlan | Refusal) -> Trai
     return error
 
 
-def _attempt(
-    outcome: ResumePlan, like: TrainState, store: Store, world: Collectives, unread: UnreadTensors | None
+def _attempt(  # noqa: PLR0913 - of one call
+    outcome: ResumePlan,
+    like: TrainState,
+    store: Store,
+    world: Collectives,
+    unread: UnreadTensors | None,
+    *,
+    is_shared: bool,
 ) -> tuple[TrainState | None, TrainfoldError | None]:
     """The state, or the error. The error is not raised here, because the other ranks wait for the result."""
     if unread is not None:
         unread.forget()  # those of a checkpoint that did not load
+    sharing = SharedReads(store, world) if is_shared else None
     try:
-        return run_resume(outcome, like, store=store, unread=unread), None
+        return run_resume(outcome, like, store=store, unread=unread, sharing=sharing), None
     except TrainfoldError as error:
-        return None, error
+        if sharing is not None and error is sharing.broken:
+            raise  # no rank makes another call
+        return None, None if isinstance(error, RankFailed) else error  # that rank says why in the next call
     except OSError as error:
         where = f"{store.url}/{outcome.checkpoint}"
         fix = "check the device and its log, or load another checkpoint"

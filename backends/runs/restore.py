@@ -1,7 +1,8 @@
 """`run_resume`: carries out a `ResumePlan`. It loads into fresh memory and makes no decisions."""
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from trainfold.backends.formats.native.plan_reader import PlanReader
 from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.runs.shared_reads import SharedReads
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core import tree
 from trainfold.core.format.codec import torch_dtype
@@ -19,15 +21,31 @@ from trainfold.core.format.structure.places import Leaf
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box
-from trainfold.core.resume.reads import ComponentReads, held_elsewhere, plan_reads, sharded_params, slot_boxes
+from trainfold.core.resume.reads import (
+    ComponentReads,
+    ReadPlan,
+    held_elsewhere,
+    plan_reads,
+    sharded_params,
+    slot_boxes,
+)
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.resume.resumed import leaf_sources, resumed_contract, resumed_optimizer, resumed_origin
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
+_Targets: TypeAlias = dict[str, dict[str, Any]]
 
-def run_resume(plan: ResumePlan, like: TrainState, *, store: Run, unread: UnreadTensors | None = None) -> TrainState:
+
+def run_resume(
+    plan: ResumePlan,
+    like: TrainState,
+    *,
+    store: Run,
+    unread: UnreadTensors | None = None,
+    sharing: SharedReads | None = None,
+) -> TrainState:
     """Load the tensors of a plan into fresh memory and return the new state; ``like`` is not changed.
 
     Args:
@@ -35,6 +53,7 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Run, unread: Unread
         like: the state for which the plan was made. It gives the structure, the devices, and the values that are kept.
         store: the run: a directory, or a store.
         unread: gets the parameters, buffers and slots of its components that need no cast, which are read later; None for none.
+        sharing: the ranks, all of which call this with the same plan and read for each other; None to read alone.
 
     Returns:
         The resumed state.
@@ -43,13 +62,34 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Run, unread: Unread
         CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
         CheckpointTorn: if a file ends too early.
         CheckpointHostile: if what is needed does not fit into memory.
+        RankFailed: if another rank fails with which this one shares its reads.
     """
     store, mine = open_store(store), components_of(like)
-    targets = {
+    targets: _Targets = {}
+
+    @without_collecting
+    def make_plan() -> ReadPlan:
+        targets.update(_targets(plan, mine))
+        elsewhere = nowhere_else if like.stage is None else held_elsewhere(mine)
+        return plan_reads(plan, _boxes(plan, mine, targets), elsewhere=elsewhere)
+
+    planned = nullcontext((make_plan(), store)) if sharing is None else sharing.planned(plan.manifest, make_plan)
+    with planned as (reads, source):
+        reader = PlanReader(source, plan.checkpoint, plan.manifest)
+        return _resumed(plan, like, mine=mine, targets=targets, reads=reads, reader=reader, unread=unread)
+
+
+def _targets(plan: ResumePlan, mine: Mapping[str, Any]) -> _Targets:
+    """The leaves of this run that get values, by component and path."""
+    return {
         action.name: dict(tree.named_leaves(mine[action.name], action.name))
         for action in plan.actions
         if action.name in mine and action.verb in ("load", "adopt")
     }
+
+
+def _boxes(plan: ResumePlan, mine: Mapping[str, Any], targets: _Targets) -> dict[str, dict[str, Box | None]]:
+    """The slice of each leaf that this rank holds; slots take that of their parameter."""
     boxes: dict[str, dict[str, Box | None]] = {
         name: {path: leaf.box if isinstance(leaf, Shard) else None for path, leaf in each.items()}
         for name, each in targets.items()
@@ -59,9 +99,19 @@ def run_resume(plan: ResumePlan, like: TrainState, *, store: Run, unread: Unread
         saved = plan.manifest.component(action.name)
         if saved is not None and action.verb == "adopt":
             boxes.setdefault(action.name, {}).update(slot_boxes(action.name, saved.tensors[action.part], params))
-    elsewhere = nowhere_else if like.stage is None else held_elsewhere(mine)
-    reads = without_collecting(plan_reads)(plan, boxes, elsewhere=elsewhere)
-    reader = PlanReader(store, plan.checkpoint, plan.manifest)
+    return boxes
+
+
+def _resumed(  # noqa: PLR0913 - keywords
+    plan: ResumePlan,
+    like: TrainState,
+    *,
+    mine: Mapping[str, Any],
+    targets: _Targets,
+    reads: ReadPlan,
+    reader: PlanReader,
+    unread: UnreadTensors | None,
+) -> TrainState:
     found: dict[str, Any] = {}
     for action in plan.actions:
         if action.verb in ("keep", "reset"):

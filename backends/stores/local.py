@@ -50,6 +50,7 @@ class LocalStore:
 
     Args:
         path: the run's directory, or its ``file://`` URL. It may be a link; nothing below it may be one.
+        is_shared: whether ranks that need the same bytes read them once and send them to each other, because the store is slower than their network.
 
     Raises:
         InvalidArgument: for a URL of another scheme, or a path that no filesystem can have.
@@ -64,11 +65,12 @@ class LocalStore:
         (['step-1'], ['a', 'manifest.json'], b'23')
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, is_shared: bool = False) -> None:
         given = local_path(os.fspath(path))
         check_path(given)
         self._url = given.rstrip("/") or "/"
         self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run
+        self._is_shared = is_shared
         self._mutex = threading.Lock()
         self._swapping = threading.Lock()
         self._held: run_lock.HeldLock | None = None
@@ -79,6 +81,11 @@ class LocalStore:
     def url(self) -> str:
         """The path that the caller gave, unchanged."""
         return self._url
+
+    @property
+    def is_shared(self) -> bool:
+        """See `SharedByRanks`."""
+        return self._is_shared
 
     def __repr__(self) -> str:
         return f"LocalStore({self._url!r})"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Buffer", "Place", "Placeable", "Store"]
+__all__ = ["Buffer", "Place", "Placeable", "SharedByRanks", "Store"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -24,6 +24,15 @@ class Placeable(Protocol):
 
     def placed(self, place: Place) -> Iterator[Buffer]:
         """The same parts; a part that is not in memory yet is made in the memory returned by ``place``."""
+
+
+@runtime_checkable
+class SharedByRanks(Protocol):
+    """A `Store` that may be slower than the ranks' own network. This property is optional."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks that need the same bytes read them once, and send them to each other (ADR-0037)."""
 
 
 @runtime_checkable

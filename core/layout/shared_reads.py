@@ -1,157 +1,108 @@
-"""`share_reads`: which rank of a group reads which stored bytes if several ranks need them, and who gets what. Imports no torch.
+"""`share_ranges`: which rank reads the stored bytes that several ranks need, and who receives them. Imports no torch.
 
-A piece of a stored part is read and verified by one of the ranks that need something of it, which sends the others what they need (ADR-0037). The cost is
-linear in pieces x ranks, so a group is a node or the ranks of tensor parallelism, and not a whole job of thousands.
+Bytes that several ranks need are read by one of them, which sends them to the others (ADR-0037). Ranges are of bytes, and nothing else is known of them: who
+receives bytes verifies them as if it had read them. The cost is linear in ranges, and in rounds x ranks.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle, pairwise
 from typing import NamedTuple, final
 
-from trainfold.core.layout.slices import Box, intersect, run_blocks, volume
-
 
 @final
-class StoredPart(NamedTuple):
-    """A stored part of a tensor: the elements of a box, row by row.
+class ByteSpan(NamedTuple):
+    """Bytes of a file that a rank needs.
 
     Attributes:
-        box: which part of the tensor.
-        item_bytes: bytes of an element.
-    """
-
-    box: Box
-    item_bytes: int
-
-
-@final
-class SharedRead(NamedTuple):
-    """A piece that one rank reads for all that need something of it.
-
-    Attributes:
-        part: the index of the part.
-        first: the first element of the piece in the part.
+        file: the number of the file, in the order in which files are read.
+        start: the first byte.
         stop: one past the last.
-        reader: the rank that reads it; one of the takers.
-        takers: the ranks that need something of it, in order.
     """
 
-    part: int
-    first: int
+    file: int
+    start: int
+    stop: int
+
+
+@final
+class SharedRange(NamedTuple):
+    """Bytes that one rank reads for all that need them.
+
+    Attributes:
+        file: the number of the file.
+        start: the first byte.
+        stop: one past the last.
+        reader: the rank that reads them; one of the takers.
+        takers: the ranks that need them.
+    """
+
+    file: int
+    start: int
     stop: int
     reader: int
-    takers: tuple[int, ...]
+    takers: frozenset[int]
 
 
-@final
-class Taken(NamedTuple):
-    """What a rank needs of a block of a piece. Both boxes are slices of the tensor.
+def share_ranges(wanted: Sequence[Sequence[ByteSpan]], *, unit_bytes: int, round_bytes: int) -> list[list[SharedRange]]:
+    """Decide what ranks read for each other, in rounds. Every rank decides the same.
 
-    Attributes:
-        place: how many elements of the piece come before the block.
-        block: elements that follow one another in the piece.
-        box: what is needed of them.
-    """
-
-    place: int
-    block: Box
-    box: Box
-
-
-def share_reads(
-    parts: Sequence[StoredPart], wanted: Sequence[Sequence[Box | None]], *, piece_bytes: int, round_bytes: int
-) -> list[list[SharedRead]]:
-    """Decide what each rank of a group reads for itself and the others, in rounds. Every rank decides the same.
-
-    Laws: a piece is read by one rank if any rank needs something of it, and else by none. With `taken_of` each rank gets each element that it wants, and that is
-    stored, once. In a round no rank sends more than ``round_bytes``, or receives more, unless the round is one piece. Where all ranks need something of every
-    piece, no rank reads more than a piece above another.
+    Laws: each byte that a rank needs is in one range, whose takers are the ranks that need it; no other byte is in any. The ranges of a rank come in the order
+    of its spans. In a round no rank takes more than ``round_bytes``, what it reads itself included, and no rank sends more. Where all ranks need the same, no rank
+    reads more than a range above another.
 
     Args:
-        parts: what is stored; the pieces of a part are ``piece_bytes`` each, and the last may be shorter.
-        wanted: for each rank, for each part, the slice of the tensor that the rank needs; None for nothing.
-        piece_bytes: what one digest covers; a multiple of the size of any element.
-        round_bytes: what a rank may send, or receive, before it waits for the others.
+        wanted: for each rank the spans that it needs: disjoint, none touching the next, and in the order in which it reads them.
+        unit_bytes: the size of a range at most.
+        round_bytes: what a rank may take, or send, before it waits for the others; at least as many bytes as there are ranks.
 
     Returns:
-        The rounds, in order.
+        The rounds, in order; none if no two ranks need the same byte.
 
     Examples:
-        >>> columns = [[((0, 4), (0, 2))], [((0, 4), (2, 4))]]
-        >>> for each in share_reads([StoredPart(((0, 4), (0, 4)), 1)], columns, piece_bytes=8, round_bytes=4):
+        >>> for each in share_ranges([[ByteSpan(0, 0, 6)], [ByteSpan(0, 2, 6)]], unit_bytes=2, round_bytes=4):
         ...     print(*each)
-        SharedRead(part=0, first=0, stop=8, reader=0, takers=(0, 1)) SharedRead(part=0, first=8, stop=16, reader=1, takers=(0, 1))
+        SharedRange(file=0, start=0, stop=2, reader=0, takers=frozenset({0})) SharedRange(file=0, start=2, stop=4, reader=1, takers=frozenset({0, 1}))
+        SharedRange(file=0, start=4, stop=6, reader=0, takers=frozenset({0, 1}))
     """
-    queues: list[list[tuple[SharedRead, dict[int, int]]]] = [[] for _ in wanted]
-    loads = [0] * len(wanted)
-    for number, part in enumerate(parts):
-        step, total = piece_bytes // part.item_bytes, volume(part.box)
-        for first in range(0, total, step):
-            stop = min(first + step, total)
-            found = {rank: _taken_bytes(part, first, stop, boxes[number]) for rank, boxes in enumerate(wanted)}
-            takes = {rank: size for rank, size in found.items() if size}
-            if takes:
-                reader = min(takes, key=loads.__getitem__)
-                loads[reader] += (stop - first) * part.item_bytes
-                queues[reader].append((SharedRead(number, first, stop, reader, tuple(takes)), takes))
-    return list(_rounds([iter(queue) for queue in queues], round_bytes))
+    rounds: list[list[SharedRange]] = []
+    read, turn, taken, sent = ([0 for _ in wanted] for _ in range(4))
+    for file, start, stop, takers in _runs(wanted):
+        others = len(takers) - 1
+        unit = min(unit_bytes, round_bytes // max(1, others))  # a range fits into any round
+        at = start
+        while at < stop:
+            now = max([turn[rank] for rank in takers])
+            here = [rank for rank in takers if turn[rank] == now]
+            room = round_bytes - max([taken[rank] for rank in here])
+            turns = (round_bytes - max([sent[rank] for rank in here])) // (unit * others or 1)
+            if room < min(unit, stop - at) or not turns:
+                now, room, turns = now + 1, round_bytes, round_bytes // (unit * others or 1)
+            size = min(stop - at, room, turns * len(takers) * unit)
+            for rank in takers:
+                if turn[rank] < now:
+                    turn[rank], taken[rank], sent[rank] = now, 0, 0
+                taken[rank] += size
+            rounds += [[] for _ in range(now + 1 - len(rounds))]
+            readers = sorted(takers, key=read.__getitem__)
+            for place, reader in zip(range(at, at + size, unit), cycle(readers), strict=False):
+                end = min(place + unit, at + size)
+                rounds[now].append(SharedRange(file, place, end, reader, takers))
+                read[reader] += end - place
+                sent[reader] += (end - place) * others
+            at += size
+    return rounds if any(len(one.takers) > 1 for each in rounds for one in each) else []
 
 
-def _rounds(queues: list[Iterator[tuple[SharedRead, dict[int, int]]]], round_bytes: int) -> Iterator[list[SharedRead]]:
-    """The reads of all ranks in turns, cut where a rank would send or receive too much."""
-    heads = {rank: head for rank, queue in enumerate(queues) if (head := next(queue, None)) is not None}
-    while heads:
-        found: list[SharedRead] = []
-        sent, received = [0] * len(queues), [0] * len(queues)
-        turn = list(heads)
-        while turn:
-            left = []
-            for rank in turn:
-                read, takes = heads[rank]
-                given = sum(takes.values()) - takes[rank]
-                fits = sent[rank] + given <= round_bytes and all(
-                    received[taker] + size <= round_bytes for taker, size in takes.items() if taker != rank
-                )
-                if not fits and found:
-                    continue
-                found.append(read)
-                sent[rank] += given
-                for taker, size in takes.items():
-                    received[taker] += size * (taker != rank)
-                if (head := next(queues[rank], None)) is None:
-                    del heads[rank]
-                else:
-                    heads[rank] = head
-                    left.append(rank)
-                if not fits:  # too large for any round, so it has one of its own
-                    left = []
-                    break
-            turn = left
-        yield found
-
-
-def taken_of(part: Box, first: int, stop: int, wanted: Box | None) -> Iterator[Taken]:
-    """What a rank needs of a piece, in the order of its elements.
-
-    Args:
-        part: the box of the stored part.
-        first: the first element of the piece in the part.
-        stop: one past the last.
-        wanted: the slice of the tensor that the rank needs; None for nothing.
-
-    Examples:
-        >>> list(taken_of(((2, 4), (0, 4)), 4, 8, ((0, 4), (2, 4))))
-        [Taken(place=0, block=((3, 4), (0, 4)), box=((3, 4), (2, 4)))]
-    """
-    if wanted is None or (part and intersect(part, wanted) is None):
-        return
-    place = 0
-    for inner in run_blocks(first, stop, tuple(high - low for low, high in part)):
-        block = tuple((low + start, low + end) for (low, _), (start, end) in zip(part, inner, strict=True))
-        common = intersect(block, wanted)
-        if common is not None:
-            yield Taken(place, block, common)
-        place += volume(block)
-
-
-def _taken_bytes(part: StoredPart, first: int, stop: int, wanted: Box | None) -> int:
-    return part.item_bytes * sum(volume(taken.box) for taken in taken_of(part.box, first, stop, wanted))
+def _runs(wanted: Sequence[Sequence[ByteSpan]]) -> Iterator[tuple[int, int, int, frozenset[int]]]:
+    """The runs of bytes that are needed, each with the ranks that need all of it; no other rank needs any of it."""
+    ends = sorted(
+        (file, place, is_start, rank)
+        for rank, spans in enumerate(wanted)
+        for file, start, stop in spans
+        for place, is_start in ((start, True), (stop, False))
+    )
+    takers: set[int] = set()
+    for (file, place, is_start, rank), following in pairwise(ends):
+        (takers.add if is_start else takers.discard)(rank)
+        if takers and place < following[1]:
+            yield file, place, following[1], frozenset(takers)

@@ -81,6 +81,22 @@ class HasBulletin(Protocol):
 
 
 @runtime_checkable
+class Exchanges(Protocol):
+    """Collectives by which each rank can send every other rank something else."""
+
+    def exchange(
+        self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, doing: str = ""
+    ) -> Sequence[bytes | memoryview]:
+        """Send bytes to each rank, and return what each rank has sent to this one.
+
+        Args:
+            parts: for each rank, the bytes that it gets, in one part or several; none for this rank itself.
+            sizes: for each rank, how many bytes come from it, which both know beforehand.
+            doing: see `Collectives`.
+        """
+
+
+@runtime_checkable
 class Collectives(Protocol):
     """Communication between ranks. Every rank must make the same calls in the same order.
 

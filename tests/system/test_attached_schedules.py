@@ -87,6 +87,22 @@ def restores_in_place(world, store):
     return restores(world, store, in_place=True)
 
 
+class Shared:
+    """A store that the ranks share."""
+
+    is_shared = True
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def restores_shared_reads(world, store):
+    return restores(world, Shared(store))
+
+
 def evaluates(world, store):
     loop = Loop(world, store)
     with loop.manager as manager:
@@ -115,7 +131,15 @@ def trains_with_saves_in_the_background(world, store):
     return trains(world, store, "async")
 
 
-WORK = [saves, restores, restores_in_place, evaluates, trains, trains_with_saves_in_the_background]
+WORK = [
+    saves,
+    restores,
+    restores_in_place,
+    restores_shared_reads,
+    evaluates,
+    trains,
+    trains_with_saves_in_the_background,
+]
 
 
 def first_run(ranks):
@@ -161,7 +185,7 @@ def test_a_rank_of_attached_objects_that_fails_at_any_call_ends_all_ranks_in_tha
             is_told = not (work is evaluates and index > doing.index("compare its loaders"))  # `evaluate` gets no step
             has_step = index >= chosen and is_told and each.schedule[-1].doing != "look for the best"
             assert each.error.step is not None or was_sent or not has_step, case
-        if work not in (restores, restores_in_place, evaluates):
+        if work not in (restores, restores_in_place, restores_shared_reads, evaluates):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", CheckpointPassedOver)  # what the save has written
                 again = thread_outcomes(2, lambda world, store=store: restores(world, store))

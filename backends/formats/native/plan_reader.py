@@ -6,7 +6,7 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.backends.formats.native.header_check import HeaderCheck
-from trainfold.backends.formats.native.reader import ReadRequest, check_memory, fresh_tensor, read_tensors
+from trainfold.backends.formats.native.reader import ReadRequest, ReadsInOrder, check_memory, fresh_tensor, read_tensors
 from trainfold.backends.formats.native.scatter import Inside, can_scatter
 from trainfold.backends.formats.native.small_shards import SMALL_BYTES, SmallShards
 from trainfold.backends.formats.native.unread import UnreadTensors
@@ -96,7 +96,7 @@ class PlanReader:
         """The tensors in memory of their own."""
         requests: list[ReadRequest] = []
         found: list[torch.Tensor | None] = []
-        small = SmallShards(self._store, self._directory, self._files)
+        small, in_order = SmallShards(self._store, self._directory, self._files), isinstance(self._store, ReadsInOrder)
         planned = list(reads)
         shapes = [tuple(stop - start for start, stop in each.wanted) for each in planned]
         sizes = [size_bytes(each.record.dtype, shape) for each, shape in zip(planned, shapes, strict=True)]
@@ -107,7 +107,7 @@ class PlanReader:
                 found.append(None)
                 continue
             out = fresh_tensor(shape, each.record.dtype, f"{self._store.url}/{self._directory} {each.record.path}")
-            if not small.take(each, out):
+            if in_order or not small.take(each, out):
                 requests += self._requests(each, out)
             found.append(out)
         small.check()

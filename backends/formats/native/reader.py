@@ -37,6 +37,13 @@ class OpensFiles(Protocol):
         """Yields a function ``(buffer, start)`` that does what `Store.read_into` does."""
 
 
+@runtime_checkable
+class ReadsInOrder(Protocol):
+    """A `Store` that is read by one thread, in the order of names and bytes."""
+
+    in_order: bool
+
+
 @final
 @attrs.frozen
 class ReadRequest:
@@ -97,8 +104,15 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
     # not in the threads: each of them would make the allocator keep another heap
     targets = [_target(store, request) for request in requests]
     runs = [list(run) for run in _by_file(requests)]
+    in_order = isinstance(store, ReadsInOrder)
+    if in_order:
+        runs = sorted(
+            (sorted(run, key=lambda index: requests[index].start) for run in runs),
+            key=lambda run: requests[run[0]].name,
+        )
     total_bytes = sum(request.stop - request.start for request in requests)
-    if total_bytes < _THREADED_FROM_BYTES or len(requests) == 1 or (os.cpu_count() or 1) == 1:
+    is_little = total_bytes < _THREADED_FROM_BYTES or len(requests) == 1
+    if is_little or in_order or (os.cpu_count() or 1) == 1:
         for run in runs:
             _read_run(store, requests, targets, run)
     else:

@@ -62,7 +62,7 @@ class Wrapped:
     def __init__(self, inner, **broken):
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
-        for name in ("all_sum", "broadcast", "gather", "start_gather", "barrier", "fail", "duplicate"):
+        for name in ("all_sum", "broadcast", "gather", "start_gather", "exchange", "barrier", "fail", "duplicate"):
             setattr(self, name, broken.get(name, getattr(inner, name)))
 
 
@@ -100,6 +100,10 @@ def out_of_order(inner):
     return Wrapped(inner, gather=lambda value, **how: inner.gather(value, **how)[::-1])
 
 
+def all_to_all(inner):
+    return Wrapped(inner, exchange=lambda parts, sizes, **how: inner.exchange(parts[::-1], sizes, **how))
+
+
 def any_source(inner):
     return Wrapped(
         inner, broadcast=lambda value, source=0, **how: inner.broadcast(value, source=source % inner.world_size, **how)
@@ -117,6 +121,7 @@ def silent(inner):
         (through_float64, "integers are summed exactly"),
         (in_place, "leaves its terms alone"),
         (out_of_order, "gathered in rank order"),
+        (all_to_all, "the part that every other one has for it"),
         (any_source, "a source outside"),
         (silent, "is named on every other rank"),
     ],

@@ -1,0 +1,292 @@
+"""Shared reads: bytes that several ranks need are read from the store by one of them, and each rank verifies all that it uses."""
+
+import os
+import signal
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from trainfold.backends.ranks.in_process import RankFault, ThreadCollectives, run_threads, thread_outcomes
+from trainfold.backends.runs import shared_reads
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import CheckpointDamaged, RankFailed, TrainfoldError
+from trainfold.core.format.manifest import PIECE_BYTES
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
+from trainfold.core.layout.shard import Shard
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift"),
+    pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.CheckpointPassedOver"),
+]
+COLUMNS = [[], [0]]
+
+
+class Slow:
+    """A store as one rank sees it, and that all ranks share. It counts what the rank reads of data files, and changes bytes on their way to it."""
+
+    is_shared = True
+
+    def __init__(self, store, *, damages=(), step=1):
+        self._store, self._damages, self._step, self.read_bytes = store, damages, f"step-{step:08}/model", 0
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def read_into(self, name, buffer, *, start=0):
+        self._store.read_into(name, buffer, start=start)
+        self.read_bytes += len(buffer)
+        for place in self._damages:
+            if start <= place < start + len(buffer) and name.startswith(self._step):
+                buffer[place - start] ^= 1
+
+    @contextmanager
+    def opened(self, name):
+        yield lambda buffer, start: self.read_into(name, buffer, start=start)
+
+
+def state_of(values, cuts, mesh, rank, step=1):
+    """A state whose leaves are cut by a rule, or whole."""
+    leaves = {}
+    for name, value in values.items():
+        rule = make_placement(mesh, cuts[name])
+        box = rule.box(tuple(value.shape), mesh.coordinate_of(rank))
+        part = value[tuple(slice(*side) for side in box)].clone()
+        is_cut = any(cuts[name])
+        leaves[name] = Shard(part, tuple(value.shape), tuple(low for low, _ in box), placement=rule) if is_cut else part
+    return TrainState(model=ModelState(Leaves(leaves), Leaves()), trainer=Progress(step=step))
+
+
+def noise(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).mul(40_503).view(shape)
+
+
+def saved(values, cuts, mesh):
+    store = MemoryStore()
+    run_threads(mesh.size, lambda world: save(state_of(values, cuts, mesh, world.rank), store, collectives=world))
+    return store
+
+
+def loads(store, values, cuts, mesh, *, damages=None, fail_at=None, step=None):
+    """Load on every rank of a mesh: how each ends, and what it read."""
+    stores = [Slow(store, damages=(damages or {}).get(rank, ())) for rank in range(mesh.size)]
+
+    def loaded(world):
+        like = state_of({name: torch.zeros_like(each) for name, each in values.items()}, cuts, mesh, world.rank)
+        return load(stores[world.rank], like=like, collectives=world, policy={"world": "adapt"}, step=step)
+
+    return thread_outcomes(mesh.size, loaded, fail_at=fail_at), [each.read_bytes for each in stores]
+
+
+def check(outcomes, values, cuts, mesh):
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        wanted = state_of(values, cuts, mesh, outcome.rank).model.params
+        for name, leaf in outcome.value.model.params.items():
+            found, expected = (getattr(each, "tensor", each) for each in (leaf, wanted[name]))
+            assert torch.equal(found, expected)
+
+
+def size_of(values):
+    return sum(value.nbytes for value in values.values())
+
+
+def cuts_of(data, mesh, names):
+    """For each tensor of two dimensions the axes of the mesh that cut it, the inner dimension too."""
+    rules = [[], [[0]], [[], [0]]]
+    rules += [[[0], [1]], [[], [1]], [[1, 0]]] if len(mesh.shape) > 1 else []
+    return {name: data.draw(st.sampled_from(rules)) for name in names}
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_ranks_that_share_a_store_load_what_was_saved_and_read_each_byte_once(data):
+    """X01, X03: any rule on any mesh to any other, in small rounds, with small, uneven and empty parts, columns and replicas."""
+    sizes = st.tuples(st.integers(1, 40), st.sampled_from([1, 9, 700, 9_000]))
+    values = {name: noise(*data.draw(sizes)) for name in "abc"}
+    meshes = st.sampled_from([(1,), (2,), (3,), (2, 2)])
+    before, after = make_mesh(data.draw(meshes)), make_mesh(data.draw(meshes))
+    store = saved(values, cuts_of(data, before, values), before)
+    cuts = cuts_of(data, after, values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_reads, "ROUND_BYTES", data.draw(st.sampled_from([5_000, 300_000, 1 << 21])))
+        outcomes, read = loads(store, values, cuts, after)
+    check(outcomes, values, cuts, after)
+    event(f"{min(sum(call.kind == 'exchange' for call in outcomes[0].schedule), 3)} rounds")
+    if after.size > 1:
+        assert sum(read) == size_of(values)
+
+
+@pytest.mark.parametrize(("mesh", "cuts"), [((4,), COLUMNS), ((2, 2), [[0], [1]]), ((2, 2), [[], [1]]), ((6,), [[]])])
+def test_each_rank_reads_its_share_of_what_all_need(mesh, cuts):
+    """X03: a load of tensor parallelism reads at most 1.25 x what it needs; six replicas together what one of them needs."""
+    values = {"w": noise(4096, 640), "v": noise(1000, 700), "small": noise(40, 60)}
+    mesh, every = make_mesh(mesh), dict.fromkeys(values, cuts)
+    store = saved(values, {name: [[0]] for name in values}, make_mesh((2,)))
+    outcomes, read = loads(store, values, every, mesh)
+    check(outcomes, values, every, mesh)
+    assert sum(read) == size_of(values)
+    assert max(read) <= 1.25 * size_of(values) / mesh.size + PIECE_BYTES
+
+
+def test_what_is_in_flight_in_a_round_is_bounded(monkeypatch):
+    """P31: a rank sends no more than a limit, and has no more than it of what it has read for others and received."""
+    sent, came, exchange = [], [], ThreadCollectives.exchange
+
+    def counted(self, parts, sizes, *, doing=""):
+        sent.append(sum(len(part) for each in parts for part in each))
+        came.append(sum(sizes))
+        return exchange(self, parts, sizes, doing=doing)
+
+    monkeypatch.setattr(ThreadCollectives, "exchange", counted)
+    monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    values, mesh = {"w": noise(2048, 640)}, make_mesh((5,))
+    store = saved(values, {"w": [[0]]}, make_mesh((2,)))
+    check(loads(store, values, {"w": [[]]}, mesh)[0], values, {"w": [[]]}, mesh)
+    assert max(sent) <= 1 << 20
+    assert max(came) <= 1 << 20
+    assert sum(sent) == sum(came) == 4 * size_of(values)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bytes_that_change_on_their_way_to_a_rank_fail_the_load_on_all_and_name_the_file(rank, monkeypatch):
+    """C07: also on the ranks to which it sent them, since no rank trusts another; no rank begins another round."""
+    monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    values, mesh = {"a": noise(1024, 640), "w": noise(4096, 640)}, make_mesh((3,))
+    store = saved(values, {name: [[]] for name in values}, make_mesh((1,)))
+    damages = {rank: range(5000, values["a"].nbytes, PIECE_BYTES // 4)}
+    outcomes, _ = loads(store, values, dict.fromkeys(values, COLUMNS), mesh, damages=damages)
+    assert ["model-00000-of-00001" in str(each.error) for each in outcomes] == [True] * 3
+    assert len({each.schedule for each in outcomes}) == 1
+    assert sum(call.kind == "exchange" for call in outcomes[0].schedule) == 3
+
+
+def test_bytes_that_change_between_ranks_fail_the_load_on_all_and_name_the_one_that_has_found_it(monkeypatch):
+    """C07: it verifies what it receives, and the others begin no other round."""
+    exchange = ThreadCollectives.exchange
+
+    def changed(self, parts, sizes, *, doing=""):
+        found = exchange(self, parts, sizes, doing=doing)
+        return [bytes(len(each)) for each in found] if self.rank == 1 else found
+
+    monkeypatch.setattr(ThreadCollectives, "exchange", changed)
+    monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    values, mesh = {"a": noise(1024, 640), "w": noise(4096, 640)}, make_mesh((3,))
+    whole = {name: [[]] for name in values}
+    outcomes, _ = loads(saved(values, whole, make_mesh((1,))), values, whole, mesh, step=1)
+    assert [type(each.error) for each in outcomes] == [RankFailed, CheckpointDamaged, RankFailed]
+    assert ["model-00000-of-00001" in str(each.error) for each in outcomes] == [True] * 3
+    assert [each.error.rank for each in outcomes] == [1, 1, 1]
+    assert len({each.schedule for each in outcomes}) == 1
+    assert sum(call.kind == "exchange" for call in outcomes[0].schedule) == 3
+
+
+def test_a_checkpoint_that_is_damaged_for_one_rank_is_passed_over_on_all():
+    values, mesh, store = {"w": noise(2048, 640)}, make_mesh((3,)), MemoryStore()
+    for step in (1, 2):
+        save(state_of(values, {"w": [[]]}, make_mesh((1,)), 0, step), store)
+
+    def loaded(world):
+        mine = Slow(store, damages=range(5000, size_of(values), PIECE_BYTES) if world.rank == 2 else (), step=2)
+        like = state_of(values, {"w": [[]]}, mesh, world.rank)
+        return load(mine, like=like, collectives=world, policy={"world": "adapt"}).trainer.step
+
+    assert run_threads(3, loaded) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("first", [0, 3 * PIECE_BYTES])
+def test_a_rank_that_cannot_read_fails_the_load_on_all_in_the_same_round(first):
+    """C07: the others name it, and what it could not do."""
+    values, mesh = {"w": noise(4096, 640)}, make_mesh((3,))
+    store, cuts = saved(values, {"w": [[]]}, make_mesh((1,))), {"w": [[]]}
+
+    class Broken(Slow):
+        def read_into(self, name, buffer, *, start=0):
+            if start > first:
+                raise TrainfoldError(name, expected="bytes", found="an error of the mount", fix="look at it")
+            super().read_into(name, buffer, start=start)
+
+    def loaded(world):
+        mine = (Broken if world.rank == 1 else Slow)(store)
+        return load(mine, like=state_of(values, cuts, mesh, world.rank), collectives=world, policy={"world": "adapt"})
+
+    outcomes = thread_outcomes(3, loaded)
+    assert ["an error of the mount" in str(each.error) for each in outcomes] == [True] * 3
+    assert [each.error.rank for each in outcomes] == [1, 1, 1]
+    assert len({len(each.schedule) for each in outcomes}) == 1
+
+
+def test_ranks_share_only_if_all_of_them_say_that_the_store_is_shared():
+    values, mesh = {"w": noise(400, 640)}, make_mesh((2,))
+    store, cuts = saved(values, {"w": [[]]}, make_mesh((1,))), {"w": [[]]}
+
+    def loaded(world):
+        mine = Slow(store)
+        mine.is_shared = world.rank == 0
+        load(mine, like=state_of(values, cuts, mesh, world.rank), collectives=world, policy={"world": "adapt"})
+        return mine.read_bytes
+
+    assert run_threads(2, loaded) == [size_of(values)] * 2
+
+
+def test_a_rank_that_fails_in_any_call_fails_it_everywhere(monkeypatch):
+    """C07: no rank waits for it, and no rank goes on alone."""
+    values, mesh, cuts = {"w": noise(1024, 640)}, make_mesh((3,)), {"w": COLUMNS}
+    store = saved(values, {"w": [[]]}, make_mesh((1,)))
+    monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    schedule = loads(store, values, cuts, mesh)[0][0].schedule
+    kinds = [call.kind for call in schedule]
+    assert kinds.count("exchange") == 3
+    for index in range(kinds.index("exchange") - 2, len(kinds)):
+        outcomes, _ = loads(store, values, cuts, mesh, fail_at=RankFault(1, index))
+        for rank in (0, 2):
+            assert type(outcomes[rank].error) is RankFailed
+            assert outcomes[rank].error.rank == 1
+            assert str(schedule[index]) in str(outcomes[rank].error)
+
+
+def load_columns(collectives, run, victim):
+    values, mesh = {"w": noise(4096, 640)}, make_mesh((3,))
+    wanted = state_of(values, {"w": COLUMNS}, mesh, collectives.rank)
+
+    class Killed(Slow):
+        def read_into(self, name, buffer, *, start=0):
+            if collectives.rank == victim and start > 4 * PIECE_BYTES:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().read_into(name, buffer, start=start)
+
+    like, store = (
+        state_of({"w": torch.zeros_like(values["w"])}, {"w": COLUMNS}, mesh, collectives.rank),
+        Killed(LocalStore(run)),
+    )
+    shared_reads.ROUND_BYTES = 4 << 20
+    found = load(store, like=like, collectives=collectives, policy={"world": "adapt"})
+    return torch.equal(found.model.params["w"].tensor, wanted.model.params["w"].tensor), store.read_bytes
+
+
+def test_processes_share_as_threads_do_and_a_killed_one_is_named(processes, tmp_path):
+    """X03, C07: what a rank reads is at most 1.25 times what it needs."""
+    values, run = {"w": noise(4096, 640)}, str(tmp_path / "run")
+    save(state_of(values, {"w": [[]]}, make_mesh((1,)), 0), run)
+    how = {"timeout_secs": 60.0, "grace_secs": 0.5}
+
+    for is_same, read in processes.run(3, load_columns, run, None, collectives=how):
+        assert is_same
+        assert read <= 1.25 * size_of(values) / 3
+    ended = processes.outcomes(3, load_columns, run, 1, collectives=how)
+    assert [rank.code for rank in ended] == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        assert ended[rank].error == "RankFailed"
+        assert "rank 1" in ended[rank].text
+
+
+def test_a_local_store_says_whether_ranks_share_it(tmp_path):
+    assert not LocalStore(tmp_path).is_shared
+    assert LocalStore(tmp_path, is_shared=True).is_shared
