@@ -104,8 +104,8 @@ def _encode(value: Any, blobs: list[bytes]) -> Json:
 
 def _decode(node: Json, blobs: io.BytesIO) -> Any:
     """The value of a node. Bytes come in the order in which they were encoded."""
-    if type(node) is list:
-        return [_decode(each, blobs) for each in node]
+    if type(node) is list:  # most of what it holds is plain, and needs no call of its own
+        return [each if type(each) in _PLAIN else _decode(each, blobs) for each in node]
     if type(node) is not dict:
         return node
     ((tag, content),) = node.items()
@@ -115,7 +115,9 @@ def _decode(node: Json, blobs: io.BytesIO) -> Any:
         return _UNPACKED[tag](_decode(content, blobs))
     name, values = content
     kind: Any = _class_of(name)
-    fields = {field: _decode(values[field], blobs) for field in _fields(kind) or ()}
+    fields = {
+        field: each if type(each := values[field]) in _PLAIN else _decode(each, blobs) for field in _fields(kind) or ()
+    }
     if issubclass(kind, tuple):
         return kind(**fields)
     rebuilt = object.__new__(kind)

@@ -153,11 +153,19 @@ def _saved(  # noqa: PLR0913 - keywords
     if snapshot.copies is not None:
         summaries = [_without(each, absent) for _, each, *_ in gathered]
         check_copies(snapshot.copies, snapshot.contract, snapshot.settings, summaries, collectives)
-    # its sizes do not depend on the revision, which is known once the run is locked
-    plan = without_collecting(plan_save)(
-        ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own
-    )
-    sizes = collectives.gather(plan.size_bytes, doing="plan its files", is_vote=True)
+    plans: list[SavePlan] = []
+
+    def planned() -> int:
+        plan = without_collecting(plan_save)(
+            ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own
+        )
+        if hold is not None:
+            _read_in_order(hold, plan, snapshot, collectives.rank)
+        plans.append(plan)
+        return plan.size_bytes
+
+    # the sizes do not depend on the revision, which is known once the run is locked
+    sizes = on_all_ranks(collectives, planned, doing="plan its files", is_vote=True)
     with ExitStack() as locked:
         old: list[bytes | None] = [None]  # on rank 0, which commits
 
@@ -171,26 +179,14 @@ def _saved(  # noqa: PLR0913 - keywords
                 return head
 
         head = on_rank_zero(collectives, begin, doing="begin a checkpoint")
-        plan = plan.revised(head.revision)
         tensors = snapshot.tensors
         if hold is not None:
-            mine = [file for file in plan.files_of(collectives.rank) if file.component not in snapshot.own]
-            order: dict[LeafName, list[TensorPlacement]] = {}
-            for file in mine:
-                for placed in file.tensors:
-                    order.setdefault((file.component, placed.path), []).append(placed)
-            parts = {
-                name: (first.bytes_held[0], placed[-1].bytes_held[1])
-                for name, placed in order.items()
-                if (first := placed[0]).held is not None and not first.is_first_of_whole
-            }
-            hold.read_in_order(order, parts=parts)
             tensors = {
                 name: leaves if name in snapshot.own else hold.leaves_of(name)
                 for name, leaves in snapshot.tensors.items()
             }
         return run_save(
-            plan,
+            plans[0].revised(head.revision),
             tensors,
             head=head,
             store=store,
@@ -200,6 +196,21 @@ def _saved(  # noqa: PLR0913 - keywords
             replaces=old[0],
             hold=hold,
         )
+
+
+def _read_in_order(hold: Hold, plan: SavePlan, snapshot: Snapshot, rank: int) -> None:
+    """Tell the hold in which order this rank will read its leaves, and which parts of them."""
+    order: dict[LeafName, list[TensorPlacement]] = {}
+    for file in plan.files_of(rank):
+        if file.component not in snapshot.own:
+            for placed in file.tensors:
+                order.setdefault((file.component, placed.path), []).append(placed)
+    parts = {
+        name: (first.bytes_held[0], placed[-1].bytes_held[1])
+        for name, placed in order.items()
+        if (first := placed[0]).held is not None and not first.is_first_of_whole
+    }
+    hold.read_in_order(order, parts=parts)
 
 
 def _united(

@@ -8,6 +8,7 @@ import torch
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.runs import save as runs_save
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import NoSpace, NotWritable, RankFailed, SaveFailed, SaveFailedElsewhere
@@ -66,6 +67,33 @@ def test_a_save_without_a_manager_tells_the_same():
     store = full_once()
     told = run_threads(2, lambda world: heard(lambda: save(state_at(1), store, collectives=world)))
     assert told == ["NoSpace", "SaveFailedElsewhere"]
+
+
+@pytest.mark.parametrize("part", ["plan_save", "_read_in_order"])
+def test_a_rank_that_fails_while_it_plans_fails_that_save_on_all_ranks_and_not_the_next(monkeypatch, part):
+    """R09: the others waited until the deadline of the vote, and no rank could save again."""
+    honest, left = getattr(runs_save, part), [MemoryError("none left")]
+
+    def planned(*args, **keywords):
+        rank = keywords["only"] if part == "plan_save" else args[3]
+        if rank == 1 and left:
+            raise left.pop()
+        return honest(*args, **keywords)
+
+    monkeypatch.setattr(runs_save, part, planned)
+    store = MemoryStore()
+
+    def run(world):
+        with CheckpointManager(store, mode="async", collectives=world) as manager:
+            try:
+                manager.save(state_at(5))
+                manager.drain()
+            except (MemoryError, SaveFailedElsewhere) as error:
+                return str(error), manager.save(state_at(6)).step
+
+    (there, *steps), (here, *again) = run_threads(2, run)
+    assert ("rank 1" in there, "MemoryError" in there, here, steps, again) == (True, True, "none left", [6], [6])
+    assert load(store, like=state_at(0)).trainer.step == 6
 
 
 def test_a_failure_elsewhere_is_both_of_a_save_and_of_a_rank_and_can_travel():
