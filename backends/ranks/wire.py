@@ -38,7 +38,6 @@ _PACKED: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {  # type -> its 
 }
 _UNPACKED: Final[dict[str, Callable[[Any], Any]]] = {
     "tuple": tuple,
-    "dict": dict,
     "set": set,
     "frozenset": frozenset,
     "range": lambda parts: range(*parts),
@@ -111,6 +110,11 @@ def _decode(node: Json, blobs: io.BytesIO) -> Any:
     ((tag, content),) = node.items()
     if tag == "bytes":
         return blobs.read(content)
+    if tag == "dict":
+        return {
+            key if type(key) in _PLAIN else _decode(key, blobs): each if type(each) in _PLAIN else _decode(each, blobs)
+            for key, each in content
+        }
     if tag != "object":
         return _UNPACKED[tag](_decode(content, blobs))
     name, values = content
