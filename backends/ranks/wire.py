@@ -115,8 +115,11 @@ def _decode(node: Json, blobs: io.BytesIO) -> Any:
             key if type(key) in _PLAIN else _decode(key, blobs): each if type(each) in _PLAIN else _decode(each, blobs)
             for key, each in content
         }
-    if tag != "object":
-        return _UNPACKED[tag](_decode(content, blobs))
+    return _object(content, blobs) if tag == "object" else _UNPACKED[tag](_decode(content, blobs))
+
+
+def _object(content: Any, blobs: io.BytesIO) -> Any:
+    """The object with the name of a class and its fields."""
     name, values = content
     kind: Any = _class_of(name)
     fields = {
