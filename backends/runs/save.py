@@ -199,7 +199,7 @@ def _saved(  # noqa: PLR0913 - keywords
 
 
 def _read_in_order(hold: Hold, plan: SavePlan, snapshot: Snapshot, rank: int) -> None:
-    """Tell the hold in which order this rank will read its leaves, and which parts of them."""
+    """Name to the hold the order in which this rank will read its leaves, and which parts of them."""
     order: dict[LeafName, list[TensorPlacement]] = {}
     for file in plan.files_of(rank):
         if file.component not in snapshot.own:
