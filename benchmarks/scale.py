@@ -2,8 +2,8 @@
 
 Each figure is that of one rank, by the library's own code: the plan of its files, its index, the root of all, the indexes that it opens at a resume
 on another number of ranks, and its reads. Other ranks are simulated by what they would have planned. Some ranks of each world are planned, the
-first and the last among them. Each stage of a pipeline has a plan and a root of its own here. All parameters are cut; a load opens every index
-where many ranks share leaves that no rule cuts, and that is not measured.
+first and the last among them. A save has one plan and one root for all stages of a pipeline, as the library has. A resume is that of a stage alone, as
+if it were a run of its own: what a rank opens of other stages is their part of the root (``root secs`` of the save). Norms of queries and keys are not cut.
 
     python benchmarks/scale.py [--quick] [--json] [--check]
 
@@ -27,10 +27,12 @@ from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.digest import digest_of
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.file_names import index_name
-from trainfold.core.format.indexes.needed import Needs
+from trainfold.core.format.indexes.needed import Needs, nothing_needed
 from trainfold.core.format.manifest import (
     DIGEST_DIGITS,
+    INLINE_BYTES,
     PIECE_BYTES,
+    FileRecord,
     Head,
     IndexRecord,
     encode_index,
@@ -63,8 +65,8 @@ MODELS = {  # of a layer: name -> shape, cuts
         "norm1": ((6464,), CUT),
         "qkv": ((3 * 6464, 6464), COLUMN),
         "qkv_bias": ((3 * 6464,), CUT),
-        "q_norm": ((128,), CUT),
-        "k_norm": ((128,), CUT),
+        "q_norm": ((128,), []),
+        "k_norm": ((128,), []),
         "out": ((6464, 6464), ROW),
         "norm2": ((6464,), CUT),
         "gate": ((17280, 6464), COLUMN),
@@ -74,8 +76,8 @@ MODELS = {  # of a layer: name -> shape, cuts
     "experts": {
         "norm1": ((2560,), CUT),
         "qkv": ((3 * 2560, 2560), COLUMN),
-        "q_norm": ((128,), CUT),
-        "k_norm": ((128,), CUT),
+        "q_norm": ((128,), []),
+        "k_norm": ((128,), []),
         "out": ((2560, 2560), ROW),
         "norm2": ((2560,), CUT),
         "router": ((128, 2560), CUT),
@@ -122,7 +124,12 @@ class Layout:
     @property
     def some(self):
         """The ranks that are planned."""
-        return sorted({0, 1, self.size // 3, self.size - 1} & {*range(self.size)})
+        return sorted({0, 1, self.ranks // 3, self.ranks - 1} & {*range(self.ranks)})
+
+    @property
+    def stage(self):
+        """A stage, as a world of its own."""
+        return attrs.evolve(self, layers=self.layers // self.stages, stages=1)
 
 
 @lru_cache(maxsize=1)
@@ -138,20 +145,21 @@ def nodes(layers, model):
 
 
 def described(layout):
-    """Return what each rank of a stage has after `by_rule`."""
-    mesh = make_mesh(layout.shape)
-    kinds = {}
-    for name, (shape, cuts) in MODELS[layout.model].items():
-        rule = make_placement(mesh, [[AXES.index(axis) for axis in axes] for axes in cuts])
-        kinds[name] = [LeafSpec(dtype, shape, (), rule) for dtype in ("bfloat16", "float32")]
-    step = LeafSpec("float32", ())
+    """Return what all ranks together have after `by_rule`: the same on each."""
+    kinds = []
+    for stage in range(layout.stages):
+        mesh, found = make_mesh(layout.shape, first=stage * layout.size), {}
+        for name, (shape, cuts) in MODELS[layout.model].items():
+            rule = make_placement(mesh, [[AXES.index(axis) for axis in axes] for axes in cuts])
+            found[name] = [LeafSpec(dtype, shape, (), rule) for dtype in ("bfloat16", "float32")]
+        kinds.append((found, LeafSpec("float32", (), (), make_placement(mesh, []) if layout.stages > 1 else None)))
 
     def spec(path):
-        if path.endswith("['step']"):
-            return step
-        return kinds[path.split(".weight'")[0].rpartition(".")[2]][not path.startswith("model.")]
+        layer, name = path.partition("layers.")[2].partition(".weight'")[0].split(".")
+        found, step = kinds[int(layer) * layout.stages // layout.layers]
+        return step if path.endswith("['step']") else found[name][not path.startswith("model.")]
 
-    said = nodes(layout.layers // layout.stages, layout.model)
+    said = nodes(layout.layers, layout.model)
     found = {name: Described(each.node, {path: spec(path) for path in each.tensors}) for name, each in said.items()}
     generator = {"cpu": torch.zeros(5056, dtype=torch.uint8)}
     return {**found, "rng": describe(generator, "rng")[0]}
@@ -165,7 +173,7 @@ def said_of(layout):
 
 def planned(layout, rank):
     """Return the plan of the files of a rank."""
-    ranks = [said_of(layout)] * layout.size
+    ranks = [said_of(layout)] * layout.ranks
     return without_collecting(plan_save)(ranks, step=1, only=rank, own={"rng"})
 
 
@@ -196,21 +204,26 @@ def wrote(layout, rank):
 
 
 def root_of(layout, opened=(), *, room_bytes=0):
-    """Return the root of a stage; the last rank and those that are opened are real, and the others are like the last one.
+    """Return the root; the last rank and those that are opened are real, and the others are like the last one.
 
     ``room_bytes`` are added to the sizes of their files, so that any index fits them.
     """
-    last, first = layout.size - 1, known_by(planned(layout, 0), 0)
+    last, first = layout.ranks - 1, known_by(planned(layout, 0), 0)
     files, indexes = list(first.files), []
-    for rank in range(1, layout.size):
-        data, like = wrote(layout, rank if rank in opened else last)
-        indexes.append(IndexRecord(index_name(rank, layout.size), rank, len(data), digest_of(data)))
-        names = (file.name.replace(f"-{file.rank:05d}-of-", f"-{rank:05d}-of-") for file in like)
-        room = 0 if rank in opened else room_bytes
-        files += [
-            attrs.evolve(file, name=name, rank=rank, size_bytes=file.size_bytes + room)
-            for file, name in zip(like, names, strict=True)
-        ]
+    data_of_zero = without_collecting(encode_index)(first, 0)
+    if len(data_of_zero) > INLINE_BYTES:
+        indexes.append(IndexRecord(index_name(0, layout.ranks), 0, len(data_of_zero), digest_of(data_of_zero)))
+    digest = digest_of(wrote(layout, last)[0])
+    for rank in range(1, layout.ranks):
+        is_real = rank in opened
+        data, like = wrote(layout, rank if is_real else last)
+        indexes.append(
+            IndexRecord(index_name(rank, layout.ranks), rank, len(data), digest_of(data) if is_real else digest)
+        )
+        room = 0 if is_real else room_bytes
+        for file in like:
+            name = file.name.replace(f"-{file.rank:05d}-of-", f"-{rank:05d}-of-")
+            files.append(FileRecord(name, file.component, rank, file.size_bytes + room, file.digest))
     components = tuple(attrs.evolve(each, fingerprint=DIGEST) for each in first.components)
     whole = attrs.evolve(first, components=components, files=tuple(files), indexes=tuple(indexes))
     return without_collecting(encode_manifest)(whole)
@@ -259,9 +272,9 @@ def shares(layout, rank):
     total, copied = 0.0, 0.0
     for name, each in said_of(layout).items():
         for spec, count in Counter(each.tensors.values()).items() if name != "rng" else ():
-            if spec.shape:
-                rule = spec.placement
-                replicas = layout.size if rule is None else rule.at(rule.mesh.coordinate_of(rank)).replicas
+            rule = spec.placement
+            if spec.shape and (rule is None or rule.mesh.coordinate_of(rank) is not None):
+                replicas = layout.ranks if rule is None else rule.at(rule.mesh.coordinate_of(rank)).replicas
                 nbytes = volume(box_of(spec, rank)) * STORED[spec.dtype].itemsize * count / replicas
                 total, copied = total + nbytes, copied + nbytes * (replicas > 1)
     return total, copied
@@ -287,24 +300,30 @@ def save_row(layout):
         sizes.append(plan.size_bytes)
         if rank:
             ratios.append(len(wrote(layout, rank)[0]) / plan.size_bytes)
+    root = root_of(layout)
+    read = lambda _name, _size: wrote(layout, 0)[0]  # noqa: E731 - of rank 0, if it is not in the root
+    _, root_secs = timed(
+        lambda: without_collecting(decode_manifest)(root, "step-00000001", read=read, needs=nothing_needed())
+    )
     return {
         "model": layout.model,
         "ranks": layout.ranks,
         "mesh": layout.name,
-        "leaves_a_rank": sum(len(each.tensors) for each in said_of(layout).values()),
+        "leaves": sum(len(each.tensors) for each in said_of(layout).values()),
         "file_gb": sizes[-1] / 1e9,
         "plan_secs": min(secs),
-        "peak_mb": peak_mb(lambda: planned(layout, layout.size - 1)),
+        "peak_mb": peak_mb(lambda: planned(layout, layout.ranks - 1)),
         "balance": max(off, default=0.0),
         "spread": max(sizes) * len(sizes) / sum(sizes),
-        "root_mb": len(root_of(layout)) * layout.stages / MB,
+        "root_mb": len(root) / MB,
+        "root_secs": root_secs,
         "index_ratio": max(ratios, default=0.0),
     }
 
 
 def resume_row(old, new):
     """Measure the resume of a rank on another world."""
-    row = resume_of(old, new, new.size // 3)
+    row = resume_of(old.stage, new.stage, new.size // 3)
     return {"model": old.model, "from": old.ranks, "ranks": new.ranks, "mesh": new.name, **row}
 
 
@@ -315,13 +334,12 @@ def resume_of(old, new, rank):
     boxes = {path: None if spec.placement is None else known(spec) for path, spec in specs.items()}
     needs = Needs(rank, new.size, lambda _component, path, _shape: boxes.get(path))
     asked = Opened(old)
-    decode_manifest(roomy_root(old), "step-00000001", needs=attrs.evolve(needs, opened=asked))
+    read = lambda name, _: wrote(old, int(name.split("-")[1]))[0]  # noqa: E731
+    decode_manifest(roomy_root(old), "step-00000001", read=read, needs=attrs.evolve(needs, opened=asked))
     data = root_of(old, asked)
 
     def opened(data):
-        return without_collecting(decode_manifest)(
-            data, "step-00000001", read=lambda name, _: wrote(old, int(name.split("-")[1]))[0], needs=needs
-        )
+        return without_collecting(decode_manifest)(data, "step-00000001", read=read, needs=needs)
 
     manifest, open_secs = timed(lambda: opened(data))
     actions = tuple(ComponentAction(name, "load") for name in ("model", "optimizer", "trainer"))
@@ -335,7 +353,7 @@ def resume_of(old, new, rank):
     )
     return {
         "open_secs": open_secs,
-        "indexes": len(asked),
+        "indexes": len(asked),  # of other ranks than 0
         "index_mb": sum(len(wrote(old, number)[0]) for number in asked) / MB,
         "reads_secs": read_secs,
         "reads": sum(len(read.shards) for each in reads.components.values() for read in each.tensors.values()),

@@ -13,6 +13,7 @@ from trainfold.core.errors import RankFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, index_name
 from trainfold.core.format.manifest import (
     HEAD_LIMIT_BYTES,
+    INLINE_BYTES,
     IndexRecord,
     Manifest,
     encode_index,
@@ -107,10 +108,12 @@ def proved_bytes(manifest: Manifest, directory: str) -> bytes:
 
 
 def write_index(manifest: Manifest, plan: SavePlan, store: Store, rank: int) -> IndexRecord | None:
-    """Write the index of a rank, if it wrote anything or has anything of its own."""
-    if not manifest.files and not any(each.is_own for each in manifest.components):
+    """Write the index of a rank, if it wrote anything or has anything of its own; that of rank 0 is in the root, unless it is large."""
+    if plan.world_size == 1 or not (manifest.files or any(each.is_own for each in manifest.components)):
         return None
     data = without_collecting(encode_index)(manifest, rank)
+    if rank == 0 and len(data) <= INLINE_BYTES:
+        return None
     name = index_name(rank, plan.world_size, plan.suffix)
     store.write(f"{plan.directory}/{name}", [data], size_bytes=len(data))
     return IndexRecord(name, rank, len(data), digest_of(data))

@@ -284,7 +284,7 @@ def run_save(  # noqa: PLR0913 - keywords
         )
         mine.append(manifest)
         contributions = {each.name: contributions_of(each, manifest, [rank])[rank] for each in manifest.components}
-        return Wrote(manifest.files, write_index(manifest, plan, store, rank) if rank else None, contributions)
+        return Wrote(manifest.files, write_index(manifest, plan, store, rank), contributions)
 
     def commit() -> tuple[int, dict[str, str]]:
         nonlocal data

@@ -28,7 +28,7 @@ from trainfold.core.format.manifest import (
     SEAL_BYTES,
     Manifest,
 )
-from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest
+from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest, decode_summary
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
 from trainfold.core.history.inventory import OLDER, Entry, Inventory
 from trainfold.core.history.recognise import (
@@ -244,13 +244,13 @@ def _entry(store: Store, name: str, run_id: str | None) -> Entry:
         data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_BYTES)
         if len(data) == HEAD_BYTES and b",\n" not in data:  # of a run with hundreds of rewinds
             data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_LIMIT_BYTES)
-        head = decode_head(data, where)
+        head, summary = decode_head(data, where), decode_summary(data, where)
     except CheckpointMissing:
         return Entry(name, None, problem=problem_of(no_manifest(f"{store.url}/{name}")))
     except TrainfoldError as error:
         return Entry(name, None, problem=problem_of(error))
     elsewhere = misplaced(head, name, run_id, where)
-    return Entry(name, head) if elsewhere is None else Entry(name, None, problem=problem_of(elsewhere))
+    return Entry(name, head, summary=summary) if elsewhere is None else Entry(name, None, problem=problem_of(elsewhere))
 
 
 def _entries(store: Store, names: list[str], run_id: str | None) -> tuple[Entry, ...]:

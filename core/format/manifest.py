@@ -26,7 +26,9 @@ HEAD_LIMIT_BYTES = 2**20
 MANIFEST_LIMIT_BYTES = 2**29
 MAX_DIMENSIONS = 64  # of a tensor
 PIECE_BYTES = 2**20  # a digest covers at most so many bytes, so that a part of a shard can be read and verified
+INLINE_BYTES = 2**20  # of rank 0's index inside the root, if there are other ranks
 DIGEST_DIGITS = 32  # of a digest without its prefix
+SUMMARY_VERSION = 3  # the first that has one
 INDEX_FORMAT = "trainfold-index"
 TAIL = b',\n"digest":"'
 END = b'"}\n'
@@ -59,6 +61,22 @@ class Head:
 
 @final
 @attrs.frozen
+class Summary:
+    """What the first line of a root claims about the rest, so that a list of checkpoints reads no more.
+
+    Attributes:
+        size_bytes: of all data files.
+        omitted: the components that were left out on purpose.
+        fingerprints: component -> its fingerprint, in the state's order.
+    """
+
+    size_bytes: int
+    omitted: tuple[str, ...]
+    fingerprints: Mapping[str, str]
+
+
+@final
+@attrs.frozen
 class FileRecord:
     """A file of a checkpoint: its name, its exact size and the XXH3-128 digest of all its bytes."""
 
@@ -72,7 +90,7 @@ class FileRecord:
 @final
 @attrs.frozen
 class IndexRecord:
-    """The index of a rank: a file, its exact size and the digest of its bytes."""
+    """The index of a rank: a file, its exact size and the digest of its bytes. Rank 0 has one only if it is too large for the root."""
 
     name: str
     rank: int
@@ -187,9 +205,16 @@ class Manifest:
         """Bytes of all data files."""
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def summary(self) -> Summary:
+        """What the first line of its root says."""
+        return Summary(self.size_bytes, self.omitted, {each.name: each.fingerprint for each in self.components})
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of the root: head on the first line, body on the second, digest on the third. Rank 0's index is in the body.
+    """The bytes of the root: head and summary on the first line, body on the second, digest on the third.
+
+    Rank 0's index is in the body, unless it has a file.
 
     Law: ``decode_manifest(encode_manifest(m), "m", read=...) == m`` where ``read`` returns what `encode_index` made for the other ranks; equal manifests
     give equal bytes.
@@ -203,18 +228,19 @@ def encode_manifest(manifest: Manifest) -> bytes:
         >>> decode_manifest(encode_manifest(m), "m") == m
         True
     """
-    head = canonical_json({"format": FORMAT, **_head_json(manifest.head)})[:-1]
+    has_index_file = any(index.rank == 0 for index in manifest.indexes)
+    summary = {**attrs.asdict(manifest.summary), "omitted": list(manifest.omitted)}
+    head = canonical_json({"format": FORMAT, **_head_json(manifest.head), **summary})[:-1]
     layouts = layouts_of(manifest)
     body = {
         "world_size": manifest.world_size,
-        "omitted": list(manifest.omitted),
         "contract": dict(manifest.contract),
         "versions": dict(manifest.versions),
         "layouts": [rule.row for rule in layouts],
         "files": [attrs.asdict(file) for file in manifest.files],
         "indexes": [attrs.asdict(index) for index in manifest.indexes],
         "components": [_component_json(component, layouts) for component in manifest.components],
-        "index": index_json(manifest, 0),
+        "index": None if has_index_file else index_json(manifest, 0),
     }
     covered = head + b",\n" + canonical_json(body)[1:-1]
     return covered + TAIL + digest_of(covered).encode() + END
@@ -225,7 +251,7 @@ def encode_index(manifest: Manifest, rank: int) -> bytes:
 
     Args:
         manifest: what the rank knows: its own shards, in files of its own.
-        rank: the rank; rank 0's index is in the root.
+        rank: the rank; rank 0's index is in the root, if it has at most `INLINE_BYTES` or there is no other rank.
     """
     return canonical_json({"format": INDEX_FORMAT, "rank": rank, **index_json(manifest, rank)}) + b"\n"
 
@@ -243,7 +269,7 @@ def index_json(manifest: Manifest, rank: int) -> dict[str, Json]:
     for component in manifest.components:
         table = component.tensors[rank if component.is_own else 0]
         if component.is_own:
-            own[component.name] = {"node": component.nodes[rank], "tensors": [_row(record, {}) for record in table]}
+            own[component.name] = {"node": component.nodes[rank], "tensors": _table(table, {})}
         rows = [
             _shard_row(number, record, shard, rank)
             for number, record in enumerate(table)
@@ -268,15 +294,17 @@ def _head_json(head: Head) -> dict[str, Json]:
 
 
 def _component_json(component: ComponentRecord, layouts: "Mapping[Placement, int]") -> Json:
-    found: dict[str, Json] = {"name": component.name, "fingerprint": component.fingerprint}
-    if not component.is_own:
-        found |= {"node": component.nodes[0], "tensors": [_row(record, layouts) for record in component.tensors[0]]}
-    return found
+    if component.is_own:
+        return {"name": component.name}
+    return {"name": component.name, "node": component.nodes[0], "tensors": _table(component.tensors[0], layouts)}
 
 
-def _row(record: TensorRecord, layouts: "Mapping[Placement, int]") -> Json:
-    layout = None if record.placement is None else layouts[record.placement]
-    return [record.path, record.dtype, list(record.shape), layout]
+def _table(table: tuple[TensorRecord, ...], layouts: "Mapping[Placement, int]") -> Json:
+    """A table of tensors: the kinds of tensors that there are, and the kind of each. Their paths are in the structure."""
+    kinds: dict[tuple[str, tuple[int, ...], Placement | None], int] = {}
+    of: list[Json] = [kinds.setdefault((record.dtype, record.shape, record.placement), len(kinds)) for record in table]
+    rows: list[Json] = [[dtype, list(shape), None if rule is None else layouts[rule]] for dtype, shape, rule in kinds]
+    return {"kinds": rows, "of": of}
 
 
 def _shard_row(number: int, record: TensorRecord, shard: ShardRecord, rank: int) -> list[Json]:

@@ -8,9 +8,11 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.format.indexes.summary import summary_of
 from trainfold.core.format.manifest import (
     END,
     MAX_DIMENSIONS,
+    SUMMARY_VERSION,
     TAIL,
     ComponentRecord,
     FileRecord,
@@ -18,6 +20,7 @@ from trainfold.core.format.manifest import (
     IndexRecord,
     Manifest,
     ShardRecord,
+    Summary,
     TensorRecord,
 )
 from trainfold.core.format.strict_json import (
@@ -49,6 +52,7 @@ _OF_NUMPY = frozenset(
     if name != "float4_e2m1fn_x2" and not name.startswith(("bfloat", "float8"))  # torch has these and numpy has not
 )
 _HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision"}
+_INDEXED = range(2, SCHEMA_VERSION + 1)  # the versions with indexes
 _BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components", "indexes"}
 
 
@@ -78,7 +82,7 @@ def decode_manifest(
         CheckpointHostile: if the digest fits and the contents break the format nevertheless.
     """
     document = opened_root(data, where) if document is None else document
-    if document.get("schema_version") != SCHEMA_VERSION or type(document["schema_version"]) is not int:
+    if document.get("schema_version") not in _INDEXED or type(document["schema_version"]) is not int:
         return parse_manifest(upgraded(dict(document), where), where)
     from trainfold.core.format.indexes.merge import merged
 
@@ -141,6 +145,8 @@ def check_structures(manifest: Manifest, where: str) -> None:
             misfit = misfit_of(node, component.name)
             if misfit is not None:
                 raise hostile(f"{where}: {misfit.path}", misfit.expected, misfit.found)
+            if len(first) < len(table):
+                raise hostile(f"{where}: {component.name}", f"places for {len(table)} tensors", f"{len(first)} tensors")
     _check_step(manifest, where)
 
 
@@ -178,6 +184,16 @@ def decode_head(data: bytes, where: str) -> Head:
         )
     document = strict_json(line + b"}", where)
     return read_head(upgraded(document, where), where)
+
+
+def decode_summary(data: bytes, where: str) -> Summary | None:
+    """The summary in the first bytes of a manifest that `decode_head` has accepted; None before version 3.
+
+    Raises:
+        CheckpointHostile: if the first line has none, or not a summary.
+    """
+    document = strict_json(data.partition(b",\n")[0] + b"}", where)
+    return summary_of(document, where) if document["schema_version"] >= SUMMARY_VERSION else None
 
 
 def read_head(document: Mapping[str, Any], where: str) -> Head:

@@ -6,11 +6,12 @@ from typing import Any
 from trainfold.core.errors import CheckpointHostile, FutureVersion
 from trainfold.core.json_values import shown
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 # version -> the function that makes a document of the next version from one of this version
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: lambda document: {**document, "indexes": []} if "files" in document else document,  # a head alone stays one
+    2: lambda document: document,  # `merged` reads its tables in the form that they have
 }
 
 

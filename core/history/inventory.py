@@ -5,7 +5,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.format.manifest import Head, Manifest
+from trainfold.core.format.manifest import Head, Manifest, Summary
 from trainfold.core.html_table import html_table
 from trainfold.core.problem import Problem
 
@@ -24,12 +24,14 @@ class Entry:
         head: what the first line of the manifest claims; None without a manifest.
         manifest: the manifest, once it was read whole and proved; None before that.
         problem: why the checkpoint cannot be used; None if nothing is known against it.
+        summary: what the first line of the manifest claims about the rest; None before version 3.
     """
 
     name: str
     head: Head | None
     manifest: Manifest | None = None
     problem: Problem | None = None
+    summary: Summary | None = None
 
     @property
     def is_candidate(self) -> bool:

@@ -41,10 +41,11 @@ def test_a_checkpoint_of_every_schema_version_loads_with_the_bits_it_had(version
 
 
 @pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
-def test_a_checkpoint_of_four_ranks_loads_on_one_with_the_bits_it_had(tmp_path):
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_a_checkpoint_of_four_ranks_loads_on_one_with_the_bits_it_had(version, tmp_path):
     """R10, X04: rules of cuts, listed slices, pieces, replicas, and streams of each rank, as version 2 first had them."""
-    shutil.copytree(COMPAT / "v2" / "ranks" / "run", tmp_path / "run", symlinks=True)
-    expected = json.loads((COMPAT / "v2" / "ranks" / "fingerprints.json").read_text())
+    shutil.copytree(COMPAT / version / "ranks" / "run", tmp_path / "run", symlinks=True)
+    expected = json.loads((COMPAT / version / "ranks" / "fingerprints.json").read_text())
     loaded = trainfold.load(tmp_path / "run", like=TrainState(trainer=Progress()), components=["model", "trainer"])
     found = content_fingerprint(loaded)
     assert (found["model"], found["trainer"]) == (expected["model"], expected["trainer"])

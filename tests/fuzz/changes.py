@@ -12,14 +12,13 @@ from random import Random
 from typing import Any, Final, TypeAlias, final
 
 import attrs
+from kit.core.roots import covered_by, sealed_bytes
 
 from trainfold.core.digest import digest_of
 from trainfold.core.format.dtypes import size_bytes
-from trainfold.core.format.manifest import END, TAIL
 
 Json: TypeAlias = Any
 
-HEAD: Final = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
 SCALARS: Final = ("int", "float", "bytes", "counter", "numpy")
 TAGS: Final = ("t", "as", "node", "dict", "leaves", "list", "tuple", "map", "odict", "fields", "static", *SCALARS)
 CLASSES: Final = tuple(
@@ -61,16 +60,13 @@ class Checkpoint:
 
     def sealed(self) -> bytes:
         """The bytes of the manifest, with a matching digest."""
-        first = {key: self.document[key] for key in HEAD if key in self.document}
-        rest = {key: value for key, value in self.document.items() if key not in first}
-        head, body = (json.dumps(part, separators=(",", ":")) for part in (first, rest))
-        covered = head[:-1].encode() + b",\n" + body[1:-1].encode()
+        covered = covered_by(self.document)
         if b'"@' in covered:
             for mark, text in DEEP.items():
                 covered = covered.replace(json.dumps(mark).encode(), text.encode())
         for edit in self.edits:
             covered = edit(covered)
-        return covered + TAIL + digest_of(covered).encode() + END
+        return sealed_bytes(covered)
 
 
 def changed(text: bytes, files: Mapping[str, bytes], seeds: list[int]) -> Checkpoint:

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from crash.effort import IS_SOAK
+from kit.core.roots import resealed
 
 import trainfold
 from trainfold.adapters.cli.diff import diff_checkpoints
@@ -17,7 +18,6 @@ from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard
@@ -27,7 +27,6 @@ from trainfold.core.state.state import ModelState, Opaque, PerRank, Progress, Tr
 RANKS = 2
 FLIPS = 20_000 if IS_SOAK else 36
 CHANGES = 50_000 if IS_SOAK else 90
-HEAD = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
 CUTS = {"rows": [[0]], "columns": [[], [0]], "few": [[0]], "large": [[0]]}
 NUMBERS = (0, 1, -1, 2, 3, 8, 4096, 2**31, 2**53, 2**62, 2**63, 10**30, 0.5, True, None)
 TEXTS = ("", "model", "extra", "float64", "int32", "bool", "uint8", "\n\x1b[2J", "x" * 300)
@@ -152,15 +151,6 @@ def test_every_flipped_bit_of_every_file_is_found_by_verify_and_never_loaded(che
             checkpoint.put({name: checkpoint.files[name]})
 
 
-def sealed(document):
-    """The bytes of a changed root with a matching digest."""
-    first = {key: document[key] for key in HEAD if key in document}
-    rest = {key: value for key, value in document.items() if key not in first and key != "digest"}
-    head, body = (json.dumps(part, separators=(",", ":")) for part in (first, rest))
-    covered = head[:-1].encode() + b",\n" + body[1:-1].encode()
-    return covered + TAIL + digest_of(covered).encode() + END
-
-
 def place_in(document, drawn):
     holder, key, at = None, None, document
     while True:
@@ -199,7 +189,7 @@ def changed(checkpoint, drawn):
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict) and row.get("name") == checkpoint.index:
             row |= {"size_bytes": len(index), "digest": digest_of(index)}
-    return {"manifest.json": sealed(documents["manifest.json"]), checkpoint.index: index}
+    return {"manifest.json": resealed(documents["manifest.json"]), checkpoint.index: index}
 
 
 def readers_of(checkpoint):

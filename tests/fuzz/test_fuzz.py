@@ -37,7 +37,7 @@ def drive(first, cases, folder):
         "--seed",
         str(SEED),
     ]
-    command += [] if IS_LONG else ["--skips-refused", "--teeth", str(CASES // 10)]
+    command += [] if IS_LONG else ["--skips-refused", "--teeth", "600"]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
     again = f"python -m fuzz.drive --folder NEW --seed {SEED} --first CASE --cases 1; TRAINFOLD_FUZZ_SEED={SEED} TRAINFOLD_FUZZ_FIRST=CASE goes on"

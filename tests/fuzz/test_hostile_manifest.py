@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from kit.core.roots import as_version_2, covered_by, sealed_bytes
 
 import trainfold
 from trainfold.adapters.batches.feed import position_problems
@@ -15,16 +16,13 @@ from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.core import tree
 from trainfold.core.data.cursor import make_cursor
-from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointError, RestoreRefused, TrainfoldError
-from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.places import places
 from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import Opaque, TrainState
 
-HEAD = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
 STEP = "step-00000001"
 DEFAULTS = {"step", "epoch", "samples", "tokens", "masters", *TrainState.__annotations__}  # optional fields
 DEEP = {  # deeper than the tools of this test support: kept as text until the document is written
@@ -69,13 +67,10 @@ def saved(tmp_path_factory):
 
 def sealed(document):
     """The bytes of a document with a matching digest, as an attacker would write them."""
-    first = {key: document[key] for key in HEAD if key in document}
-    rest = {key: value for key, value in document.items() if key not in first and key != "digest"}
-    head, body = (json.dumps(part, separators=(",", ":")) for part in (first, rest))
-    covered = head[:-1].encode() + b",\n" + body[1:-1].encode()
+    covered = covered_by(document)
     for mark, deep in DEEP.items():
         covered = covered.replace(json.dumps(mark).encode(), deep.encode())
-    return covered + TAIL + digest_of(covered).encode() + END
+    return sealed_bytes(covered)
 
 
 def places_of(value, path=()):
@@ -242,8 +237,14 @@ def hyper(document):
 
 def as_bfloat16(document):
     """Declare a dtype for arrays that numpy does not have."""
-    for tensor in component(document, "mine")["tensors"]:
-        tensor[1], tensor[2] = "bfloat16", [6]
+    for kind in component(document, "mine")["tensors"]["kinds"]:
+        kind[0], kind[1] = "bfloat16", [6]
+
+
+def under_another_path(document):
+    """Say a path of its own for a tensor, as a document of version 2 can."""
+    as_version_2(document)
+    component(document, "mine")["tensors"][0][0] = "\x1b[2J"
 
 
 HUGE = {"int": "0x" + "f" * 6000}  # Python refuses to print it in decimal digits
@@ -265,7 +266,7 @@ FOUND = {  # each raised a raw error or loaded other values than were saved; tho
     "a field that is not of the format": (lambda d: fields_of(d, "loader").update(value={**NODE, "more": 1}), False),
     "a head of another step than the trainer's": (lambda d: fields_of(d, "trainer").update(step=2), False),
     "counters without a step": (lambda d: fields_of(d, "trainer").pop("step"), False),
-    "a tensor under another's path": (lambda d: component(d, "mine")["tensors"][0].__setitem__(0, "\x1b[2J"), False),
+    "a tensor under another's path": (under_another_path, False),
     "a dtype that is a list": (lambda d: mine(d).update(raw={"numpy": [["f4"], "00000000"]}), False),
 }
 

@@ -337,7 +337,7 @@ def holds_the_manifest(text, request):
     for one, other in zip(json.loads(shown).values(), json.loads(raw).values(), strict=True):
         assert type(one) is type(other) or None in {one, other}
     last_keys = [re.findall(r'"(\w+)":', line)[-1] for line in shown.splitlines()]
-    assert last_keys[0] == "revision"
+    assert last_keys[0] == "fingerprints"
     assert [
         line.startswith(f'"{name}":') for line, name in zip(raw.splitlines()[1:], ("world_size", "digest"), strict=True)
     ]
@@ -345,13 +345,16 @@ def holds_the_manifest(text, request):
     assert len(shown.splitlines()[2]) == len(raw.splitlines()[2])
 
 
-def holds_the_entry_of_a_tensor(text, request):
-    """It is the entry that two ranks write for half a tensor each, but for its layout."""
+def holds_the_table_of_tensors(text, request):
+    """Its first kind is that which two ranks write for half a tensor each, but for its layout."""
     raw = (request.getfixturevalue("run_of_two") / "step-00000120" / "manifest.json").read_text()
     model = next(each for each in json.loads(raw)["components"] if each["name"] == "model")
-    (entry,) = model["tensors"]
-    assert entry[3] is None  # its parts are listed
-    assert json.loads(text)[:3] == entry[:3]
+    shown, (kind,) = json.loads(text), model["tensors"]["kinds"]
+    assert list(shown) == list(model["tensors"])
+    assert model["tensors"]["of"] == [0]
+    assert kind[2] is None  # its parts are listed
+    assert shown["kinds"][0][:2] == kind[:2]
+    assert len(shown["kinds"][0]) == len(kind)
 
 
 def holds_the_shard(text, request):
@@ -481,8 +484,8 @@ HELD = {
     "                       never killed ": holds_the_table_of_two_processes,
     "trainfold ls runs/demo/killed": holds_what_to_look_at_next,
     "run.json                                        which run this is": holds_the_files_of_a_run,
-    '{"format":"trainfold","schema_version":2,"run_id":"...","step":120,': holds_the_manifest,
-    "[\"model.params['h.0.weight']\",": holds_the_entry_of_a_tensor,
+    '{"format":"trainfold","schema_version":3,"run_id":"...","step":120,': holds_the_manifest,
+    '{"kinds": [["float32", [4, 6], 0]': holds_the_table_of_tensors,
     "[tensor, start, box, digest, pieces]": holds_the_shard,
     "path TAB kind TAB digest LF": holds_the_line_of_a_fingerprint,
     " the loop's thread  ": holds_the_drawing_of_an_async_save,

@@ -5,11 +5,11 @@ from operator import attrgetter
 from typing import Any, Final
 
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.indexes.needed import Missing, Needs, Tables, ranks_that_meet
 from trainfold.core.format.indexes.proved import OF_ONE_RANK, ReadIndex, index_of, index_rows
 from trainfold.core.format.indexes.shard_rows import ShardRows
-from trainfold.core.format.manifest import MAX_DIMENSIONS
+from trainfold.core.format.indexes.summary import summary_of
+from trainfold.core.format.indexes.tables import ReadTable, grouped, listed
 from trainfold.core.format.strict_json import (
     fields,
     hostile,
@@ -42,7 +42,7 @@ def merged(
     """The root with the shards of all ranks in its tables, or of as many ranks as have what is needed.
 
     Args:
-        document: the root, version 2.
+        document: the root, version 2 or 3.
         head_fields: the fields of its head.
         where: its path, for errors.
         read: reads the indexes of other ranks; None for a checkpoint that must have none.
@@ -56,21 +56,30 @@ def merged(
         CheckpointDamaged: if an index has another size or digest than the root says.
         CheckpointHostile: if the root or an index breaks the format.
     """
+    if document["schema_version"] > 2:
+        document = _with_fingerprints(document, where)
     fields(document, head_fields | _BODY_FIELDS, where, exact=True)
     layouts = [_layout(each, where) for each in list_of(document["layouts"], where)]
     rows = index_rows(document, where)
     by_rank = {row["rank"]: row for row in rows}
-    if len(by_rank) != len(rows) or 0 in by_rank:
+    if len(by_rank) != len(rows) or (0 in by_rank) != (document["index"] is None and document["schema_version"] > 2):
         raise hostile(where, "each rank once among the indexes", [row["rank"] for row in rows][:8])
+    row_of_zero = by_rank.pop(0, None)
     files = _files(document, where)
     described = _described(document["components"], where)
-    tables = {each["name"]: _table(each["tensors"], layouts, where) for each in described if "node" in each}
+    table_of: ReadTable = listed if document["schema_version"] == 2 else grouped
+    tables = {
+        each["name"]: table_of(each["tensors"], each["node"], each["name"], layouts, where)
+        for each in described
+        if "node" in each
+    }
     indexes: dict[int, dict[str, Any]] = {}
 
     def add(rank: int) -> None:
         known = None if needs is None else needs.opened.get(rank)
         if known is None:
-            known = object_of(document["index"], where) if rank == 0 else index_of(by_rank[rank], where, read)
+            row = by_rank.get(rank, row_of_zero)
+            known = object_of(document["index"], where) if row is None else index_of(row, where, read)
         indexes[rank] = known
         _add_shards(rank, indexes[rank], tables, files, where)
 
@@ -90,12 +99,12 @@ def merged(
         missing.check(where)
     told = None if needs is None else needs.own
     components = [
-        _component(each, indexes, told or {}, by_rank=by_rank, shared=tables, files=files, where=where)
+        _component(each, indexes, told or {}, table_of, by_rank=by_rank, shared=tables, files=files, where=where)
         for each in described
     ]
     _check_names(indexes, {each["name"] for each in components}, where)
     rest = {name: document[name] for name in document if name not in ("layouts", "index")}
-    opened = None if len(indexes) == len(rows) + 1 else frozenset(indexes)
+    opened = None if len(indexes) == len(by_rank) + 1 else frozenset(indexes)
     return {**rest, "components": components, "indexes": rows}, opened
 
 
@@ -126,6 +135,23 @@ def _files(document: Mapping[str, Any], where: str) -> dict[tuple[str, int], int
     return found
 
 
+def _with_fingerprints(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A root of version 3 without its summary: a component has its fingerprint itself, as in version 2."""
+    given = summary_of(document, where)
+    found = [object_of(each, where) for each in list_of(document.get("components"), where)]
+    names = [each.get("name") for each in found]
+    if names != [*given.fingerprints] or any("fingerprint" in each for each in found):
+        raise hostile(where, f"the components {[*given.fingerprints][:8]}", [shown(name) for name in names[:8]])
+    size = sum(
+        int_of(object_of(file, where).get("size_bytes"), where) for file in list_of(document.get("files"), where)
+    )
+    if size != given.size_bytes:
+        raise hostile(where, f"files of {given.size_bytes} bytes", size)
+    components = [each | {"fingerprint": given.fingerprints[each["name"]]} for each in found]
+    rest = {name: value for name, value in document.items() if name not in ("size_bytes", "fingerprints")}
+    return rest | {"components": components}
+
+
 def _described(value: Json, where: str) -> list[dict[str, Any]]:
     """The components of the root, each with the fields that it must have, and each once."""
     found = [object_of(each, where) for each in list_of(value, where)]
@@ -152,6 +178,7 @@ def _component(  # noqa: PLR0913 - private
     each: Mapping[str, Any],
     indexes: Mapping[int, Mapping[str, Any]],
     told: Mapping[int, Mapping[str, Any]],
+    table_of: ReadTable,
     *,
     by_rank: Collection[int],
     shared: Tables,
@@ -171,7 +198,10 @@ def _component(  # noqa: PLR0913 - private
         read = indexes if name in OF_ONE_RANK else {**told, **indexes}
         unread = {rank for rank in by_rank if rank not in read}
         held = [(None, []) if rank in unread else _own(name, rank, read.get(rank), where) for rank in range(count)]
-        nodes, tables = [node for node, _ in held], [_table(rows, [], where) for _, rows in held]
+        nodes = [node for node, _ in held]
+        tables = [
+            [] if rank in unread else table_of(rows, node, name, [], where) for rank, (node, rows) in enumerate(held)
+        ]
         for rank, table in enumerate(tables):
             if rank in read:
                 _add_shards(rank, read[rank], {name: table}, files, where)
@@ -187,27 +217,6 @@ def _own(name: str, rank: int, index: Mapping[str, Any] | None, where: str) -> t
         raise hostile(place, "its structure in the rank's index", "none")
     fields(found, {"node", "tensors"}, place, exact=True)
     return found["node"], found["tensors"]
-
-
-def _table(rows: Json, layouts: list[Placement], where: str) -> list[dict[str, Any]]:
-    table = []
-    for row in list_of(rows, where):
-        path, dtype, shape, layout = sized(row, 4, where)
-        place = f"{where}: {text_of(path, where)[:200]}"
-        if not isinstance(dtype, str) or dtype not in STORED:
-            raise hostile(place, "a known dtype", shown(dtype))
-        sizes = tuple(int_of(size, place) for size in list_of(shape, place))
-        if len(sizes) > MAX_DIMENSIONS:
-            raise hostile(place, f"at most {MAX_DIMENSIONS} dimensions", len(sizes))
-        if layout is not None and (type(layout) is not int or not 0 <= layout < len(layouts)):
-            raise hostile(where, f"a layout below {len(layouts)}", shown(layout))
-        rule = None if layout is None else layouts[layout]
-        if rule is not None and len(rule.cuts) > len(sizes):
-            raise hostile(where, f"a tensor of at least {len(rule.cuts)} dimensions", f"the shape {shown(shape)}")
-        box = layout, sizes, dtype  # what a box by rule depends on; the rule itself is slow to hash
-        held = {"path": path, "dtype": dtype, "sizes": sizes, "shards": [], "layout": rule, "box": box, "where": place}
-        table.append(held)
-    return table
 
 
 def _layout(value: Json, where: str) -> Placement:

@@ -12,14 +12,13 @@ import pytest
 import torch
 from kit.backends import bad_input_cases
 from kit.backends.bad_input_cases import names_of, refused, says_all, state_at
+from kit.core.roots import resealed
 
 import trainfold
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.core import errors
-from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import RUN_FILE
 from trainfold.core.format.fingerprint import fingerprint
-from trainfold.core.format.manifest import END, TAIL
 from trainfold.core.state.state import ParamGroup
 
 run = bad_input_cases.run
@@ -39,11 +38,7 @@ def edit_manifest(path, change):
     data = path.read_bytes()
     document = json.loads(data)
     change(document)
-    document.pop("digest")
-    head = ["format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision"]
-    first = json.dumps({key: document.pop(key) for key in head}, separators=(",", ":"))[:-1].encode()
-    covered = first + b",\n" + json.dumps(document, separators=(",", ":"))[1:-1].encode()
-    path.write_bytes(covered + TAIL + digest_of(covered).encode() + END)
+    path.write_bytes(resealed(document))
 
 
 def test_a_missing_run_an_empty_folder_and_an_empty_run(tmp_path):
@@ -150,11 +145,18 @@ def test_a_renamed_step_is_foreign(run):
     assert names_of(refused(run, step=5)) == ["CheckpointForeign"]
 
 
+def absurd_size(document):
+    """Claim that a file is huge, and let the summary agree."""
+    document["size_bytes"] += 2**61 - document["files"][0]["size_bytes"]
+    document["files"][0]["size_bytes"] = 2**61
+
+
 HOSTILE = {
     "escape": (lambda d: d["files"][0].update(name="../../secret"), "CheckpointHostile"),
     "absolute": (lambda d: d["files"][0].update(name="/etc/passwd"), "CheckpointHostile"),
-    "absurd size": (lambda d: d["files"][0].update(size_bytes=2**61), "CheckpointTorn"),
-    "huge shape": (lambda d: d["components"][0]["tensors"][0].__setitem__(2, [2**40, 3]), "CheckpointHostile"),
+    "absurd size": (absurd_size, "CheckpointTorn"),
+    "a size that the summary lacks": (lambda d: d["files"][0].update(size_bytes=2**61), "CheckpointHostile"),
+    "huge shape": (lambda d: d["components"][0]["tensors"]["kinds"][0].__setitem__(1, [2**40, 3]), "CheckpointHostile"),
     "overlap": (lambda d: d["index"]["shards"]["model"][1].__setitem__(1, 4096), "CheckpointHostile"),
     "dangling index": (lambda d: d["components"][0].update(node={"t": 10**6}), "CheckpointHostile"),
 }
@@ -285,11 +287,12 @@ def claim_terabytes(run, size_bytes):
 
     def grow(document):
         (component,) = (each for each in document["components"] if each["name"] == "ema")
-        (tensor,) = component["tensors"]
-        tensor[2] = [size_bytes // 4]
+        (kind,) = component["tensors"]["kinds"]
+        kind[1] = [size_bytes // 4]
         (shard,) = document["index"]["shards"]["ema"]
         shard[4] = "0" * (32 * size_bytes // 2**20)  # a digest for each piece
         (file,) = (each for each in document["files"] if each["component"] == "ema")
+        document["size_bytes"] += shard[1] + size_bytes - file["size_bytes"]
         file["size_bytes"] = shard[1] + size_bytes
         os.truncate(run / "step-00000002" / file["name"], file["size_bytes"])
 

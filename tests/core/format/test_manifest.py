@@ -6,7 +6,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.core.manifest_v1 import encode_v1
+from kit.core.roots import encode_v1, resealed
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
@@ -49,22 +49,6 @@ def small_manifest(**changes):
     return attrs.evolve(whole, **changes)
 
 
-def reseal(document):
-    """The bytes of a changed document with a matching digest, as an attacker would write them."""
-    first = {
-        k: document[k]
-        for k in ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
-        if k in document
-    }
-    rest = {k: v for k, v in document.items() if k not in first and k != "digest"}
-    covered = (
-        json.dumps(first, separators=(",", ":"))[:-1].encode()
-        + b",\n"
-        + json.dumps(rest, separators=(",", ":"))[1:-1].encode()
-    )
-    return covered + TAIL + digest_of(covered).encode() + END
-
-
 def document():
     return json.loads(encode_v1(small_manifest()))
 
@@ -102,9 +86,9 @@ def test_a_truncated_manifest_is_detected_at_every_length():
 def test_a_future_version_is_refused_by_name():
     newer = {**document(), "schema_version": 99}
     with pytest.raises(FutureVersion, match="newer"):
-        decode_manifest(reseal(newer), "m")
+        decode_manifest(resealed(newer), "m")
     with pytest.raises(FutureVersion):
-        decode_head(reseal(newer), "m")
+        decode_head(resealed(newer), "m")
 
 
 HOSTILE = {
@@ -152,7 +136,7 @@ def test_a_hostile_manifest_with_a_fitting_digest_is_refused(name):
     changed = document()
     HOSTILE[name](changed)
     with pytest.raises(CheckpointHostile) as caught:
-        decode_manifest(reseal(changed), "runs/a/step-7/manifest.json")
+        decode_manifest(resealed(changed), "runs/a/step-7/manifest.json")
     assert "manifest.json" in caught.value.where
 
 
@@ -195,7 +179,7 @@ def test_a_document_changed_anywhere_is_read_or_refused_by_name(data):
         )
         break
     try:
-        decode_manifest(reseal(changed), "m")
+        decode_manifest(resealed(changed), "m")
     except TrainfoldError as error:
         assert error.fix  # noqa: PT017 - both outcomes are legal
 
@@ -215,4 +199,4 @@ def test_a_structure_that_points_nowhere_is_refused(node):
     changed = document()
     changed["components"][0]["nodes"] = [node]
     with pytest.raises(CheckpointHostile):
-        check_structures(decode_manifest(reseal(changed), "m"), "m")
+        check_structures(decode_manifest(resealed(changed), "m"), "m")

@@ -1,4 +1,4 @@
-"""Version 2 of the manifest: root and indexes together are the manifest, each is covered by a digest, and nothing hostile is believed."""
+"""Version 3 of the manifest: root and indexes together are the manifest, each is covered by a digest, and nothing hostile is believed."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from kit.core.roots import resealed
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, TrainfoldError
@@ -14,9 +15,7 @@ from trainfold.core.format.file_names import index_name
 from trainfold.core.format.indexes.contributions import contributions_of, fingerprint_from, fingerprint_in
 from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.manifest import (
-    END,
     PIECE_BYTES,
-    TAIL,
     ComponentRecord,
     FileRecord,
     Head,
@@ -72,13 +71,18 @@ def manifests(draw):
     return Manifest(Head("run", 7), mesh.size, tuple(components), ("model",), {"lr": 0.1}, {"torch": "2"}, tuple(files))
 
 
-def written(manifest):
+INSIDE = "inside"
+APART = "apart"  # with a file for rank 0's index, as where it is large
+FORMS = st.sampled_from([INSIDE, APART])
+
+
+def written(manifest, form=INSIDE):
     """The manifest with its indexes, and the bytes of each of its files: name -> bytes."""
-    data = {
-        index_name(rank, manifest.world_size): encode_index(manifest, rank) for rank in range(1, manifest.world_size)
-    }
+    ranks = range(form != APART, manifest.world_size)
+    data = {index_name(rank, manifest.world_size): encode_index(manifest, rank) for rank in ranks}
     rows = tuple(
-        IndexRecord(name, rank, len(each), digest_of(each)) for rank, (name, each) in enumerate(data.items(), start=1)
+        IndexRecord(name, rank, len(each), digest_of(each))
+        for rank, (name, each) in zip(ranks, data.items(), strict=True)
     )
     whole = attrs.evolve(manifest, indexes=rows)
     return whole, {**data, "manifest.json": encode_manifest(whole)}
@@ -89,10 +93,10 @@ def read(data):
 
 
 @settings(deadline=None)
-@given(manifests())
-def test_root_and_indexes_are_what_was_saved(manifest):
-    """X04: a root manifest, and an index a rank."""
-    whole, data = written(manifest)
+@given(manifests(), FORMS)
+def test_root_and_indexes_are_what_was_saved(manifest, form):
+    """X04: a root manifest, and an index a rank; the same in all forms of a root."""
+    whole, data = written(manifest, form)
     assert read(data) == whole
     check_structures(whole, "m")
     check_root(data["manifest.json"], "m")
@@ -112,9 +116,9 @@ def test_root_and_indexes_are_what_was_saved(manifest):
 
 
 @settings(deadline=None)
-@given(manifests(), st.data())
-def test_a_changed_byte_of_a_root_or_an_index_is_found_and_a_missing_index_is_named(manifest, draw):
-    _, data = written(manifest)
+@given(manifests(), st.data(), FORMS)
+def test_a_changed_byte_of_a_root_or_an_index_is_found_and_a_missing_index_is_named(manifest, draw, form):
+    _, data = written(manifest, form)
     name = draw.draw(st.sampled_from(sorted(data)))
     place = draw.draw(st.integers(0, len(data[name]) - 1))
     changed = bytearray(data[name])
@@ -136,10 +140,10 @@ def needed_shards(manifest, box_of):
 
 
 @settings(deadline=None)
-@given(manifests(), st.data())
-def test_the_indexes_that_a_rank_opens_hold_all_that_it_needs(manifest, data):
+@given(manifests(), st.data(), FORMS)
+def test_the_indexes_that_a_rank_opens_hold_all_that_it_needs(manifest, data, form):
     """V12: whatever the rule, the list or the replica that wrote it; and a missing index is missed only by those who need it."""
-    whole, files = written(manifest)
+    whole, files = written(manifest, form)
     boxes = {}
     for record in whole.component("ema").tensors[0]:
         sides = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in record.shape]
@@ -159,7 +163,9 @@ def test_the_indexes_that_a_rank_opens_hold_all_that_it_needs(manifest, data):
         return whole_box(record.shape) if boxes[record.path] is None else boxes[record.path]
 
     assert needed_shards(found, box_of) == needed_shards(whole, box_of)
-    assert len(opened) == len(set(opened)) < whole.world_size
+    assert len(opened) == len(set(opened))
+    if form == APART:
+        opened.remove(index_name(0, whole.world_size))
     assert found.opened == (None if len(opened) + 1 == whole.world_size else {0, *(int(name[6:11]) for name in opened)})
     assert found.files == whole.files
     event(f"{len(opened)} of {whole.world_size - 1} indexes")
@@ -178,6 +184,39 @@ def test_a_leaf_that_no_rule_cuts_is_looked_for_on_the_ranks_that_had_it():
     needs = Needs(0, 1, lambda *_: None)
     found = decode_manifest(data["manifest.json"], "m", read=lambda name, _: data[name], needs=needs)
     assert found.opened == {0, 3}
+
+
+KINDS_OF_ROOTS = {
+    "rows in version 3": lambda d: d["components"][0].update(tensors=[["model", "float32", [2, 3], 0]]),
+    "kinds in version 2": lambda d: d.update(schema_version=2),
+    "a kind that there is not": lambda d: d["components"][0]["tensors"]["of"].__setitem__(0, 1),
+    "a negative kind": lambda d: d["components"][0]["tensors"]["of"].__setitem__(0, -1),
+    "a kind that is true": lambda d: d["components"][0]["tensors"].update(of=[False]),
+    "a tensor without a place": lambda d: d["components"][0]["tensors"]["of"].append(0),
+    "a place without a tensor": lambda d: d["components"][0]["tensors"]["of"].clear(),
+    "an unknown dtype": lambda d: d["components"][0]["tensors"]["kinds"][0].__setitem__(0, "object"),
+    "no layout of that number": lambda d: d["components"][0]["tensors"]["kinds"][0].__setitem__(2, 1),
+    "another size in the summary": lambda d: d.update(size_bytes=d["size_bytes"] + 1),
+    "another component in the summary": lambda d: d.update(fingerprints={**d["fingerprints"], "ema": DIGEST}),
+    "another order in the summary": lambda d: d.update(fingerprints=dict(reversed(d["fingerprints"].items()))),
+    "a second fingerprint": lambda d: d["components"][0].update(fingerprint=DIGEST),
+    "no summary": lambda d: d.pop("fingerprints"),
+    "a field more": lambda d: d["components"][0]["tensors"].update(more=[]),
+    "no index of rank 0": lambda d: d["indexes"].pop(0),
+    "two indexes of rank 0": lambda d: d.update(index={"own": {"rng": {"node": {}, "tensors": []}}, "shards": {}}),
+    "an index of rank 0 that is another one": lambda d: d["indexes"][0].update(digest=DIGEST),
+}
+
+
+@pytest.mark.parametrize("case", KINDS_OF_ROOTS)
+def test_a_hostile_root_of_version_3_with_a_fitting_digest_is_refused(case):
+    """U04, U05."""
+    whole, data = written(small(), APART)
+    assert read(data) == whole
+    document = json.loads(data["manifest.json"])
+    KINDS_OF_ROOTS[case](document)
+    with pytest.raises((CheckpointHostile, CheckpointTorn, CheckpointDamaged)):
+        check_structures(read({**data, "manifest.json": resealed(document)}), "m")
 
 
 def test_shards_that_are_missing_in_all_indexes_are_named():
@@ -199,20 +238,11 @@ def test_shards_that_are_missing_in_all_indexes_are_named():
                 decode_manifest(data["manifest.json"], "m", read=lambda name, _: data[name], needs=needs)
 
 
-def resealed(document):
-    """The bytes of a changed root with a matching digest, as an attacker would write them."""
-    first = ("format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision")
-    head = json.dumps({key: document[key] for key in first if key in document}, separators=(",", ":"))[:-1].encode()
-    body = {key: each for key, each in document.items() if key not in first and key != "digest"}
-    covered = head + b",\n" + json.dumps(body, separators=(",", ":"))[1:-1].encode()
-    return covered + TAIL + digest_of(covered).encode() + END
-
-
 @settings(deadline=None, max_examples=200)
-@given(manifests(), st.data())
-def test_a_document_changed_anywhere_is_read_or_refused_by_name(manifest, draw):
+@given(manifests(), st.data(), FORMS)
+def test_a_document_changed_anywhere_is_read_or_refused_by_name(manifest, draw, form):
     """U05: any value in a field of the root or an index gives a manifest or a named error, never another exception."""
-    _, data = written(manifest)
+    _, data = written(manifest, form)
     name = draw.draw(st.sampled_from(sorted(data)))
     changed = place = json.loads(data[name])
     while True:
@@ -250,7 +280,6 @@ def small():
 
 
 ROOTS = {
-    "no layout of that number": lambda d: d["components"][0]["tensors"][0].__setitem__(3, 1),
     "a layout of more dimensions": lambda d: d["layouts"][0].__setitem__(4, [[], [], [0]]),
     "a mesh without ranks": lambda d: d["layouts"][0].__setitem__(0, [0]),
     "an axis that cuts twice": lambda d: d["layouts"][0].__setitem__(4, [[0], [0]]),
