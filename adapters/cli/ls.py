@@ -1,8 +1,8 @@
-"""`trainfold ls RUN`: the checkpoints of a run."""
+"""`trainfold ls RUN`: the checkpoints of a run. The newest are proved; the others are listed by the first lines of their manifests."""
 
 import time
-from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -13,15 +13,20 @@ from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.scan import examine
+from trainfold.backends.runs.scan import examine, look_at_files
+from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.indexes.needed import nothing_needed
-from trainfold.core.history.inventory import Entry, lineage
+from trainfold.core.format.manifest import Summary
+from trainfold.core.history.inventory import Entry, Inventory, head_order, lineage
 from trainfold.core.history.quarantine import with_quarantined
 
 _COLUMNS = ("checkpoint", "step", "timeline", "after", "date", "age", "size", "kind", "components", "status")
+_MOST = 16  # checkpoints that are proved; the others are listed by the first lines of their manifests
+_MOST_FILES = 2_000  # whose sizes are asked for
+_MOST_BYTES = 2**25  # of manifests; these are decoded in about two seconds
 _SPARE = ("components", "after", "date", "timeline", "kind", "size", "age")
 _LATEST = "latest"  # a pointer to the newest one, which the status names already
 
@@ -45,11 +50,19 @@ class Listed:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The format, whether components were left out, and its names; nothing without a manifest."""
-        manifest = self.entry.manifest
-        if manifest is None:
+        """The format, whether components were left out, and its names; nothing if that is not known."""
+        summary = self.summary
+        if summary is None:
             return ()
-        return ("native", *(["partial"] if manifest.omitted else []), *(name for name in self.named if name != _LATEST))
+        return ("native", *(["partial"] if summary.omitted else []), *(name for name in self.named if name != _LATEST))
+
+    @property
+    def summary(self) -> Summary | None:
+        """What its manifest says, or what the first line of that claims; None if it cannot be read."""
+        manifest = self.entry.manifest
+        if manifest is not None:
+            return manifest.summary
+        return self.entry.summary if self.entry.is_candidate else None
 
 
 def list_run(run: Path, *, clock: float | None = None) -> Answer:
@@ -66,13 +79,25 @@ def list_run(run: Path, *, clock: float | None = None) -> Answer:
         CheckpointError: the matching subclass, if the directory is not a run.
     """
     store, inventory = open_run(run)
-    for entry in inventory.entries:
-        if entry.is_candidate:
-            inventory = examine(store, inventory, entry.name, needs=nothing_needed())
-    inventory = with_quarantined(inventory, quarantined(store))
+    return list_store(store, inventory, clock=clock)
+
+
+def list_store(store: Store, inventory: Inventory, *, clock: float | None = None) -> Answer:
+    """List a run in any store.
+
+    Args:
+        store: the run.
+        inventory: what `read_inventory` has found there.
+        clock: as for `list_run`.
+    """
+    inventory = with_quarantined(_proved(store, inventory), quarantined(store))
     present = [entry.name for entry in lineage(inventory)]
     names = _names(store)
-    listed = [_listed(store, entry, names.get(entry.name, ()), present) for entry in inventory.entries]
+    times = side_by_side([partial(_committed_at, store, entry) for entry in inventory.entries])
+    listed = [
+        Listed(entry, at, names.get(entry.name, ()), is_left_behind=entry.is_candidate and entry.name not in present)
+        for entry, at in zip(inventory.entries, times, strict=True)
+    ]
     newest = present[0] if present else None
     now = time.time() if clock is None else clock
     rows = tuple(_row(each, now, is_newest=each.entry.name == newest) for each in listed)
@@ -86,9 +111,27 @@ def list_run(run: Path, *, clock: float | None = None) -> Answer:
     return Answer(data, (table,), None if newest is not None else nothing_complete(inventory))
 
 
-def _listed(store: Store, entry: Entry, named: tuple[str, ...], present: Collection[str]) -> Listed:
-    committed_at = None if entry.manifest is None else store.committed_at(f"{entry.name}/{MANIFEST}")
-    return Listed(entry, committed_at, named, is_left_behind=entry.is_candidate and entry.name not in present)
+def _proved(store: Store, inventory: Inventory) -> Inventory:
+    """Prove the newest checkpoints: their manifests, and that their files are there. The others stay what their first lines claim."""
+    bytes_left, files_left = _MOST_BYTES, _MOST_FILES
+    newest = sorted(inventory.entries, key=lambda each: (0, 0) if each.head is None else head_order(each.head))
+    for entry in [each for each in reversed(newest) if each.is_candidate][:_MOST]:
+        inventory = examine(store, inventory, entry.name, needs=nothing_needed())
+        found = inventory.entry(entry.name)
+        manifest = None if found is None else found.manifest
+        if manifest is None:
+            continue
+        bytes_left -= store.size(f"{entry.name}/{MANIFEST}") or 0
+        files_left -= len(manifest.names)
+        if files_left >= 0:
+            inventory = look_at_files(store, inventory, entry.name)
+        if bytes_left < 0 or files_left < 0:
+            break
+    return inventory
+
+
+def _committed_at(store: Store, entry: Entry) -> float | None:
+    return None if entry.head is None else store.committed_at(f"{entry.name}/{MANIFEST}")
 
 
 def _names(store: Store) -> dict[str, tuple[str, ...]]:
@@ -112,13 +155,13 @@ def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
         "" if each.committed_at is None else f"{datetime.fromtimestamp(each.committed_at).astimezone():%Y-%m-%d %H:%M}"
     )
     age = "" if each.committed_at is None else _age_text(now - each.committed_at)
-    if entry.manifest is None or entry.problem is not None:
-        problem = entry.problem
+    head, summary, problem = entry.head, each.summary, entry.problem
+    if head is None or problem is not None:
         status = "not read" if problem is None else f"{problem.error}: {problem.found}"
-        claimed = ("", "", "") if entry.head is None else (str(entry.head.step), str(entry.head.timeline), "")
+        claimed = ("", "", "") if head is None else (str(head.step), str(head.timeline), "")
         return (entry.name, *claimed, date, age, "", "", "", status)
-    head = entry.manifest.head
-    status = "complete, left behind by a rewind" if each.is_left_behind else "complete"
+    proved = "committed" if entry.manifest is None else "complete"
+    status = f"{proved}, left behind by a rewind" if each.is_left_behind else proved
     return (
         entry.name,
         str(head.step),
@@ -126,10 +169,10 @@ def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
         head.parent or "",
         date,
         age,
-        size_text(entry.manifest.size_bytes),
+        "" if summary is None else size_text(summary.size_bytes),
         ", ".join(each.kinds),
-        " ".join(component.name for component in entry.manifest.components),
-        "complete, resumed next" if is_newest else status,
+        "" if summary is None else " ".join(summary.fingerprints),
+        f"{proved}, resumed next" if is_newest else status,
     )
 
 
@@ -145,22 +188,19 @@ def _age_text(secs: float) -> str:
 
 
 def _json(each: Listed, now: float) -> dict[str, object]:
-    manifest, at = each.entry.manifest, each.committed_at
-    entry = each.entry
-    fingerprints: Mapping[str, str] | None = None
-    if manifest is not None:
-        fingerprints = {component.name: component.fingerprint for component in manifest.components}
+    entry, at, summary = each.entry, each.committed_at, each.summary
     return {
         "name": entry.name,
         "head": None if entry.head is None else attrs.asdict(entry.head),
-        "complete": manifest is not None and entry.problem is None,
+        "complete": entry.is_candidate,
+        "proved": entry.manifest is not None and entry.problem is None,
         "problem": None if entry.problem is None else attrs.asdict(entry.problem),
         "committed_at": None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),
         "age_secs": None if at is None else max(0.0, round(now - at, 3)),
-        "size_bytes": None if manifest is None else manifest.size_bytes,
-        "kind": None if manifest is None else "native",
-        "omitted": None if manifest is None else list(manifest.omitted),
+        "size_bytes": None if summary is None else summary.size_bytes,
+        "kind": None if entry.head is None else "native",
+        "omitted": None if summary is None else list(summary.omitted),
         "names": list(each.named),
         "left_behind": each.is_left_behind,
-        "fingerprints": fingerprints,
+        "fingerprints": None if summary is None else dict(summary.fingerprints),
     }

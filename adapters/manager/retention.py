@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 from trainfold.backends.runs.best.best_reader import (
@@ -14,13 +15,16 @@ from trainfold.backends.runs.best.best_reader import (
 )
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.history.quarantine import with_quarantined
-from trainfold.core.problem import Problem
+from trainfold.core.history.recognise import lost_files
+from trainfold.core.problem import Problem, problem_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import (
     Pruning,
@@ -36,6 +40,7 @@ from trainfold.core.save.retention import Retention, Saved
 if TYPE_CHECKING:  # it imports torch, and `trainfold prune` needs none
     from trainfold.backends.runs.commit import SaveResult
 
+_MOST_SIZES = 1_000  # of a checkpoint with more files only the names are looked at: a list of names is one request for each thousand
 _LOG = logging.getLogger("trainfold")
 
 
@@ -175,13 +180,23 @@ class Pruner:
 
     def _problem(self, inventory: Inventory, name: str) -> Problem | None:
         """Why a checkpoint does not have all its files now: other programs delete too, and one that lost a file protects nothing."""
+        present = frozenset(self._store.list(name))
+        is_large = len(present) > _MOST_SIZES
         sizes = self._proved.get(name)
-        if sizes is None or any(self._store.size(f"{name}/{file}") != size for file, size in sizes.items()):
-            self._proved.pop(name, None)
-            entry = examine(self._store, inventory, name).entry(name)
-            assert entry is not None  # the plan asks for entries only
-            if entry.manifest is None or entry.problem is not None:
-                return entry.problem
-            self._proved[name] = {file.name: file.size_bytes for file in entry.manifest.files}
-            self._parts[name] = parts_of((each.name for each in entry.manifest.components), entry.manifest.omitted)
+        if sizes is not None and sizes.keys() <= present and (is_large or self._has_sizes(name, sizes)):
+            return None
+        self._proved.pop(name, None)
+        entry = examine(self._store, inventory, name, needs=nothing_needed() if is_large else None).entry(name)
+        assert entry is not None  # the plan asks for entries only
+        if entry.manifest is None or entry.problem is not None:
+            return entry.problem
+        lost = set(entry.manifest.names) - present
+        if lost:
+            return problem_of(lost_files(f"{self._store.url}/{name}", lost))
+        self._proved[name] = {file.name: file.size_bytes for file in entry.manifest.files}
+        self._parts[name] = parts_of((each.name for each in entry.manifest.components), entry.manifest.omitted)
         return None
+
+    def _has_sizes(self, name: str, sizes: Mapping[str, int]) -> bool:
+        found = side_by_side([partial(self._store.size, f"{name}/{file}") for file in sizes])
+        return found == [*sizes.values()]

@@ -159,6 +159,22 @@ def examine(  # noqa: PLR0913 - keywords
     return inventory.with_entry(attrs.evolve(entry, head=manifest.head, manifest=manifest))
 
 
+def look_at_files(store: Store, inventory: Inventory, name: str) -> Inventory:
+    """Check the files of a checkpoint whose manifest `examine` has read for a reader that needs few of them.
+
+    Returns:
+        The inventory with what is wrong with that entry, if anything is.
+    """
+    entry = inventory.entry(name)
+    if entry is None or entry.manifest is None or entry.problem is not None:
+        return inventory
+    try:
+        _check_files(store, entry.manifest, name, None)
+    except TrainfoldError as error:
+        return inventory.with_entry(attrs.evolve(entry, problem=problem_of(error)))
+    return inventory
+
+
 @without_collecting
 def read_manifest(
     store: Store,

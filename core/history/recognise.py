@@ -104,6 +104,17 @@ class FileCheck:
         return CheckpointDamaged(f"{url}/{self.name}", expected=expected, found=f"one of {found}", fix=_OLDER)
 
 
+def lost_files(url: str, names: Collection[str]) -> CheckpointTorn:
+    """The error for a checkpoint of which files are gone.
+
+    Args:
+        url: the checkpoint.
+        names: of these files; at least one.
+    """
+    found = f"{len(names)} files are gone" if len(names) > 1 else "no such file"
+    return CheckpointTorn(f"{url}/{min(names)}", expected="the files that its manifest lists", found=found, fix=_OLDER)
+
+
 def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileCheck, ...]:
     """The files of a checkpoint, in the order of the manifest, and what each must be like; then the indexes that were not opened.
 
@@ -124,7 +135,9 @@ def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileChe
     files = (
         FileCheck(file.name, file.size_bytes, first[index] - HEADER_LENGTH_BYTES if index in first else None)
         for index, file in enumerate(manifest.files)
-        if needs is None or file.component in own or needs.looks_at(index, file.rank, opened)
+        if needs is None
+        or (needs.own is not None and file.component in own)
+        or needs.looks_at(index, file.rank, opened)
     )
     more = (
         FileCheck(each.name, each.size_bytes, None)

@@ -58,13 +58,15 @@ class Needs:
 
 
 def nothing_needed() -> Needs:
-    """The needs of a reader that wants no tensor, only what the root says: fingerprints, sizes, files.
+    """The needs of a reader that wants no tensor, only what the root says: fingerprints, sizes, files. Of the files it looks at those of rank 0.
 
     Examples:
         >>> nothing_needed().box("model", "model.params['w']", (4, 2))
         ((0, 0), (0, 0))
     """
-    return Needs(0, 1, lambda _component, _path, shape: ((0, 0),) * len(shape), own=None, elsewhere=lambda *_: True)
+    return Needs(
+        2**62, 2**62 + 1, lambda _component, _path, shape: ((0, 0),) * len(shape), own=None, elsewhere=lambda *_: True
+    )
 
 
 def ranks_that_meet(tables: Tables, needs: Needs, writers: Mapping[str, Collection[int]]) -> set[int]:

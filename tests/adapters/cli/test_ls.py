@@ -1,18 +1,23 @@
 """What `trainfold ls` shows of each checkpoint: when it was saved, its size and kind, and what names it."""
 
 import os
+from collections import Counter
 from datetime import UTC, datetime
 
 import pytest
+import torch
 
-from trainfold.adapters.cli.ls import list_run
+from trainfold.adapters.cli import ls
+from trainfold.adapters.cli.ls import list_run, list_store
 from trainfold.adapters.cli.terminal.output import aligned
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import save
 from trainfold.backends.runs.best.best_file import save_best
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.best.record import make_best_record, updated
-from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.state.state import Opaque, Progress, TrainState
 
 NOW = 1_800_000_000.0
 
@@ -91,3 +96,53 @@ def test_a_save_that_did_not_finish_has_no_date(run):
     assert row[:4] == ("", "", "", "")
     assert row[4].startswith("CheckpointTorn")
     assert aligned(list_run(run, clock=NOW).tables[0])
+
+
+class Asked:
+    """A store that notes what it is asked of each checkpoint."""
+
+    def __init__(self, store):
+        self._store, self.asked = store, Counter()
+
+    def __getattr__(self, verb):
+        found = getattr(self._store, verb)
+
+        def ask(*args, **options):
+            if args:
+                self.asked[verb, args[0].partition("/")[0]] += 1
+            return found(*args, **options)
+
+        return ask if callable(found) else found
+
+
+def test_older_checkpoints_are_listed_from_the_first_lines_of_their_manifests(tmp_path):
+    """18, 3.3: sixteen are proved. Of each other one the list asks for a first line and a date, however many files it has."""
+    for step in range(1, 20):
+        save(TrainState(trainer=Progress(step=step), extra={"ema": 1.0}), tmp_path / "a")
+    path = tmp_path / "a" / "step-00000002" / "manifest.json"
+    path.write_bytes(path.read_bytes().partition(b",\n")[0] + b",\nand then something else")
+    store = Asked(LocalStore(tmp_path / "a"))
+    answer = list_store(store, read_inventory(store), clock=NOW)
+    assert cells(answer, "step", "status")[:4] == [(str(step), "committed") for step in (1, 2, 3)] + [("4", "complete")]
+    assert cells(answer, "size", "components", "kind")[0] == cells(answer, "size", "components", "kind")[-2]
+    found = answer.data["checkpoints"]
+    assert [one["proved"] for one in found] == [False] * 3 + [True] * 16
+    assert {**found[0]["fingerprints"], "trainer": None} == {**found[-1]["fingerprints"], "trainer": None}
+    for step in (1, 2, 3):
+        name = f"step-{step:08d}"
+        asked = {verb: count for (verb, where), count in store.asked.items() if where == name}
+        assert asked == {"read": 1, "committed_at": 1}
+
+
+def test_a_checkpoint_of_very_many_files_is_proved_by_its_manifest(tmp_path, monkeypatch):
+    """18, 3.3: what rank 0 wrote is looked at, and not the files of each of thousands of ranks."""
+    monkeypatch.setattr(ls, "_MOST_FILES", 3)
+    run_threads(4, lambda ranks: save(state_of_rank(ranks.rank), tmp_path / "a", collectives=ranks))
+    (tmp_path / "a" / "step-00000001" / "rng-00003-of-00004.safetensors").unlink()
+    assert cells(list_run(tmp_path / "a"), "status") == [("complete, resumed next",)]
+    monkeypatch.undo()
+    assert cells(list_run(tmp_path / "a"), "status") == [("CheckpointTorn: no such file",)]
+
+
+def state_of_rank(rank):
+    return TrainState(trainer=Progress(step=1), rng=Opaque({"stream": torch.full((3,), rank)}))

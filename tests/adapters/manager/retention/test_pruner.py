@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trainfold.adapters.manager import retention
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.state.state import Progress, TrainState
@@ -93,3 +94,22 @@ def test_a_save_that_keeps_everything_proves_no_earlier_checkpoint():
     assert store.manifests == []
     assert [name for name in store.sizes if name.endswith(".safetensors") and "00008/" not in name] == []
     assert steps_left(store) == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_of_a_checkpoint_of_very_many_files_the_names_are_listed(monkeypatch):
+    """18, 3.3: the sizes of thousands of files would be as many requests at each save. A file that is gone is still noticed."""
+    monkeypatch.setattr(retention, "_MOST_SIZES", 1)
+    store = Asked()
+    with CheckpointManager(store, keep_last=3) as manager:
+        for step in range(1, 6):
+            manager.save(state_at(step))
+        store.sizes.clear()
+        manager.save(state_at(6))
+        assert {name.partition("/")[0] for name in store.sizes if name.endswith(".safetensors")} <= {
+            "step-00000005",
+            "step-00000006",
+        }
+        assert steps_left(store) == [4, 5, 6]
+        lose(store, data_file(store, 5))
+        manager.save(state_at(7))
+        assert steps_left(store) == [4, 5, 6, 7]
