@@ -15,6 +15,7 @@ KEYS = {
     "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
     "gaps": {"row"},
     "loop": {"rows"},
+    "discovery": {"secs", "asked", "root_bytes"},
     "many_ranks": {"parts", "cpu_secs"},
     "plan": {"plans", "ranks", "growth", "checkpoints", "find_newest_secs"},
     "ranks": {"size", "rounds", "rows"},
@@ -29,6 +30,7 @@ TARGETS = {
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
     "gaps": ["a piece in a gap"],
     "loop": ["attached loop, sync", "attached loop, async"],
+    "discovery": ["ls", "resume"],
     "many_ranks": ["load", "inspect", "verify", "plan"],
     "plan": [
         "plan_save,",
