@@ -232,7 +232,7 @@ def root_of(layout, opened=(), *, room_bytes=0):
 @lru_cache(maxsize=1)
 def roomy_root(layout):
     """Return a root that any index fits, made once for each world."""
-    return root_of(layout, room_bytes=2**50)
+    return root_of(layout, room_bytes=2**45)
 
 
 class Opened(dict):

@@ -9,7 +9,7 @@ from trainfold.core.format.indexes.needed import Missing, Needs, Tables, ranks_t
 from trainfold.core.format.indexes.proved import OF_ONE_RANK, ReadIndex, index_of, index_rows
 from trainfold.core.format.indexes.shard_rows import ShardRows
 from trainfold.core.format.indexes.summary import summary_of
-from trainfold.core.format.indexes.tables import ReadTable, grouped, listed
+from trainfold.core.format.indexes.tables import ReadTable, table_of_kinds, table_of_rows
 from trainfold.core.format.strict_json import (
     fields,
     hostile,
@@ -67,7 +67,7 @@ def merged(
     row_of_zero = by_rank.pop(0, None)
     files = _files(document, where)
     described = _described(document["components"], where)
-    table_of: ReadTable = listed if document["schema_version"] == 2 else grouped
+    table_of: ReadTable = table_of_rows if document["schema_version"] == 2 else table_of_kinds
     tables = {
         each["name"]: table_of(each["tensors"], each["node"], each["name"], layouts, where)
         for each in described

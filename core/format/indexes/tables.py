@@ -1,4 +1,4 @@
-"""Reads the table of the tensors of a structure: `listed` that of version 2, a row for each, and `grouped` that of version 3, the kind of each."""
+"""Reads the table of the tensors of a structure: `table_of_rows` that of version 2, a row for each, and `table_of_kinds` that of version 3, the kind of each."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ Its arguments are the table; the structure; the name of the component; the layou
 """
 
 
-def listed(rows: Json, _node: Json, _name: str, layouts: list[Placement], where: str) -> list[dict[str, Any]]:
+def table_of_rows(rows: Json, _node: Json, _name: str, layouts: list[Placement], where: str) -> list[dict[str, Any]]:
     """The tensors of a table of version 2.
 
     Raises:
@@ -32,7 +32,7 @@ def listed(rows: Json, _node: Json, _name: str, layouts: list[Placement], where:
     return table
 
 
-def grouped(value: Json, node: Json, name: str, layouts: list[Placement], where: str) -> list[dict[str, Any]]:
+def table_of_kinds(value: Json, node: Json, name: str, layouts: list[Placement], where: str) -> list[dict[str, Any]]:
     """The tensors of a table of version 3: ``kinds`` are the dtypes, shapes and layouts that there are, and ``of`` has the kind of each tensor.
 
     The path of a tensor is that of its first place in the structure.
