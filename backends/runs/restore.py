@@ -32,6 +32,7 @@ from trainfold.core.resume.reads import (
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.resume.resumed import leaf_sources, resumed_contract, resumed_optimizer, resumed_origin
 from trainfold.core.state.components import components_of, state_of
+from trainfold.core.state.contract_kinds import prefix_of_optimizer
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
@@ -183,7 +184,8 @@ def _adopted(  # noqa: PLR0913 - keywords
     built = rebuild(saved.nodes[action.part], action.name, tensor)
     model = mine.get("model")
     params = model.params if isinstance(model, ModelState) else None
-    return resumed_optimizer(built, mine.get(action.name), params, action.kept, is_stage=is_stage)
+    prefix = prefix_of_optimizer(action.name)
+    return resumed_optimizer(built, mine.get(action.name), params, action.kept, prefix=prefix, is_stage=is_stage)
 
 
 @without_collecting

@@ -14,7 +14,14 @@ from trainfold.core.optim.group_labels import relabelled
 from trainfold.core.resume.compare import OPTIMIZER, OWNERS, node_class
 from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.resume.findings import Findings
-from trainfold.core.state.contract_kinds import BASE_RATES, OF_LATER, OF_MESH, contract_kind, is_of_rank_zero
+from trainfold.core.state.contract_kinds import (
+    BASE_RATES,
+    OF_LATER,
+    OF_MESH,
+    contract_kind,
+    is_of_rank_zero,
+    prefix_of_optimizer,
+)
 from trainfold.core.state.notes import NOTES, RATES
 
 _GROUPS: Final = "optimizer.groups["
@@ -94,8 +101,7 @@ def _relabelled(
             continue
         have, want = group_params_of(record.nodes[0]), group_params_of(wanted.node)
         if {each for group in have for each in group} != {each for group in want for each in group}:
-            prefix = f"{name}." if name == "optimizer" else f"{_ATTACHED}{name}."
-            saved, more = relabelled(saved, prefix, have, want)
+            saved, more = relabelled(saved, f"{prefix_of_optimizer(name)}.", have, want)
             alone |= more
     return saved, tuple(alone)
 

@@ -27,6 +27,7 @@ KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "versions": ("warn", frozenset({"refuse", "warn", "adapt"}), "another version of torch, numpy or trainfold"),
     "optimizer": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another optimizer class"),
     "hyperparameters": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another hyperparameter; adapt takes the target's"),
+    "implementation": ("warn", frozenset({"refuse", "warn", "adapt"}), "another foreach of an optimizer, such as tensor parallelism demands; the target's is taken, and the last bits may differ"),
     "horizon": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the schedule ends elsewhere; adapt takes the target's"),
     "schedule": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another schedule; adapt takes the target's"),
     "scheduler": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another setting of a torch scheduler; adapt takes the target's and keeps the count"),
@@ -75,6 +76,7 @@ _WIDER: Mapping[str, str] = {
     "horizon": "scheduler",
     "schedule_function": "scheduler",
     "scheduler_own": "scheduler",
+    "implementation": "hyperparameters",
 }
 _LIVE: Final = "live"  # the value in a contract of a hyperparameter that a scheduler moves
 GROUPS: Final = "optimizer.groups: "  # the prefix of a drift about a parameter that only one side's optimizer has
@@ -213,7 +215,7 @@ def verdict_of(kind: str, where: str, policy: Mapping[str, DriftAction]) -> Drif
     """The verdict of a policy on a drift, or the default of its kind.
 
     ``scheduler`` also covers ``schedule``, ``horizon`` and ``schedule_function``, unless the policy names these. For base rates in the groups
-    of an optimizer, ``hyperparameters`` counts as well.
+    of an optimizer, ``hyperparameters`` counts as well, as it does for ``implementation``.
 
     Examples:
         >>> verdict_of("horizon", "scheduler.total", {"scheduler": "adapt"}), verdict_of("horizon", "scheduler.total", {})

@@ -44,13 +44,15 @@ from trainfold.core.resume.findings import Findings
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
-from trainfold.core.state.contract_kinds import contract_kind, step_contract
+from trainfold.core.state.contract_kinds import contract_kind, prefix_of_optimizer, step_contract
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
 _OF_RANKS: Mapping[str, tuple[str, str]] = {
     "rng": ("per_rank", "random streams of "),
     "dataset": ("data_ranks", "the place in the data of "),
 }
+# kinds of keys of an optimizer, of which a run keeps its own values where they may differ
+_OF_OPTIMIZERS = frozenset({"hyperparameters", "scheduler", "implementation"})
 # kind of drift -> what a component of other ranks begins with
 _NOT_CONTINUED: Mapping[str, str] = {
     "streams": "new ones, derived from the seed, the step and the share of the data",
@@ -301,7 +303,7 @@ def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> C
     """The action with the target's values for the differences of the contract that the policy lets pass."""
     passed = [drift for drift in drifts if drift.verdict != "refuse"]
     if action.name == "optimizer":
-        kept = [drift.where for drift in passed if contract_kind(drift.where) in {"hyperparameters", "scheduler"}]
+        kept = [drift.where for drift in passed if contract_kind(drift.where) in _OF_OPTIMIZERS]
     elif action.name == "dataset":
         kept = [drift.where for drift in passed if drift.kind == "dataset"]
     elif (
@@ -313,5 +315,6 @@ def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> C
     elif action.name == "scheduler" and any(drift.kind in {"horizon", "schedule"} for drift in passed):
         return ComponentAction(action.name, "keep", note="the target's, by policy")
     else:
-        kept = []
+        own = f"{prefix_of_optimizer(action.name)}."
+        kept = [drift.where for drift in passed if drift.kind == "implementation" and drift.where.startswith(own)]
     return attrs.evolve(action, kept=(*action.kept, *kept)) if kept else action

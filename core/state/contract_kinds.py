@@ -9,6 +9,8 @@ from trainfold.core.json_values import Json
 _OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
 # The base rates that a scheduler writes into the groups of its optimizer.
 BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+# hyperparameters that have kinds of their own; foreach= is how torch walks through the parameters, and the algorithm is the same
+_OF_GROUPS: Final = {**dict.fromkeys(BASE_RATES, "scheduler"), "foreach": "implementation"}
 STEP_PREFIX: Final = "step."
 OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that only rank 0 compares
 # The last parts of keys about the ranks that train a module.
@@ -44,6 +46,8 @@ def contract_kind(key: str) -> str:
         ('horizon', 'batch_size', 'contract')
         >>> contract_kind("attached.scheduler.T_max"), contract_kind("attached.scheduler.own.total")
         ('scheduler', 'scheduler_own')
+        >>> contract_kind("optimizer.groups['w'].foreach"), contract_kind("attached.discriminator.groups['w'].foreach")
+        ('implementation', 'implementation')
         >>> contract_kind("attached.ema.decay"), contract_kind("attached.loader.sampler_size")
         ('settings', 'samples')
     """
@@ -53,8 +57,8 @@ def contract_kind(key: str) -> str:
     last = key.rpartition(".")[2]
     if key.startswith("attached.") and (kind := _attached_kind(key)) is not None:
         return kind
-    if ".groups[" in key and last in BASE_RATES:
-        return "scheduler"
+    if ".groups[" in key and last in _OF_GROUPS:
+        return _OF_GROUPS[last]
     if key.startswith("scheduler."):
         return "horizon" if last in {"total", "horizon", "total_steps"} else "schedule"
     owner = key.partition(".")[0]
@@ -62,6 +66,16 @@ def contract_kind(key: str) -> str:
         return _OWNERS[owner]
     name = key.removeprefix("step.")
     return name if name in {"batch_size", "accumulate", "horizon"} else "contract"
+
+
+def prefix_of_optimizer(component: str) -> str:
+    """Return what the keys of an optimizer begin with.
+
+    Examples:
+        >>> prefix_of_optimizer("optimizer"), prefix_of_optimizer("discriminator")
+        ('optimizer', 'attached.discriminator')
+    """
+    return component if component == "optimizer" else f"attached.{component}"
 
 
 def shared_settings(contract: Mapping[str, Json], component: str) -> dict[str, Json]:

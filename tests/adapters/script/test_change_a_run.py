@@ -1,6 +1,7 @@
 """A run changed on purpose: the refusal prints the fix to type, and that fix works (3.3, 3.4 of the issue)."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -83,6 +84,40 @@ def test_another_hyperparameter_is_not_sent_to_the_recipe_for_the_rate():
     assert '"Change another hyperparameter"' in fix("optimizer.groups['0.bias'].betas")
     assert '"Change the learning rate"' in fix("optimizer.groups['0.bias'].lr")
     assert '"Change the learning rate"' in fix("optimizer.groups['0.bias'].initial_lr", "scheduler")
+
+
+@pytest.mark.parametrize("policy", [None, {"hyperparameters": "adapt"}, {"implementation": "refuse"}])
+def test_another_foreach_is_a_warning_and_the_scripts_counts(policy):
+    """N01: tensor parallelism may demand another one. It was refused, and an optimizer under ``extra`` got the saved one in any case."""
+
+    def run(foreach, steps):
+        model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        optimizers = [
+            torch.optim.AdamW(model.parameters(), foreach=foreach),
+            torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5, foreach=foreach),
+        ]
+        live = attach(model, optimizers[0], extra={"other": other, "second": optimizers[1]})
+        with CheckpointManager(store, policy=policy) as manager:
+            manager.restore(live)
+            for _ in range(steps):
+                (model(torch.ones(2)) + other(torch.ones(2))).sum().backward()
+                for each in optimizers:
+                    each.step()
+                live.advance(samples=1)
+            manager.save(live)
+        return [group["foreach"] for each in optimizers for group in each.param_groups]
+
+    store = MemoryStore()
+    run(None, 1)
+    if policy == {"implementation": "refuse"}:
+        with pytest.raises(ResumeRefused, match=r"implementation +attached\.second\.groups\['other\.bias'\]\.foreach"):
+            run(False, 1)
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert run(False, 1) == [False, False]
+    found = [str(each.message) for each in said if "optimizer.groups['bias'].foreach" in str(each.message)]
+    assert len(found) == (policy is None)
 
 
 def simple(make=torch.optim.SGD, schedule=None, store=None, **kwargs):

@@ -88,7 +88,7 @@ def test_what_two_ranks_saved_has_the_same_bits_on_any_number_of_ranks_and_witho
     """F40, N01, P09: parameters and slots of uneven, padded and empty parts."""
     kinds = ["sgd", "fused", "amsgrad"] if IS_DEEP else ["fused", "amsgrad"]
     wanted = processes.run(2, saved, str(tmp_path), kinds, collectives=PATIENT)[0]
-    for world_size in (1, 2, 3, 4) if IS_DEEP else (1, 3):
+    for world_size in (1, 2, 3, 4) if IS_DEEP else (3,):
         for found in processes.run(world_size, loaded, str(tmp_path), kinds, collectives=PATIENT):
             assert found == wanted, world_size
     assert {kind: alone(tmp_path / kind, kind) for kind in kinds} == wanted
