@@ -76,7 +76,7 @@ def chains_of_a_save(mode, run, patched):
     return chains
 
 
-@pytest.mark.parametrize(("mode", "to_write", "to_bytes"), [("sync", 6, 8), ("async", 8, 11)])
+@pytest.mark.parametrize(("mode", "to_write", "to_bytes"), [("sync", 6, 9), ("async", 8, 11)])
 def test_a_save_goes_through_few_modules(tmp_path, mode, to_write, to_bytes, monkeypatch):
     chains = chains_of_a_save(mode, tmp_path, monkeypatch)
     assert chains.to_write[0] == "adapters/manager/manager"
