@@ -346,11 +346,11 @@ def _attempt(  # noqa: PLR0913 - of one call
     sharing = SharedReads(store, world) if is_shared else None
     try:
         return run_resume(outcome, like, store=store, unread=unread, sharing=sharing), None
-    except TrainfoldError as error:
+    except (TrainfoldError, OSError) as error:
         if sharing is not None and error is sharing.broken:
-            raise  # no rank makes another call
-        return None, None if isinstance(error, RankFailed) else error  # that rank says why in the next call
-    except OSError as error:
+            raise  # of a call of the ranks, after which none makes another one
+        if isinstance(error, TrainfoldError):
+            return None, None if isinstance(error, RankFailed) else error  # that rank says why in the next call
         where = f"{store.url}/{outcome.checkpoint}"
         fix = "check the device and its log, or load another checkpoint"
         return None, CheckpointUnreadable(where, expected="files that can be read", found=error, fix=fix)

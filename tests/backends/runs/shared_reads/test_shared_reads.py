@@ -252,6 +252,22 @@ def test_a_rank_that_fails_in_any_call_fails_it_everywhere(monkeypatch):
             assert str(schedule[index]) in str(outcomes[rank].error)
 
 
+def test_a_call_that_fails_on_one_rank_with_an_error_of_its_own_fails_it_everywhere(monkeypatch):
+    """C07: collectives of a user may raise anything, and the checkpoint is not blamed for it."""
+    exchange = ThreadCollectives.exchange
+
+    def broken(self, parts, sizes, *, doing=""):
+        if self.rank == 1:
+            raise ConnectionError("the cable is out")
+        return exchange(self, parts, sizes, doing=doing)
+
+    monkeypatch.setattr(ThreadCollectives, "exchange", broken)
+    values, mesh, cuts = {"w": noise(100, 640)}, make_mesh((3,)), {"w": [[]]}
+    outcomes, _ = loads(saved(values, cuts, make_mesh((1,))), values, cuts, mesh)
+    assert [type(each.error) for each in outcomes] == [RankFailed, ConnectionError, RankFailed]
+    assert ["the cable is out" in str(each.error) for each in outcomes] == [True] * 3
+
+
 def load_columns(collectives, run, victim):
     values, mesh = {"w": noise(4096, 640)}, make_mesh((3,))
     wanted = state_of(values, {"w": COLUMNS}, mesh, collectives.rank)
