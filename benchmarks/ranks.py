@@ -72,6 +72,17 @@ class Block(torch.nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+def lay_out(model, layout):
+    """Cut a model over all ranks: "dp" (not at all), "fsdp", "tp", or in two dimensions "hsdp" and "fsdp x tp"."""
+    count = dist.get_world_size()
+    sizes = (2, count // 2) if layout in ("hsdp", "fsdp x tp") else (count,)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
+    for each in model if "tp" in layout else ():
+        parallelize_module(each, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for each in (*model, model) if layout in ("fsdp", "hsdp", "fsdp x tp") else ():
+        fully_shard(each, mesh=mesh["outer"] if layout == "fsdp x tp" else mesh)
+
+
 class Loop:
     """A sharded model and its AdamW."""
 
@@ -79,14 +90,7 @@ class Loop:
         width, blocks = SIZES[size]
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(Block(width) for _ in range(blocks)))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for each in self.model:
-            if layout == "tp":
-                parallelize_module(each, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            else:
-                fully_shard(each, mesh=mesh)
-        if layout == "fsdp":
-            fully_shard(self.model, mesh=mesh)
+        lay_out(self.model, layout)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.x = torch.randn(SAMPLES, width, generator=torch.Generator().manual_seed(1))
         self.live = self.manager = None

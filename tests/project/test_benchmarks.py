@@ -12,11 +12,13 @@ import pytest
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 KEYS = {
     "columns": {"rounds", "rows"},
+    "drift": {"size", "rounds", "rows"},
     "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
     "gaps": {"row"},
     "loop": {"rows"},
     "discovery": {"secs", "asked", "root_bytes"},
     "many_ranks": {"parts", "cpu_secs"},
+    "meshes": {"size", "rounds", "saves", "loads"},
     "plan": {"plans", "ranks", "growth", "checkpoints", "find_newest_secs"},
     "ranks": {"size", "rounds", "rows"},
     "replicas": {"hashed", "summed", "rows"},
@@ -27,10 +29,12 @@ KEYS = {
 }
 TARGETS = {
     "columns": ["pieces: most", "exchange: most", "pieces: bytes", "exchange: bytes"],
+    "drift": ["the boundary", "lost each"],
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
     "gaps": ["a piece in a gap"],
     "loop": ["attached loop, sync", "attached loop, async"],
     "discovery": ["ls", "resume"],
+    "meshes": ["saves: most", "loads: most", "loads: median"],
     "many_ranks": ["load", "inspect", "verify", "plan"],
     "plan": [
         "plan_save,",
@@ -100,14 +104,17 @@ def targets(root):
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
+LONG = ("drift", "meshes", "ranks", "stall")
+
+
 @pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, ()) for name in sorted(KEYS) if name not in ("ranks", "stall")),
+        *((name, ()) for name in sorted(KEYS) if name not in LONG),
         ("ranks", ("--only", "saves")),
         ("stall", ("--only", "trainfold", "torch.save")),
-        *(pytest.param(name, (), marks=pytest.mark.long) for name in ("ranks", "stall")),
+        *(pytest.param(name, (), marks=pytest.mark.long) for name in LONG),
     ],
 )
 def test_a_benchmark_prints_json_with_every_target_and_leaves_nothing_behind(

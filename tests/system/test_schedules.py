@@ -15,7 +15,7 @@ from trainfold.backends.ranks.in_process import InjectedFailure, RankFault, run_
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import RankFailed, SaveFailedElsewhere, TrainfoldError
+from trainfold.core.errors import RankFailed, RanksDisagree, SaveFailedElsewhere, TrainfoldError
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.retention import decide_best, load_best, make_best_record, save_best
@@ -70,7 +70,23 @@ def manages_in_the_call(world, store):
     return manages(world, store, "sync")
 
 
-WORK = [saves, loads, evaluates, keeps_the_best, manages_in_the_call, manages_in_the_background]
+def compares_replicas(world, store):
+    """The ranks find what differs on one of them from step 6 on; each comparison has ended before the next boundary."""
+    with CheckpointManager(store, every=None, at_end=False, check_replicas=2, collectives=world) as manager:
+        manager.load(state_at(0))
+        for step in range(2, 12):
+            state = state_at(step)
+            state.extra["w"]["1"][3] += world.rank == 1 and step >= 6
+            try:
+                manager.step(state)
+            except RanksDisagree as error:
+                return str(error), error.step
+            if (check := manager._saves._replicas._check) is not None:
+                check.job.wait()
+    return None
+
+
+WORK = [saves, loads, evaluates, keeps_the_best, manages_in_the_call, manages_in_the_background, compares_replicas]
 
 
 def run_with(first):
