@@ -53,7 +53,8 @@ class SharedReads:
     def planned(self, manifest: Manifest, make_plan: Callable[[], ReadPlan]) -> Iterator[tuple[ReadPlan, Store]]:
         """A context in which the ranks read. All of them enter it; if one fails in it, the others leave it at the next round.
 
-        Memory: beside what is loaded, a rank has at most about three times `ROUND_BYTES`: what it has read, what it sends and what it receives.
+        Memory: beside what is loaded, a rank has at most about four times `ROUND_BYTES`: what it has read or received, what it sends and receives now, and
+        what it sent last, which its collectives keep until the next exchange.
 
         Args:
             manifest: of the checkpoint; the same on all ranks.
