@@ -58,7 +58,7 @@ class Live(LoopsOverData, GradientWindows):
         self.saved_in: dict[str, ParentCheckpoint] = {}
         self.unread: UnreadTensors | None = None
         self._counters = Counters(self._data)
-        self._microbatches = Microbatches(objects.ranks, objects, self._counters, watch.clipping)
+        self._microbatches = Microbatches(objects.ranks, objects, self._counters, watch.loop)
         self._pending = PendingComponents()
         self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all
         self._has_met = False  # whether the loaders of the ranks were compared

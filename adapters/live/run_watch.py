@@ -10,7 +10,7 @@ from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.parallel.gradient_order import GradientOrder
 from trainfold.adapters.parallel.parallel_settings import settings_of_parallel
 from trainfold.adapters.script.attached_settings import attached_settings
-from trainfold.adapters.script.clipping import Clipping
+from trainfold.adapters.script.loop_settings import LoopSettings
 from trainfold.adapters.script.rates import Rates
 from trainfold.adapters.script.schedules import Schedules
 from trainfold.adapters.script.script_contract import SchedulerWatch, frozen, hyperparameters, late_schedules
@@ -42,7 +42,7 @@ class RunWatch:
 
     Attributes:
         window: the evidence that an accumulation window is open.
-        clipping: the limit of the gradient's norm.
+        loop: what only the loop says.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RunWatch:
             {**objects.attached(), **objects.named_schedulers}, loader, accepted=unsaved, is_strict=is_strict
         )
         self._trained = Trained(objects.attached())
-        self.clipping = Clipping()
+        self.loop = LoopSettings()
         self._averages = SwapProbe(objects.model, objects.extra)
         self._orders = GradientOrder(objects.attached, objects.stage)
 
@@ -173,7 +173,7 @@ class RunWatch:
             found["scheduler.kind"] = self._objects.scheduler.kinds()
         if self._audit.unsaved:
             found[UNSAVED] = self._audit.unsaved
-        found |= self._rates.contract() | self.clipping.contract()
+        found |= self._rates.contract() | self.loop.contract()
         if trained := self._trained.contract():
             found[TRAINED] = trained
         if orders := self._orders.contract():
@@ -241,7 +241,7 @@ class RunWatch:
         self._averages.stepped()
         if chosen is None or "optimizer" in chosen:
             self._orders.take(gradient_orders_of(contract))
-            self.clipping.restored(contract, step, policy)
+            self.loop.restored(contract, step, policy)
 
     def registered(self, name: str, target: Any, settings: Mapping[str, Any]) -> None:
         """Watch an object attached later, with its settings."""

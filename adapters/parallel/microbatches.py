@@ -14,7 +14,7 @@ from trainfold.adapters.parallel.like_gradients import check_known, unlike, unsu
 from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
-from trainfold.adapters.script.clipping import Clipping
+from trainfold.adapters.script.loop_settings import LoopSettings
 from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import (
@@ -23,7 +23,7 @@ from trainfold.core.errors import (
     InvalidBatch,
     placed,
 )
-from trainfold.core.json_values import shown
+from trainfold.core.json_values import encode_scalar, shown
 from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.step.batch_ramp import BatchRamp
 from trainfold.core.step.gradients import WindowResult, judge
@@ -86,16 +86,16 @@ class Microbatches:
         ranks: how the ranks train.
         objects: of the run.
         counters: of the run; not the run itself, which would then wait for a collection.
-        clipping: remembers the limits of the checks.
+        loop: remembers what the loop has said.
 
     Attributes:
         done: microbatches done in a window that is open; 0 at a boundary.
         ramp: the schedule of the last microbatch; None without one.
     """
 
-    def __init__(self, ranks: TrainingRanks, objects: HasObjects, counters: HasSteps, clipping: Clipping) -> None:
+    def __init__(self, ranks: TrainingRanks, objects: HasObjects, counters: HasSteps, loop: LoopSettings) -> None:
         self._ranks = ranks
-        self._clipping = clipping
+        self._loop = loop
         self.objects = objects
         self._counters = counters
         self.done = 0
@@ -119,6 +119,8 @@ class Microbatches:
             Whether this is the last one.
         """
         if isinstance(of, BatchRamp):
+            shares = self.parallelism.coordinates.data.size
+            self._loop.ramp.met({str(first): count * shares for first, count in of.stages})
             self.ramp, of = of, of.at(self._counters.step)
         is_boundary = self.done + 1 >= count("of", of, fix="1 means no accumulation")
         with self.parallelism.gradient_sync(enabled=is_boundary):
@@ -160,7 +162,7 @@ class Microbatches:
                 "clip_norm", expected="> 0, or None", found=shown(clip_norm), fix="None does not clip"
             )
         self._check_unscaled()
-        self._clipping.checked(limit)
+        self._loop.clip_norm.met(encode_scalar(limit, "clip_norm"))
         with placed(step=self._counters.step):
             result = self._judged(loss, weight, parameters)
         if limit is not None:
@@ -187,6 +189,7 @@ class Microbatches:
             totals, is_weighted, trouble = ranks.from_last_stage(totals, is_weighted=is_weighted, trouble=trouble)
         if trouble is not None:
             raise trouble
+        self._loop.weighted.met(is_weighted)
         if isinstance(ranks, PipelineParallelism) and is_weighted and ranks.schedule_divisor != 1:
             raise InvalidArgument(
                 "live.check.weight",

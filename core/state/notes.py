@@ -16,7 +16,9 @@ ORDERS: Final = "gradient_orders"  # the key of the contract; restored, and neve
 CLIP_NORM: Final = "live.check.clip_norm"  # the key of the contract; restored, and compared by `Live.check`
 
 _ATTACHED: Final = "attached."
-NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM})
+WEIGHTED: Final = "live.check.weight"  # so too: whether there is one
+RAMP: Final = "live.microbatch.of"  # so too, by `Live.microbatch`: the schedule, if it is one
+NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM, WEIGHTED, RAMP})
 
 
 def is_of_each_rank(key: str) -> bool:

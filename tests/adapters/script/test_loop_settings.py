@@ -13,6 +13,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RanksDisagree, RestoreRefused
+from trainfold.core.step.batch_ramp import batch_ramp
 from trainfold.ranks import Replicas, run_threads
 
 
@@ -133,3 +134,61 @@ def test_the_ranks_of_a_run_have_one_limit():
     run_threads(2, lambda ranks: run(ranks, [1.0, 1.0]))
     with pytest.warns(ResumeDrift, match=r"clip_norm: saved 1\.0, wanted 2\.0"):
         run_threads(2, lambda ranks: run(ranks, [2.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "says"), [(4, None, True), (4, 8, False), (None, 4, True), (None, None, False)]
+)
+def test_a_weight_that_a_loop_passed_and_passes_no_more_is_said(first, then, says):
+    """A06, N02: the gradients of sums are not divided any more, or those of means are."""
+    store = MemoryStore()
+
+    def train_with(weight):
+        model = torch.nn.Linear(2, 1)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with CheckpointManager(store, every=None) as manager:
+            manager.restore(live)
+            for _ in range(2):
+                model(torch.ones(4, 2)).sum().backward()
+                live.check(1.0, weight=weight)
+            live.advance(samples=4)
+            manager.save(live)
+
+    train_with(first)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_with(then)
+    said = [str(each.message) for each in caught if issubclass(each.category, ResumeDrift)]
+    assert len(said) == says
+    assert not says or f"live.check.weight: saved {first is not None}, wanted {then is not None}" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "ranks", "says"), [({0: 8, 2: 16}, 1, False), ({0: 8, 2: 16}, 2, False), ({0: 8, 4: 16}, 1, True)]
+)
+def test_another_ramp_of_the_batch_is_said_on_any_number_of_ranks(ramp, ranks, says):
+    """A12: `make_step` refuses it; a loop passes its schedule only where it begins a microbatch."""
+    store = MemoryStore()
+
+    def loop(world, per_step):
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.ones_(model.bias)
+        parallelism = Replicas(world)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parallelism=parallelism)
+        schedule = batch_ramp(per_step, per_microbatch=4, world_size=world.world_size)
+        with CheckpointManager(store, every=None, collectives=world) as manager:
+            manager.restore(live)
+            for _ in range(schedule.at(live.progress.step)):
+                with live.microbatch(of=schedule):
+                    model(torch.ones(4, 2)).sum().backward()
+            live.advance(samples=4)
+            manager.save(live)
+
+    run_threads(1, lambda world: loop(world, {0: 8, 2: 16}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(ranks, lambda world: loop(world, ramp))
+    said = [str(each.message) for each in caught if issubclass(each.category, ResumeDrift)]
+    assert len(said) == says
+    assert not says or "live.microbatch.of: saved {'0': 2, '2': 4}, wanted {'0': 2, '4': 4}" in said[0]
