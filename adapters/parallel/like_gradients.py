@@ -15,17 +15,18 @@ _FIX = "run a backward on every rank before live.check, and clear gradients only
 
 
 def unlike(marks: Sequence[int], trained: Iterable[torch.nn.Parameter], ranks: Parallelism) -> RanksDisagree | None:
-    """Return the error for ranks of which some have no gradient, or gradients of other parameters; None if all are alike, as nearly always.
+    """Return the error for ranks of which some have no gradient, gradients of other parameters, or no weight; None if all are alike, as nearly always.
 
     Args:
-        marks: by share of the data, from `mark_of`; empty if they were not exchanged.
+        marks: by share of the data: twice that of its gradients from `mark_of`, and one more with a weight.
         trained: the parameters.
         ranks: how they train. Where other ranks may have other parameters, only those without any gradient count.
     """
+    unweighted, marks = [rank for rank, mark in enumerate(marks) if not mark % 2], [mark // 2 for mark in marks]
     bare = [rank for rank, mark in enumerate(marks) if not mark]
     is_known = isinstance(ranks, TorchParallelism | PipelineParallelism)
     others = [rank for rank, mark in enumerate(marks) if is_known and mark not in (0, marks[0])]
-    where = "live.check"
+    where, fix = "live.check", _FIX
     if isinstance(ranks, PipelineParallelism):
         where = f"live.check of {ranks.stages_text}"
         if marks and len(bare) == len(marks) and any(each.requires_grad for each in trained):
@@ -35,9 +36,12 @@ def unlike(marks: Sequence[int], trained: Iterable[torch.nn.Parameter], ranks: P
     elif others:
         found = f"those of other parameters on {_ranks(others, marks, ranks)} than on the first"
         expected = "gradients of the same parameters on every rank"
+    elif 0 < len(unweighted) < len(marks):
+        where, fix, others = f"{where}: weight", "pass weight=0 on a rank without samples", unweighted
+        found, expected = f"none on {_ranks(unweighted, marks, ranks)}", "one on every rank, or on none"
     else:
         return None
-    error = RanksDisagree(where, expected=expected, found=found, fix=_FIX)
+    error = RanksDisagree(where, expected=expected, found=found, fix=fix)
     place(error, rank=(bare or others)[0] if len(bare or others) == 1 else None)
     return error
 

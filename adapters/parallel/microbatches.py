@@ -181,7 +181,11 @@ class Microbatches:
             weight=(0 if loss is None else 1) if weight is None else wide(weight),
         )
         divisor = ranks.gradient_divisor
-        mark = None if divisor is None else mark_of([each.grad for each in trained])
+        held = (
+            1 if divisor is None else mark_of([each.grad for each in trained])
+        )  # without a divisor, `exchange` fills what is missing
+        counts = weight is not None and not (isinstance(ranks, PipelineParallelism) and not ranks.has_loss)
+        mark = 2 * held + counts
         totals = exchange(mine, trained if divisor is None else [], ranks, mark=mark)
         is_weighted, is_part = weight is not None, isinstance(ranks, PipelineParallelism)
         trouble = unlike(totals.marks, trained, ranks) or unsummed(trained, ranks, self.objects.modules)
@@ -348,7 +352,7 @@ class GradientWindows:
         Raises:
             NonFinite: on every rank, with the step and the ranks whose loss is not finite. Nothing was updated.
             RanksDisagree: on every rank, if the gradient of a parameter that nothing sums, such as one of ``ignored_params``, is not the same on all;
-                or if some ranks, or stages of a pipeline, have no gradient, or those of other parameters.
+                or if some ranks, or stages of a pipeline, have no gradient, those of other parameters, or no weight where others have one.
             InvalidBatch: on every rank, if the sum of the weights is not positive, or no rank has a loss.
             InvalidArgument: if no parameter has a gradient, or an attached ``GradScaler`` has not unscaled them.
             IncompleteWindow: inside a window of `microbatch`, whose gradients are not synchronised yet.

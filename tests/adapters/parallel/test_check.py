@@ -199,6 +199,22 @@ def test_ranks_of_which_some_have_no_gradient_are_refused_on_all_and_named(bare)
         assert one[2] == bare[0]
 
 
+@pytest.mark.parametrize("parallelism", [Averaging, Replicas])
+def test_a_weight_that_only_some_ranks_pass_is_refused_on_all(parallelism):
+    """A06: the gradients of the others were not divided, so that the ranks went on with other weights."""
+
+    def train(ranks):
+        model = stage_of(1)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parallelism=parallelism(ranks))
+        model(torch.ones(4, 3)).square().sum().backward()
+        with pytest.raises(RanksDisagree) as caught:
+            live.check(1.0, weight=4 if ranks.rank else None)
+        return str(caught.value)
+
+    (text,) = set(run_threads(2, train))
+    assert "weight: expected one on every rank, or on none, found none on rank 0 of 2; pass weight=0" in text
+
+
 @pytest.fixture
 def alone():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
