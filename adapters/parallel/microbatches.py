@@ -248,7 +248,7 @@ class Microbatches:
             InvalidState: naming the first of them.
         """
         found = self._ranks.unreduced
-        if any(each.requires_grad for each in found):
+        if found and any(each.requires_grad for each in found):
             check_known(found, self._trained(), self.objects.modules)
 
     def _trained(self) -> list[torch.nn.Parameter]:
