@@ -6,7 +6,8 @@ first step, and the other one never does. A block ends when all ranks have ended
     boundary    the call of ``manager.step`` that starts a comparison: it describes the state and holds it; the slowest rank
     in the call the same digests in the call, as ``check_replicas="tensor"`` takes them at each save, and for which all ranks wait
     copied      bytes that updates copied because a comparison had not read them yet, over those of the state
-    lost        wall time of a block with a comparison minus that of one without
+    CPU         of a rank, its threads included: a block with a comparison minus one without
+    lost        wall time, the same way; noise where other programs use the machine
 
     python benchmarks/drift.py [--quick] [--json] [--check] [--ranks 2 4] [--size 100MB] [--rounds 9] [--directory DIR]
 """
@@ -34,7 +35,14 @@ def measure(size, rounds, folder):
     }
     checked = loops["with"]
     watch, live = checked.manager._saves._replicas, checked.live  # noqa: SLF001 (what is measured)
-    found = {"without": [], "with": [], "boundary": [], "in the call": [], "copied": []}
+    found = {
+        "without": [],
+        "with": [],
+        "boundary": [],
+        "in the call": [],
+        "copied": [],
+        "cpu": {"without": [], "with": []},
+    }
     begin, holds = watch._begun, []  # noqa: SLF001
 
     def timed(run, step):
@@ -50,8 +58,10 @@ def measure(size, rounds, folder):
             each.train()
     for turn in range(rounds + 1):
         for name in list(loops)[:: 1 if turn % 2 else -1]:
+            began = time.process_time()
             secs = together(lambda name=name: [loops[name].train() for _ in range(BLOCK)])
             if turn:
+                found["cpu"][name].append(time.process_time() - began)
                 found[name].append(secs)
     assert watch._equal_at == live.progress.step - BLOCK + 1, "every comparison has its verdict"  # noqa: SLF001
     found["boundary"] = [slowest(secs) for secs in found["boundary"]]
@@ -68,17 +78,19 @@ def judge(count, row):
     """Return the figures of a number of ranks, in ms."""
     middle = statistics.median
     lost = [one - other for one, other in zip(row["with"], row["without"], strict=True)]
+    cpu = [one - other for one, other in zip(row["cpu"]["with"], row["cpu"]["without"], strict=True)]
     step = middle(row["without"]) / BLOCK
     figures = {
         "step_ms": 1e3 * step,
         "boundary_ms": 1e3 * middle(row["boundary"]),
         "in_the_call_ms": 1e3 * middle(row["in the call"]),
+        "cpu_ms": 1e3 * middle(cpu),
         "lost_ms": 1e3 * middle(lost),
         "lost_steps": middle(lost) / step,
         "copied_over_state": middle(row["copied"]) / row["part_bytes"],
     }
     line = (
-        f"{count} ranks: a step {figures['step_ms']:.1f} ms; a comparison: {figures['boundary_ms']:.1f} ms at its boundary, {figures['lost_ms']:.1f} ms lost in all, "
+        f"{count} ranks: a step {figures['step_ms']:.1f} ms; a comparison: {figures['boundary_ms']:.1f} ms at its boundary, {figures['cpu_ms']:.1f} ms of CPU and {figures['lost_ms']:.1f} ms lost in all, "
         f"{figures['copied_over_state']:.2f} of the state copied; in the call it would be {figures['in_the_call_ms']:.1f} ms"
     )
     return figures, line
