@@ -32,7 +32,7 @@ SOURCES = Path(__file__).resolve().parents[3]
 ALLOWED = {
     "backends/ranks/torch_distributed.py",
     "core/save/replicas.py",  # the call stands in a text
-    "adapters/parallel/microbatches.py",  # the same
+    "adapters/parallel/like_gradients.py",  # the same
     "adapters/parallel/torch_parallelism.py",  # of the training, in its group and thread
     "adapters/parallel/pipeline.py",  # the same, over the stages
 }
