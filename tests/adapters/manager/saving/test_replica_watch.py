@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.adapters.fsdp2_cases import OPTIMIZERS, sharded
 from kit.system.rank_refusals_cases import PATIENT, disagreements
 from torch import nn
 
@@ -108,6 +109,35 @@ def test_a_flipped_bit_is_found_among_real_ranks_under_ddp(processes, tmp_path):
         leaf = "model.params['0.weight']: expected the same bits at step 4 on ranks 0, 1 and 2"
         assert f"{leaf}, found other bits on rank 2 than on ranks 0 and 1" in rank.text
         assert "of step 2 or before" in rank.text
+
+
+def train_hsdp(collectives, folder):
+    """On a mesh of 2 x 2 the ranks 0 and 2 hold the same rows, and the ranks 1 and 3 the others."""
+    model = sharded(4, mesh_shape=(2, 2))
+    model.eval()
+    optimizer = OPTIMIZERS["foreach"](model.parameters())
+    live = attach(model, optimizer)
+    with CheckpointManager(folder, every=None, at_end=False, check_replicas=2, collectives=collectives) as manager:
+        while live.progress.step < 8:
+            model(torch.ones(4, 6) * live.progress.step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            live.advance(samples=4)
+            if collectives.rank == 3 and live.progress.step == 4:
+                flip(model.second.weight.to_local())
+            manager.step(live)
+            if (check := manager._saves._replicas._check) is not None:
+                check.job.wait()
+
+
+@pytest.mark.long
+@pytest.mark.slow(5)
+def test_a_bit_that_flips_in_a_part_is_found_by_the_ranks_that_hold_that_part(processes, tmp_path):
+    """R07: with hybrid sharding two ranks hold each part, so both are named."""
+    for rank in processes.outcomes(4, train_hsdp, str(tmp_path), collectives=PATIENT):
+        assert rank.error == "RanksDisagree", rank.text + rank.printed
+        assert "model.params['second.weight']: expected the same bits at step 4 on ranks 1 and 3" in rank.text
+        assert "other bits on rank 1 than on rank 3, and no majority" in rank.text
 
 
 # --- no torn digest is an alarm ---------------------------------------------------------------------------------------
