@@ -57,8 +57,8 @@ def steps_of(done):
 def end_of(folder):
     """The last checkpoint and the fingerprints in it, but for the streams: the programs seed torch's alone."""
     path = max(folder.glob("runs/a/step-*/manifest.json"))
-    components = json.loads(path.read_text())["components"]
-    return path.parent.name, {each["name"]: each["fingerprint"] for each in components if each["name"] != "rng"}
+    fingerprints = json.loads(path.read_text())["fingerprints"]
+    return path.parent.name, {name: each for name, each in fingerprints.items() if name != "rng"}
 
 
 @pytest.mark.parametrize(("page", "call", "die_in"), PROGRAMS, ids=lambda value: str(value)[:30])
