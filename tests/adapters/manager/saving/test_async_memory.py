@@ -115,7 +115,9 @@ def test_a_rank_that_knows_of_a_write_before_the_others_keeps_in_step_with_them(
 
     def run(collectives):
         told = []
-        model = nn.Linear(4, 4)
+        model = nn.Linear(
+            256, 256
+        )  # so large that both ranks write a part: a rank is done with what others write once it has planned
         for parameter in model.parameters():
             nn.init.ones_(parameter)  # ranks are replicas
         live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
