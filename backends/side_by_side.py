@@ -1,4 +1,4 @@
-"""`side_by_side`: makes many calls, such as requests to a store: one after the other while they are quick, and side by side once they prove slow."""
+"""`side_by_side`: makes many calls, such as requests to a store: one after the other while they are quick, and `at_once` when they prove slow."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +8,8 @@ from trainfold.backends.helpers import Helpers, Task
 
 T = TypeVar("T")
 
-_SLOW_SECS: Final = (
-    1e-3  # a mean above it: a local file takes 0.04 ms, and 0.1 ms if threads share the work; a network takes more
-)
+# a mean above it: a local file takes 0.04 ms, and 0.1 ms if threads share the work; a network takes more
+_SLOW_SECS: Final = 1e-3
 _LEAST: Final = 8  # before the mean counts
 _THREADS: Final = 64  # at once; a store with 20 ms a request answers 1,000 in a third of a second
 
@@ -34,9 +33,23 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
         if len(found) >= _LEAST and time.perf_counter() - began > len(found) * _SLOW_SECS:
             break
         found.append(call())
-    rest = calls[len(found) :]
-    if rest:
-        with Helpers(min(_THREADS, len(rest))) as helpers:
-            tasks = [helpers.give(Task(call)) for call in rest]
-            found += [task.result() for task in tasks]
-    return found
+    return found + at_once(calls[len(found) :], threads=_THREADS)
+
+
+def at_once(calls: Sequence[Callable[[], T]], *, threads: int) -> list[T]:
+    """The results of some calls, in their order, made in several threads; this one is one of them.
+
+    Args:
+        calls: as for `side_by_side`.
+        threads: how many at most.
+
+    Raises:
+        BaseException: as for `side_by_side`.
+
+    Examples:
+        >>> at_once([lambda: 1, lambda: 2], threads=2), at_once([], threads=2)
+        ([1, 2], [])
+    """
+    with Helpers(min(threads, len(calls)) - 1) as helpers:
+        tasks = [helpers.give(Task(call)) for call in calls]
+        return [task.result() for task in tasks]

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final, NoReturn, TypeVar, final
 
-from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.ranks.all_ranks import on_all_ranks
+from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.protocol import SharedByRanks, Store
 from trainfold.core.format.manifest import PIECE_BYTES, Manifest
 from trainfold.core.layout.shared_reads import ByteSpan, SharedRange, share_ranges
@@ -198,13 +198,13 @@ class SharedStore:
             if one.reader == me:
                 data = memoryview(bytearray(one.stop - one.start))
                 self._came[one.file, one.start] = data
-                reads.append(Task(partial(self._store.read_into, self._names[one.file], data, start=one.start)))
+                reads.append(partial(self._store.read_into, self._names[one.file], data, start=one.start))
                 for rank in one.takers - {me}:
                     go[rank].append(data)
             elif me in one.takers:
                 come[one.reader].append(one)
         self._done = len(self._rounds)  # after a failure no rank makes another call
-        self._ranks.on_all_ranks(partial(_carry_out, reads), doing=_READING)
+        self._ranks.on_all_ranks(partial(_read, reads), doing=_READING)
         sizes = [sum(one.stop - one.start for one in each) for each in come]
         for each, received in zip(come, self._ranks.exchange(go, sizes, doing=_READING), strict=True):
             place = 0
@@ -215,12 +215,9 @@ class SharedStore:
         self._done = number + 1
 
 
-def _carry_out(reads: Sequence[Task[None]]) -> None:
-    with Helpers(min(_THREADS, len(reads)) - 1) as helpers:
-        for read in reads:
-            helpers.give(read)
-        for read in reads:
-            read.result()
+def _read(reads: Sequence[Callable[[], None]]) -> None:
+    """Nothing, where `at_once` has a list of it, which the ranks would send each other."""
+    at_once(reads, threads=_THREADS)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from trainfold.backends.formats.native.scatter import Inside, Scatter, can_scatter
-from trainfold.backends.helpers import Helpers, Task
+from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
@@ -117,10 +117,7 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
             _read_run(store, requests, targets, run)
     else:
         shares = [share for run in runs for share in _split(requests, run, total_bytes // _THREADS)]
-        with Helpers(_THREADS - 1) as helpers:
-            reads = [helpers.give(Task(partial(_read_run, store, requests, targets, share))) for share in shares]
-            for read in reads:
-                read.result()
+        at_once([partial(_read_run, store, requests, targets, share) for share in shares], threads=_THREADS)
     return [_given(request, target) for request, target in zip(requests, targets, strict=True)]
 
 
