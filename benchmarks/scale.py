@@ -303,7 +303,9 @@ def save_row(layout):
     root = root_of(layout)
     read = lambda _name, _size: wrote(layout, 0)[0]  # noqa: E731 - of rank 0, if it is not in the root
     _, root_secs = timed(
-        lambda: without_collecting(decode_manifest)(root, "step-00000001", read=read, needs=nothing_needed())
+        lambda: without_collecting(decode_manifest)(
+            root, "step-00000001", read=read, needs=nothing_needed(most_files=0)
+        )
     )
     return {
         "model": layout.model,

@@ -48,9 +48,8 @@ class TrainfoldError(Exception):
     exit_code: ClassVar[int] = 1
     step: int | None = None
     rank: int | None = None
-    has_lines: ClassVar[bool] = (
-        False  # whether its text has lines of its own; otherwise a line break comes from a value
-    )
+    # whether its text has lines of its own; otherwise a line break comes from a value
+    has_lines: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, exit_code: int | None = None, has_lines: bool = False) -> None:
         """Set the class's own exit code and form; without its own it has those of its base."""

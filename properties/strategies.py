@@ -104,9 +104,8 @@ def states(draw: st.DrawFn, *, step: st.SearchStrategy[int] | None = None) -> Tr
     names = draw(st.lists(_FQN, unique=True, min_size=1, max_size=4))
     params = {name: draw(tensors()) for name in names}
     slotted = draw(st.lists(st.sampled_from(names), unique=True))
-    averages = {
-        name: laid_out_like(draw(tensors(in_order=True)), params[name]) for name in slotted
-    }  # others are refused
+    # others are refused
+    averages = {name: laid_out_like(draw(tensors(in_order=True)), params[name]) for name in slotted}
     slots = {name: {"exp_avg": average, "step": draw(scalars())} for name, average in averages.items()}
     group = ParamGroup({"lr": draw(st.floats(0, 1)), "betas": (0.9, 0.999), "fused": None}, tuple(names))
     big = st.integers(0, 2**70)

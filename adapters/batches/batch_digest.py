@@ -86,9 +86,8 @@ def _add(found: Any, value: Any, depth: int) -> None:
         found.update(b"[%d" % len(value))
         for each in value:
             _add(found, each, depth)
-    elif (
-        isinstance(value, torch.Tensor) and value.is_nested
-    ):  # it has no shape, or one that prints differently each time
+    # it has no shape, or one that prints differently each time
+    elif isinstance(value, torch.Tensor) and value.is_nested:
         found.update(b"nested")
         _add(found, value.unbind(), depth)
     elif isinstance(value, torch.Tensor):

@@ -13,7 +13,7 @@ from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.scan import examine, look_at_files
+from trainfold.backends.runs.scan import examine
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError
@@ -116,15 +116,13 @@ def _proved(store: Store, inventory: Inventory) -> Inventory:
     bytes_left, files_left = _MOST_BYTES, _MOST_FILES
     newest = sorted(inventory.entries, key=lambda each: (0, 0) if each.head is None else head_order(each.head))
     for entry in [each for each in reversed(newest) if each.is_candidate][:_MOST]:
-        inventory = examine(store, inventory, entry.name, needs=nothing_needed())
+        inventory = examine(store, inventory, entry.name, needs=nothing_needed(most_files=files_left))
         found = inventory.entry(entry.name)
         manifest = None if found is None else found.manifest
         if manifest is None:
             continue
         bytes_left -= store.size(f"{entry.name}/{MANIFEST}") or 0
         files_left -= len(manifest.names)
-        if files_left >= 0:
-            inventory = look_at_files(store, inventory, entry.name)
         if bytes_left < 0 or files_left < 0:
             break
     return inventory

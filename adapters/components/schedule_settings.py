@@ -178,9 +178,8 @@ def _code(code: types.CodeType) -> tuple[object, ...]:
 def _constant(value: object) -> object:
     if isinstance(value, types.CodeType):
         return _code(value)
-    return (
-        sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
-    )  # the order of a set differs between processes
+    # the order of a set differs between processes
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _around(function: Any, code: types.CodeType, depth: int) -> dict[str, Json]:

@@ -16,9 +16,8 @@ from trainfold.backends.ranks.launcher import warn_for_all
 _LEVELS = 4  # forward itself, a helper or a trainer that it names, and two behind that
 _SHOWN = 5
 _LOCK = threading.RLock()
-_MODES: dict[
-    int, tuple[int, bool]
-] = {}  # by id, because a module may have a hash that changes; only while it is evaluated
+# by id, because a module may have a hash that changes; only while it is evaluated
+_MODES: dict[int, tuple[int, bool]] = {}
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 

@@ -126,9 +126,8 @@ class MapIterators:
                 error = self._compared(iterator, lasts, kept) if lasts else None
         self._is_restored = self._is_restored and error is not None
         if error is not None:
-            del (
-                iterator
-            )  # a traceback would keep it and its workers alive until a garbage collection, which waits for them
+            # a traceback would keep it and its workers alive until a garbage collection, which waits for them
+            del iterator
             raise error
         return iterator
 

@@ -59,9 +59,8 @@ class StatefulFeed(AtPosition):
         self._total: int | None = None  # batches of an epoch
         self._run = 0
         sampler = getattr(loader, "sampler", None)
-        self._shares = (
-            sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
-        )  # all of them are equally long
+        # all of them are equally long
+        self._shares = sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
         self.counts_over_ranks = self._shares > 1
 
     @property

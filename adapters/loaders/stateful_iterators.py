@@ -137,9 +137,8 @@ class StatefulIterators:
                 error = self._compared(iterator, lasts, kept)
         if error is not None:
             set_generators(at.generators, now)
-            del (
-                iterator
-            )  # a traceback would keep it and its workers alive until a garbage collection, which waits for them
+            # a traceback would keep it and its workers alive until a garbage collection, which waits for them
+            del iterator
             at.give(at.loaded)
             raise error
         reads_ahead = loader.num_workers > 0 and getattr(loader.sampler, "replacement", False)

@@ -37,9 +37,8 @@ from trainfold.core.save.replicas import Level
 from trainfold.core.save.retention import Retention
 
 _WHERE: Final = "CheckpointConfig.manager"
-_RUN: Final = (
-    object()
-)  # stands for a run or a decision: `bind` checks only how many arguments there are and their names
+# stands for a run or a decision: `bind` checks only how many arguments there are and their names
+_RUN: Final = object()
 CALLS: Final[Mapping[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]]] = {
     "should_load": (((_RUN,), {}), ((_RUN,), {"step": 7})),
     "should_save": (((_RUN,), {}), ((_RUN,), {"is_last": True})),

@@ -113,9 +113,8 @@ class RunLease:
         Raises:
             Exception: the first failure, if there is no such exception.
         """
-        if (
-            not self._was_opened or self._is_over.is_over or os.getpid() != self._pid
-        ):  # a forked child has neither the thread nor the lock
+        # a forked child has neither the thread nor the lock
+        if not self._was_opened or self._is_over.is_over or os.getpid() != self._pid:
             return
         try:
             with raise_after() as failures:

@@ -186,7 +186,9 @@ class Pruner:
         if sizes is not None and sizes.keys() <= present and (is_large or self._has_sizes(name, sizes)):
             return None
         self._proved.pop(name, None)
-        entry = examine(self._store, inventory, name, needs=nothing_needed() if is_large else None).entry(name)
+        entry = examine(self._store, inventory, name, needs=nothing_needed(most_files=0) if is_large else None).entry(
+            name
+        )
         assert entry is not None  # the plan asks for entries only
         if entry.manifest is None or entry.problem is not None:
             return entry.problem

@@ -182,9 +182,8 @@ class SaveTriggers:
         self._every: int | None = None  # the last agreed cadence
         self._pending: PendingRows | None = None
         self._sent_at = -1  # the step where it was sent
-        self._done: int | None = (
-            None  # the last step of which this rank has left the boundary, or begun a save with all ranks
-        )
+        # the last step of which this rank has left the boundary, or begun a save with all ranks
+        self._done: int | None = None
         self._flags = 0  # boundaries that this rank has come to with a flag
         self._is_outdated = False  # a save or a load came after the row that is on its way
         self._failure: Exception | None = None  # of the source of requests, for the next boundary

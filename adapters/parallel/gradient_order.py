@@ -24,9 +24,8 @@ _LATE: Final = (
     "the first backward of this process has fixed their order; restore before it, when DDP has wrapped the module"
 )
 _OTHERWISE: Final = "sums of gradients are rounded otherwise than in the run that was saved"
-_UNKNOWN: Final = (
-    ""  # of a wrapper with a static graph after its first backward: it takes its order after the second one
-)
+# of a wrapper with a static graph after its first backward: it takes its order after the second one
+_UNKNOWN: Final = ""
 
 
 @final
@@ -139,9 +138,8 @@ def _wrappers_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Any]]
         return found
     kinds = _subclasses(DistributedDataParallel)
     for each in gc.get_objects():
-        if (
-            type(each) in kinds and id(each) not in known
-        ):  # `isinstance` would ask a proxy, and takes four times as long
+        # `isinstance` would ask a proxy, and takes four times as long
+        if type(each) in kinds and id(each) not in known:
             component = next((owners[one] for one in each.parameters() if one in owners), None)
             if component is not None:
                 found[component].append(each)

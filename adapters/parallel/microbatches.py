@@ -181,9 +181,8 @@ class Microbatches:
             weight=(0 if loss is None else 1) if weight is None else wide(weight),
         )
         divisor = ranks.gradient_divisor
-        held = (
-            1 if divisor is None else mark_of([each.grad for each in trained])
-        )  # without a divisor, `exchange` fills what is missing
+        # without a divisor, `exchange` fills what is missing
+        held = 1 if divisor is None else mark_of([each.grad for each in trained])
         counts = weight is not None and not (isinstance(ranks, PipelineParallelism) and not ranks.has_loss)
         mark = 2 * held + counts
         totals = exchange(mine, trained if divisor is None else [], ranks, mark=mark)
@@ -231,9 +230,8 @@ class Microbatches:
                 continue
             states = each._per_optimizer_states  # noqa: SLF001
             stages = [states[id(one)]["stage"] for one in self.objects.optimizers.values() if id(one) in states]
-            if all(
-                stage is OptState.READY for stage in stages
-            ):  # an optimizer may have gradients that it does not scale
+            # an optimizer may have gradients that it does not scale
+            if all(stage is OptState.READY for stage in stages):
                 raise InvalidArgument(
                     "live.check",
                     expected="gradients as they are without a scale",

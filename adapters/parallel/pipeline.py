@@ -17,9 +17,8 @@ from trainfold.core.layout.world import World
 from trainfold.core.step.loss import Totals, read
 
 _TEXT_CHARS: Final = 500
-_TEXT_BYTES: Final = (
-    4 * 6 * (_TEXT_CHARS + 1)
-)  # JSON writes a character in at most six bytes, or two times six beyond the basic plane
+# JSON writes a character in at most six bytes, or two times six beyond the basic plane
+_TEXT_BYTES: Final = 4 * 6 * (_TEXT_CHARS + 1)
 
 
 @runtime_checkable

@@ -117,9 +117,8 @@ class SignalRequests:
         self._wanted = {_number(name): checked_request(asked) for name, asked in (signals or SIGNALS).items()}
         self._settle_secs = settle_secs
         self._clock = clock
-        self._waiting: deque[tuple[int, StopRequest]] = (
-            deque()
-        )  # its ends are atomic: a handler must not wait for a lock
+        # its ends are atomic: a handler must not wait for a lock
+        self._waiting: deque[tuple[int, StopRequest]] = deque()
         self._before: dict[int, Disposition] = {}
         self._handler = self._on_signal  # one object, to recognize it later
         self._stopped_at: float | None = None

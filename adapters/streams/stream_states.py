@@ -16,9 +16,8 @@ from trainfold.core.printable import with_article
 _WORDS: Final = 624  # of a Mersenne Twister, which python, numpy and torch have
 _PYTHON_VERSION: Final = 3
 _POSITIONS: Final = {"MT19937": ("state", "pos", _WORDS), "Philox": (None, "buffer_pos", 4)}  # numpy checks neither
-_TORCH_CPU_BYTES: Final = (
-    5056  # seed, words left, whether it is seeded, index of the next word, the words, one normal number
-)
+# seed, words left, whether it is seeded, index of the next word, the words, one normal number
+_TORCH_CPU_BYTES: Final = 5056
 
 
 def check_python_state(value: Any) -> tuple[int, tuple[int, ...], float | None]:

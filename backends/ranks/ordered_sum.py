@@ -83,9 +83,8 @@ class SumPlan:
         start = 0
         for dtype, width in self.widths.items():
             stop = start + width * dtype.itemsize
-            flat = (
-                rows[:, start:stop].clone(memory_format=torch.contiguous_format).reshape(-1)
-            )  # aligned; a slice is not
+            # aligned; a slice is not
+            flat = rows[:, start:stop].clone(memory_format=torch.contiguous_format).reshape(-1)
             yield dtype, flat.view(dtype).reshape(len(rows), width)
             start = stop
 

@@ -19,7 +19,7 @@ from trainfold.core.format.manifest import (
     encode_index,
     encode_manifest,
 )
-from trainfold.core.format.manifest_reader import check_root, decode_head
+from trainfold.core.format.manifest_reader import check_root, decode_first_line
 from trainfold.core.save.save_plan import SavePlan
 from trainfold.core.save.written import of_this_save, stale_files
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -103,7 +103,7 @@ def proved_bytes(manifest: Manifest, directory: str) -> bytes:
     """The bytes of a manifest, after both readers have accepted them."""
     data = encode_manifest(manifest)
     check_root(data, directory)
-    decode_head(data[:HEAD_LIMIT_BYTES], directory)
+    decode_first_line(data[:HEAD_LIMIT_BYTES], directory)
     return data
 
 

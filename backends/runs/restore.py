@@ -201,9 +201,8 @@ def _loaded(
     for path, saved in leaf_sources(action, leaves, targets).items():
         target = targets[path]
         if saved is None:
-            values.append(
-                target.clone() if isinstance(target, torch.Tensor) else target
-            )  # shares no memory with `like`
+            # shares no memory with `like`
+            values.append(target.clone() if isinstance(target, torch.Tensor) else target)
         elif saved.tensor is None:
             values.append(saved.value)
         else:

@@ -28,7 +28,7 @@ from trainfold.core.format.manifest import (
     SEAL_BYTES,
     Manifest,
 )
-from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest, decode_summary
+from trainfold.core.format.manifest_reader import check_structures, decode_first_line, decode_manifest
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
 from trainfold.core.history.inventory import OLDER, Entry, Inventory
 from trainfold.core.history.recognise import (
@@ -159,22 +159,6 @@ def examine(  # noqa: PLR0913 - keywords
     return inventory.with_entry(attrs.evolve(entry, head=manifest.head, manifest=manifest))
 
 
-def look_at_files(store: Store, inventory: Inventory, name: str) -> Inventory:
-    """Check the files of a checkpoint whose manifest `examine` has read for a reader that needs few of them.
-
-    Returns:
-        The inventory with what is wrong with that entry, if anything is.
-    """
-    entry = inventory.entry(name)
-    if entry is None or entry.manifest is None or entry.problem is not None:
-        return inventory
-    try:
-        _check_files(store, entry.manifest, name, None)
-    except TrainfoldError as error:
-        return inventory.with_entry(attrs.evolve(entry, problem=problem_of(error)))
-    return inventory
-
-
 @without_collecting
 def read_manifest(
     store: Store,
@@ -260,7 +244,7 @@ def _entry(store: Store, name: str, run_id: str | None) -> Entry:
         data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_BYTES)
         if len(data) == HEAD_BYTES and b",\n" not in data:  # of a run with hundreds of rewinds
             data = store.read(f"{name}/{MANIFEST}", start=0, stop=HEAD_LIMIT_BYTES)
-        head, summary = decode_head(data, where), decode_summary(data, where)
+        head, summary = decode_first_line(data, where)
     except CheckpointMissing:
         return Entry(name, None, problem=problem_of(no_manifest(f"{store.url}/{name}")))
     except TrainfoldError as error:

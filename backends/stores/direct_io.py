@@ -62,9 +62,8 @@ class _Pool:
 
 
 def _aligned_buffer() -> Bytes:
-    memory = mmap.mmap(
-        -1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # private, so not shared with a forked child
+    # private, so not shared with a forked child
+    memory = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each write
     return np.frombuffer(memory, dtype=np.uint8)

@@ -13,9 +13,8 @@ from trainfold.core.leaf_path import join
 from trainfold.core.printable import with_article
 from trainfold.core.tensor_memory import check_plain
 
-_ALIGNMENT_BYTES: Final = (
-    64  # the alignment of torch's memory on a CPU; kernels may round differently at another alignment
-)
+# the alignment of torch's memory on a CPU; kernels may round differently at another alignment
+_ALIGNMENT_BYTES: Final = 64
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NUMBERS: Final = "biufc"
 
@@ -178,9 +177,8 @@ def _whole_array(pieces: list[Any]) -> Any:
     found = np.ascontiguousarray(np.concatenate(pieces))
     if found.dtype.kind not in _NUMBERS or not found.nbytes:
         return found
-    memory = torch.empty(
-        found.nbytes, dtype=torch.uint8
-    ).numpy()  # torch's memory has the alignment that kernels expect
+    # torch's memory has the alignment that kernels expect
+    memory = torch.empty(found.nbytes, dtype=torch.uint8).numpy()
     whole = memory.view(found.dtype).reshape(found.shape)
     whole[...] = found
     return whole

@@ -31,9 +31,8 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-DENSE = frozenset(
-    {torch.Tensor, torch.nn.Parameter}
-)  # the types of nearly all leaves; a tensor of one of them is not made of other tensors
+# the types of nearly all leaves; a tensor of one of them is not made of other tensors
+DENSE = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSOR_LEAVES = (torch.Tensor, Shard, np.ndarray)  # a tuple, because a union would be built at each of the 1e5 calls
 
 

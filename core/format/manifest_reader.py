@@ -170,30 +170,24 @@ def _places(node: Json, name: str, where: str) -> list[Leaf]:
         raise hostile(f"{where}: {error.where}", error.expected, error.found) from error
 
 
-def decode_head(data: bytes, where: str) -> Head:
-    """The head in the first bytes of a manifest. A head suffices to order checkpoints; only `decode_manifest` proves one.
+def decode_first_line(data: bytes, where: str) -> tuple[Head, Summary | None]:
+    """The head in the first bytes of a manifest, and the summary; None before version 3.
+
+    They suffice to order checkpoints and to list them; only `decode_manifest` proves one.
 
     Raises:
         CheckpointForeign: if the first line is not the head of a manifest.
         FutureVersion: if a newer trainfold wrote it.
+        CheckpointHostile: if it breaks the format.
     """
     line, newline, _ = data.partition(b",\n")
     if not newline or not line.startswith(b'{"format":"trainfold",'):
         raise CheckpointForeign(
             where, expected="a manifest's head", found=repr(bytes(data[:24])), fix="use an older checkpoint"
         )
-    document = strict_json(line + b"}", where)
-    return read_head(upgraded(document, where), where)
-
-
-def decode_summary(data: bytes, where: str) -> Summary | None:
-    """The summary in the first bytes of a manifest that `decode_head` has accepted; None before version 3.
-
-    Raises:
-        CheckpointHostile: if the first line has none, or not a summary.
-    """
-    document = strict_json(data.partition(b",\n")[0] + b"}", where)
-    return summary_of(document, where) if document["schema_version"] >= SUMMARY_VERSION else None
+    document = upgraded(strict_json(line + b"}", where), where)
+    has_summary = document["schema_version"] >= SUMMARY_VERSION
+    return read_head(document, where), summary_of(document, where) if has_summary else None
 
 
 def read_head(document: Mapping[str, Any], where: str) -> Head:

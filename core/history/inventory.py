@@ -9,9 +9,8 @@ from trainfold.core.format.manifest import Head, Manifest, Summary
 from trainfold.core.html_table import html_table
 from trainfold.core.problem import Problem
 
-OLDER: Final = (
-    "use an older checkpoint"  # the first words of a fix for a problem that an older checkpoint does not have
-)
+# the first words of a fix for a problem that an older checkpoint does not have
+OLDER: Final = "use an older checkpoint"
 
 
 @final

@@ -105,9 +105,8 @@ def _check_layout(path: str, leaf: torch.Tensor, param: torch.Tensor | None) -> 
 
 
 def _counts_on_device(group: ParamGroup) -> bool:
-    return (
-        group.hyper.get("fused") is True or group.hyper.get("capturable") is True
-    )  # True and no other value: a checkpoint may hold anything here
+    # True and no other value: a checkpoint may hold anything here
+    return group.hyper.get("fused") is True or group.hyper.get("capturable") is True
 
 
 def _place(leaf: Any, name: str, param: torch.Tensor | None, counts_on_device: bool) -> Any:  # noqa: FBT001 - private

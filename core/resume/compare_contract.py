@@ -79,9 +79,8 @@ def _compare_key(
         is_derived = owner in _DERIVED or owner.startswith(_ATTACHED)
         if is_derived and _has(saved, owner) and _has(wanted, owner):
             findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
-        elif (
-            not is_derived and owner != ENVIRONMENT
-        ):  # old checkpoints, and states without a model, have no environment
+        # old checkpoints, and states without a model, have no environment
+        elif not is_derived and owner != ENVIRONMENT:
             findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
     elif not _same(have, want):
         findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
@@ -239,9 +238,8 @@ _ATTACHED = "attached."  # and from the objects of a live run, which older check
 
 
 def _has(contract: Mapping[str, Json], owner: str) -> bool:
-    return any(
-        key.startswith((owner, f"{owner[:-1]}[")) for key in contract
-    )  # ``loader[name].`` where there are several
+    # ``loader[name].`` where there are several
+    return any(key.startswith((owner, f"{owner[:-1]}[")) for key in contract)
 
 
 def _same(have: Json, want: Json) -> bool:

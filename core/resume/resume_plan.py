@@ -21,9 +21,8 @@ _LOSSES: Mapping[str, str] = {
     "missing": "not saved, and so begins at what the script gave it",
     "unexpected": "saved, and dropped, because this run has no place for it",
 }
-ONE_FOR_ALL: Final = (
-    "declared to be rank 0's now; the values that the other ranks had are dropped"  # the note of such an action
-)
+# the note of such an action
+ONE_FOR_ALL: Final = "declared to be rank 0's now; the values that the other ranks had are dropped"
 Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
 
 

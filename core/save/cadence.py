@@ -108,9 +108,8 @@ def advise_cadence(
     higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006, whose exact model this is.
     """
     costs = _checked(save_secs, step_secs, mtbf_secs, restart_secs, write_secs)
-    keeping_up = min(
-        costs.mtbf, costs.write - costs.save
-    )  # with less work between saves, a save waits for the last one
+    # with less work between saves, a save waits for the last one
+    keeping_up = min(costs.mtbf, costs.write - costs.save)
     ideal = max(_best_work_secs(costs), keeping_up)
     below = max(1, math.floor(min(ideal / costs.step, _MOST_STEPS)))
     best = min((_choice(every, costs) for every in (below, below + 1)), key=lambda each: each.lost_fraction)

@@ -95,9 +95,8 @@ def plan_file(name: str, component: str, rank: int, pieces: Iterable[Piece]) -> 
     """
     # Wide dtypes first: the format allows no gaps between tensors, and this order keeps each one aligned to its item size.
     ordered = sorted(pieces, key=lambda piece: -STORED[piece.spec.dtype].itemsize)
-    kinds: dict[
-        tuple[int, int], tuple[tuple[int, ...], str, int]
-    ] = {}  # there are many pieces, and few specs and boxes
+    # there are many pieces, and few specs and boxes
+    kinds: dict[tuple[int, int], tuple[tuple[int, ...], str, int]] = {}
     layouts = []
     for _, spec, box, _ in ordered:
         key = id(spec), id(box)

@@ -68,9 +68,8 @@ def settings_of(state: TrainState) -> dict[str, Any]:
         return {}
     current = _optimizer(state.optimizer)
     noted = {key: value for key, value in state.contract.items() if key.startswith(_GROUPS)}
-    labels = {
-        key.rpartition(".")[0] for key in noted
-    }  # a group with other parameters has another label, and is not noted
+    # a group with other parameters has another label, and is not noted
+    labels = {key.rpartition(".")[0] for key in noted}
     return {
         key: value if key not in noted or key.endswith("].lr") else noted[key]
         for key, value in current.items()

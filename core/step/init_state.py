@@ -57,9 +57,8 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
     params = {name: value.detach().clone() for name, value in named.params.items()}
     init, _ = pair_of(optimizer)
     given = params
-    if isinstance(
-        optimizer, Optimizer
-    ):  # the rules of its groups see what trains; a user's own functions get plain tensors
+    # the rules of its groups see what trains; a user's own functions get plain tensors
+    if isinstance(optimizer, Optimizer):
         given = {
             name: value.detach().requires_grad_(named.params[name].requires_grad) for name, value in params.items()
         }

@@ -267,9 +267,8 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         assert self.save_ is None
         assert self.call(self.manager.close) is None
         self.open()
-        self.manager._loads.first.is_cleared = (
-            True  # the state in memory is what the closed manager saved, or a continuation of it
-        )
+        # the state in memory is what the closed manager saved, or a continuation of it
+        self.manager._loads.first.is_cleared = True
 
     # --- the best ------------------------------------------------------------------------------------------------
 

@@ -222,9 +222,8 @@ def show_error(error: TrainfoldError) -> None:
     console = Console(stderr=True)
     console.print(Text(f"{type(error).__name__}: {printable(error.where)}", style="bold red"), soft_wrap=True)
     for name, value in (("expected", error.expected), ("found", error.found), ("fix", error.fix)):
-        text = (
-            printable(str(value).strip("\n"), keep="\n") if error.has_lines else printable(str(value))
-        )  # a refusal lists its reasons
+        # a refusal lists its reasons
+        text = printable(str(value).strip("\n"), keep="\n") if error.has_lines else printable(str(value))
         console.print(Text(f"  {name:<9} {text}"), soft_wrap=True)
 
 

@@ -174,9 +174,8 @@ def _loaded(
     meant, there, reasons = on_rank_zero(world, load, doing="read best.json")
     if reasons:
         text = f"{store.url}/{BEST_FILE} is not used: {'; '.join(reasons)}"
-        on_rank_zero(
-            world, lambda: warn_user(text, BestIgnored), doing="warn", is_vote=True
-        )  # once a run; it may raise
+        # once a run; it may raise
+        on_rank_zero(world, lambda: warn_user(text, BestIgnored), doing="warn", is_vote=True)
     return meant, there
 
 

@@ -10,6 +10,7 @@ from trainfold.core.format.indexes.proved import OF_ONE_RANK, ReadIndex, index_o
 from trainfold.core.format.indexes.shard_rows import ShardRows
 from trainfold.core.format.indexes.summary import summary_of
 from trainfold.core.format.indexes.tables import ReadTable, table_of_kinds, table_of_rows
+from trainfold.core.format.manifest import SUMMARY_VERSION
 from trainfold.core.format.strict_json import (
     fields,
     hostile,
@@ -56,18 +57,21 @@ def merged(
         CheckpointDamaged: if an index has another size or digest than the root says.
         CheckpointHostile: if the root or an index breaks the format.
     """
-    if document["schema_version"] > 2:
+    has_summary = (
+        document["schema_version"] >= SUMMARY_VERSION
+    )  # and with it an index of rank 0 in a file, and kinds of tensors
+    if has_summary:
         document = _with_fingerprints(document, where)
     fields(document, head_fields | _BODY_FIELDS, where, exact=True)
     layouts = [_layout(each, where) for each in list_of(document["layouts"], where)]
     rows = index_rows(document, where)
     by_rank = {row["rank"]: row for row in rows}
-    if len(by_rank) != len(rows) or (0 in by_rank) != (document["index"] is None and document["schema_version"] > 2):
+    if len(by_rank) != len(rows) or (0 in by_rank) != (document["index"] is None and has_summary):
         raise hostile(where, "each rank once among the indexes", [row["rank"] for row in rows][:8])
     row_of_zero = by_rank.pop(0, None)
     files = _files(document, where)
     described = _described(document["components"], where)
-    table_of: ReadTable = table_of_rows if document["schema_version"] == 2 else table_of_kinds
+    table_of: ReadTable = table_of_kinds if has_summary else table_of_rows
     tables = {
         each["name"]: table_of(each["tensors"], each["node"], each["name"], layouts, where)
         for each in described

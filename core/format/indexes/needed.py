@@ -32,6 +32,8 @@ class Needs:
             None for a reader that does not look at this.
         opened: rank that saved -> its index, if this rank has opened it already.
         elsewhere: (component, leaf path) -> whether only other ranks need a tensor.
+        most_files: how many files a reader that shares them with no other rank looks at: all of a checkpoint that has no more, and else those of
+            the ranks whose indexes it has opened. None for one that shares them.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class Needs:
     own: Mapping[int, Any] | None = attrs.field(factory=dict, repr=False)
     opened: Mapping[int, Any] = attrs.field(factory=dict, repr=False)
     elsewhere: Callable[[str, str], bool] = nowhere_else
+    most_files: int | None = None
 
     def looks_at(self, number: int, rank: int, opened: Collection[int] | None) -> bool:
         """Whether this rank looks at a file: at those of the ranks whose indexes it has opened, and at its share of all.
@@ -49,7 +52,8 @@ class Needs:
             rank: that wrote it.
             opened: the ranks whose indexes are opened; None for all.
         """
-        return opened is None or rank in opened or number % self.world_size == self.rank
+        shares = self.most_files is None and number % self.world_size == self.rank
+        return opened is None or rank in opened or shares
 
     def needed_box(self, component: str, record: Mapping[str, Any]) -> Box:
         """The box of a tensor that the rank needs."""
@@ -57,16 +61,21 @@ class Needs:
         return whole_box(record["sizes"]) if found is None else found
 
 
-def nothing_needed() -> Needs:
-    """The needs of a reader that wants no tensor, only what the root says: fingerprints, sizes, files. Of the files it looks at those of rank 0.
+def nothing_needed(*, most_files: int) -> Needs:
+    """The needs of a reader that wants no tensor, only what the root says: fingerprints, sizes, files.
+
+    Args:
+        most_files: as in `Needs`. Of a checkpoint that has more, it looks at those of rank 0.
 
     Examples:
-        >>> nothing_needed().box("model", "model.params['w']", (4, 2))
+        >>> nothing_needed(most_files=0).box("model", "model.params['w']", (4, 2))
         ((0, 0), (0, 0))
     """
-    return Needs(
-        2**62, 2**62 + 1, lambda _component, _path, shape: ((0, 0),) * len(shape), own=None, elsewhere=lambda *_: True
-    )
+    return Needs(0, 1, _empty, own=None, elsewhere=lambda *_: True, most_files=most_files)
+
+
+def _empty(_component: str, _path: str, shape: tuple[int, ...]) -> Box:
+    return ((0, 0),) * len(shape)
 
 
 def ranks_that_meet(tables: Tables, needs: Needs, writers: Mapping[str, Collection[int]]) -> set[int]:

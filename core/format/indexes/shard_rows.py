@@ -9,7 +9,6 @@ from trainfold.core.format.strict_json import digest_text, hostile, int_of, list
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.slices import Box
 
-_MOST: Final = 2**62  # of what `int_of` takes
 _MOST_SIDES: Final = 64
 _HEX: Final = frozenset("0123456789abcdef")
 
@@ -49,8 +48,7 @@ class ShardRows:
             box, nbytes = found
         else:
             box, nbytes = self._by_rule(record)
-        if type(start) is not int or not 0 <= start <= _MOST:
-            start = int_of(start, record["where"])
+        start = int_of(start, record["where"])
         if pieces != "" or nbytes > PIECE_BYTES:
             pieces = _pieces(pieces, nbytes, record["where"])
         whole = None if not more else "" if more[0] == "" else digest_text(more[0], record["where"])

@@ -52,9 +52,8 @@ def table_of_kinds(value: Json, node: Json, name: str, layouts: list[Placement],
                 paths.setdefault(leaf.tensor, leaf.path)
     except CheckpointHostile as error:
         raise hostile(f"{where}: {error.where}", error.expected, error.found) from error
-    named = [
-        (paths.get(index, ""), kinds[number]) for index, number in enumerate(numbers)
-    ]  # `check_structures` refuses one without a place
+    # `check_structures` refuses one without a place
+    named = [(paths.get(index, ""), kinds[number]) for index, number in enumerate(numbers)]
     return [{"path": path, **kind, "shards": [], "where": f"{where}: {path[:200]}"} for path, kind in named]
 
 

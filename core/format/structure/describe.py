@@ -108,9 +108,8 @@ class _Encoder:
         self._specs: Mapping[str, LeafSpec] = {}  # of the first tensors, if an earlier walk described them
         self._first: dict[int, tuple[int, Any]] = {}  # address -> the first tensor there, almost always the only one
         self._others: dict[int, list[tuple[int, Any]]] = {}
-        self._unmet: tuple[list[int], list[Any]] | None = (
-            None  # addresses and tensors from an earlier walk, not yet in `_first`
-        )
+        # addresses and tensors from an earlier walk, not yet in `_first`
+        self._unmet: tuple[list[int], list[Any]] | None = None
         self._kept_types = 0  # depth inside `Leaves`, whose owners keep their own tensor objects at a restore
 
     def describe(self, component: tree.Tree, name: str) -> tuple[Described, dict[str, Any]]:

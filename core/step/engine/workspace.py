@@ -29,9 +29,8 @@ class StepWorkspace:
 
     def __init__(self, spec: ModuleSpec, optimizer: Any) -> None:
         self.template = spec.template()
-        if (
-            not self.template.module.training
-        ):  # a model in training mode may have submodules in eval mode on purpose, such as a frozen normalisation
+        # a model in training mode may have submodules in eval mode on purpose, such as a frozen normalisation
+        if not self.template.module.training:
             self.template.module.train()
         self.bound = optimizer.bound_to(self.template.params) if isinstance(optimizer, Optimizer) else None
         self.targets = list((self.template.params if self.bound is None else self.bound.targets).values())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.adapters.live_cases import Limit
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
@@ -156,19 +157,6 @@ def test_the_order_of_the_stages_in_the_list_does_not_matter():
         manager.save(attach(stages))
     state = attach(cut(0, 1)).capture()
     assert fingerprint(load(store, like=state, reset={"rng": "another"}))["model"] == fingerprint(state)["model"]
-
-
-class Limit:
-    """An object of the user's, whose state is the same on all ranks."""
-
-    def __init__(self, **settings):
-        self.__dict__.update(settings)
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def told_at_the_first_save(change, sharing=None):

@@ -5,24 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.kit.adapters.live_cases import Limit
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.core.errors import InvalidArgument, OptionalLeftOut, RanksDisagree
 from trainfold.ranks import Replicas, run_threads
 from trainfold.stores import MemoryStore
-
-
-class Limit:
-    """An object of the user's, whose state is the same on all ranks."""
-
-    def __init__(self, **settings):
-        self.__dict__.update(settings)
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 class Scaled(nn.Module):

@@ -26,7 +26,7 @@ from trainfold.core.format.manifest import (
     ShardRecord,
     TensorRecord,
 )
-from trainfold.core.format.manifest_reader import check_structures, decode_head, decode_manifest
+from trainfold.core.format.manifest_reader import check_structures, decode_first_line, decode_manifest
 from trainfold.core.format.upgrade import upgraded
 
 DIGEST = digest_of(b"x")
@@ -57,7 +57,7 @@ def test_what_is_written_is_what_is_read():
     """C04: components, files, sizes, hashes, world, versions, step and run id are in the manifest and are restored."""
     whole = small_manifest()
     assert decode_manifest(encode_v1(whole), "m") == whole
-    assert decode_head(encode_v1(whole)[:300], "m") == whole.head
+    assert decode_first_line(encode_v1(whole)[:300], "m") == (whole.head, None)
 
 
 def test_equal_manifests_have_equal_bytes_and_are_plain_json():
@@ -88,7 +88,7 @@ def test_a_future_version_is_refused_by_name():
     with pytest.raises(FutureVersion, match="newer"):
         decode_manifest(resealed(newer), "m")
     with pytest.raises(FutureVersion):
-        decode_head(resealed(newer), "m")
+        decode_first_line(resealed(newer), "m")
 
 
 HOSTILE = {

@@ -3,7 +3,16 @@
 import pytest
 
 from trainfold.core.errors import CheckpointForeign, CheckpointHostile, FutureVersion
-from trainfold.core.format.manifest import ComponentRecord, FileRecord, Head, Manifest, ShardRecord, TensorRecord
+from trainfold.core.format.indexes.needed import nothing_needed
+from trainfold.core.format.manifest import (
+    ComponentRecord,
+    FileRecord,
+    Head,
+    IndexRecord,
+    Manifest,
+    ShardRecord,
+    TensorRecord,
+)
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_document, run_id_of
 from trainfold.core.history.inventory import Entry
 from trainfold.core.history.recognise import (
@@ -49,6 +58,19 @@ def test_a_file_is_torn_by_its_size_and_damaged_by_the_length_of_its_header():
     assert "one of 71" in str(ema_file.damaged(HERE, (71).to_bytes(8, "little")))
     assert empty_file.header_bytes is None
     assert empty_file.damaged(HERE, b"whatever") is None
+
+
+def test_a_reader_that_shares_files_with_no_rank_looks_at_all_of_few_and_at_rank_0s_of_many():
+    """`ls` asks for as many sizes as it can in time."""
+    files = tuple(FileRecord(f"model-{rank}", "model", rank, 8, "xxh3:") for rank in range(3))
+    indexes = (IndexRecord("index-2", 2, 9, "xxh3:"),)
+    manifest = Manifest(Head("r", 7), 3, (), (), {}, {}, files, indexes, opened=frozenset({0}))
+
+    def looked_at(most_files):
+        return [each.name for each in file_checks(manifest, nothing_needed(most_files=most_files))]
+
+    assert looked_at(4) == ["model-0", "model-1", "model-2", "index-2"]
+    assert looked_at(3) == looked_at(0) == looked_at(-5) == ["model-0"]
 
 
 @pytest.mark.parametrize(

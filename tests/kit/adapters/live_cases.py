@@ -19,6 +19,19 @@ SAMPLES = 22
 BATCH = 4  # the last batch of an epoch is short: 6 steps an epoch
 
 
+class Limit:
+    """An object of the user's, whose state is the same on all ranks."""
+
+    def __init__(self, **settings):
+        self.__dict__.update(settings)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 class Net(nn.Module):
     """Dropout, batch norm, a tied pair, a frozen layer, a parameter without a gradient, a non-persistent buffer."""
 
