@@ -29,7 +29,7 @@ class Coordinates:
 class Parallelism(Protocol):
     """How several ranks train one model. Every rank must make the same calls in the same order.
 
-    `trainfold.ranks.Replicas` is the one of a pure step. `trainfold.attach` finds that of a model that is wrapped in
+    `trainfold.ranks.Replicas` is the one of a pure step on whole states, and `trainfold.ranks.Sharded` that on parts. `trainfold.attach` finds that of a model that is wrapped in
     ``DistributedDataParallel`` or sharded with ``fully_shard``; pass your own as ``parallelism=``.
     `trainfold.properties.contracts.check_parallelism` checks whether an implementation keeps these promises.
     """

@@ -210,3 +210,28 @@ def check_real(model: torch.nn.Module) -> NamedTensors:
             fix="call model.to_empty(device=...) and initialise it, or build it outside torch.device('meta')",
         )
     return named
+
+
+def check_uncut(named: NamedTensors) -> NamedTensors:
+    """Return the tensors of a model for a pure step, which cuts its state and not its model.
+
+    Raises:
+        InvalidState: naming the first DTensor.
+
+    Examples:
+        >>> check_uncut(named_tensors(torch.nn.Linear(1, 1))).ties
+        ()
+    """
+    found: Any = next(
+        (pair for pair in [*named.params.items(), *named.buffers.items()] if hasattr(pair[1], "device_mesh")), None
+    )
+    if found is not None:
+        name, cut = found
+        raise InvalidState(
+            f"model: {name}",
+            expected="a plain tensor, of which a pure step computes with all",
+            found=f"a DTensor of {list(cut.shape)} with the placements {cut.placements} on {cut.device_mesh}",
+            fix="make the model without fully_shard, and cut its state: trainfold.ranks.Sharded(collectives).cut(state); for tensor parallelism, or "
+            "where a whole model does not fit, write your own loop with trainfold.attach(model, optimizer)",
+        )
+    return named

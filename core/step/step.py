@@ -30,6 +30,9 @@ from trainfold.core.step.microbatch import split
 from trainfold.core.step.next_state import Metrics, check_updated, consume, next_state, skipped_state, step_metrics
 from trainfold.core.step.optimizer import Optimizer, OptimizerLike, pair_of
 from trainfold.core.step.reduce import exchange
+from trainfold.core.step.rows.by_rows import check_by_rows
+from trainfold.core.step.rows.parts import rows_of
+from trainfold.core.step.rows.sharded import Sharded
 from trainfold.core.step.state_checks import check_contract, check_trainable, factor_of, key_of
 
 B = TypeVar("B")
@@ -131,11 +134,15 @@ class Step(Generic[B]):
                 )
                 totals.samples = samples
             if ranks is not None:
-                totals = exchange(totals, workspace.targets, ranks)
+                totals = exchange(totals, workspace.summed, ranks)
+            norm_of = workspace.norm.of if ranks is None else ranks.norm
+            if isinstance(ranks, Sharded):
+                workspace.keep_rows()
+                norm_of = ranks.norm_of_parts
             return judge(
                 totals,
                 workspace.norm.grads(),
-                workspace.norm.of if ranks is None else ranks.norm,
+                norm_of,
                 divide_by=None if alone else totals.weight,
                 where=f"step {state.trainer.step}",
             )
@@ -146,7 +153,15 @@ class Step(Generic[B]):
             raise
 
     def _enter(self, workspace: StepWorkspace, state: TrainableState) -> None:
-        if workspace.bound is None:  # the forward writes to buffers only
+        if isinstance(self._parallelism, Sharded):
+            rows, shapes = rows_of(state, self._parallelism.box)
+            if self.donate:
+                workspace.check_apart(rows)
+            else:
+                model, optimizer = tree.map_tensors(_copy, (rows.model, rows.optimizer))
+                rows = rows.evolve(model=model, optimizer=optimizer)
+            workspace.enter_rows(rows, shapes)
+        elif workspace.bound is None:  # the forward writes to buffers only
             copied = attrs.evolve(state.model, buffers=tree.map_tensors(_copy, state.model.buffers))
             workspace.enter(state.evolve(model=copied))
         elif self.donate:
@@ -157,7 +172,7 @@ class Step(Generic[B]):
             workspace.enter(state.evolve(model=model, optimizer=optimizer))
 
     def _leave(self, workspace: StepWorkspace, state: TrainableState) -> None:
-        if self.donate and workspace.bound is not None:
+        if self.donate and workspace.bound is not None and not isinstance(self._parallelism, Sharded):
             self._pool.watch(workspace, state.model.params.lease)
         else:
             workspace.release()
@@ -281,7 +296,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         clip_norm: the largest norm of the gradient, as in ``torch.nn.utils.clip_grad_norm_``; None for no clipping.
         donate: write the new state into the storage of the old one, which then raises `StateDonated`.
         collectives: the data-parallel ranks. Each rank calls its own step with its share of the batch.
-        parallelism: instead of ``collectives``, a parallelism of your own in which a backward does not communicate.
+        parallelism: instead of ``collectives``, `trainfold.ranks.Sharded`, with which each rank holds its rows of the state; or a parallelism of your
+            own in which a backward does not communicate.
 
     Returns:
         ``step(state, batch) -> (state, metrics)``. ``state.trainer`` gains 1 step, the samples, and the weight as
@@ -290,7 +306,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
 
     Raises:
         InvalidArgument: for an argument that can never work.
-        InvalidState: if the model is on the meta device, or has parameters that are not initialised.
+        InvalidState: if the model is on the meta device, or has parameters that are not initialised, or DTensors.
 
     Examples:
         >>> from trainfold import Loss, init_state, optimizer
@@ -332,6 +348,8 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         )
     spec, ranks = ModuleSpec(model), _parallelism_given(collectives, parallelism)
     check_hooks(spec.hooks, alone=accumulate == 1 and ranks is None)
+    if isinstance(ranks, Sharded):
+        check_by_rows(optimizer)
     contract = {
         f"{STEP_PREFIX}accumulate": accumulate.as_json() if isinstance(accumulate, BatchRamp) else accumulate,
         f"{STEP_PREFIX}clip_norm": largest,
@@ -346,7 +364,7 @@ def make_step(  # noqa: PLR0913 (the public surface: three arguments, and names 
         accumulate=accumulate,
         clip_norm=largest,
         parallelism=ranks,
-        pool=WorkspacePool(spec, optimizer),
+        pool=WorkspacePool(spec, optimizer, ranks if isinstance(ranks, Sharded) else None),
     )
 
 

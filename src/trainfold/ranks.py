@@ -10,6 +10,7 @@ from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.core.layout.data_parallel import Replicas
 from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.layout.world import Collectives, PendingRows, World, make_world
+from trainfold.core.step.rows.sharded import Sharded
 
 __all__ = [
     "CheckedStep",
@@ -18,6 +19,7 @@ __all__ = [
     "Parallelism",
     "PendingRows",
     "Replicas",
+    "Sharded",
     "SingleProcess",
     "TorchCollectives",
     "TorchParallelism",

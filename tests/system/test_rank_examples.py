@@ -1,4 +1,4 @@
-"""The examples of DDP, FSDP2 and a pipeline: all processes are really killed, and as many, more or fewer continue the run."""
+"""The examples of DDP, FSDP2, a pipeline and a pure step on parts: all processes are really killed, and as many, more or fewer continue the run."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ import torch
 pytestmark = pytest.mark.slow(4)
 
 LAST = 40
-EXAMPLES = ["ddp.py", "fsdp.py", "pipeline.py"]
+EXAMPLES = ["ddp.py", "fsdp.py", "pipeline.py", "sharded_step.py"]
 BUFFERED = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 

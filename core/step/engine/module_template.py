@@ -8,7 +8,8 @@ import torch
 
 from trainfold.core.errors import InvalidArgument, InvalidState, SpecMismatch
 from trainfold.core.layout.leaf_spec import AnySpec, diff_specs
-from trainfold.core.state.fqn import BufferSlot, check_real, named_tensors
+from trainfold.core.layout.shard import Shard
+from trainfold.core.state.fqn import BufferSlot, check_real, check_uncut, named_tensors
 from trainfold.core.state.spec import leaf_spec
 from trainfold.core.state.state import ModelState
 from trainfold.core.step.engine.param_hooks import hooks_of
@@ -26,7 +27,7 @@ class ModuleSpec:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        named = check_real(model)
+        named = check_uncut(check_real(model))
         memo: dict[int, Any] = {id(value): _hollow_parameter(value) for value in named.params.values()}
         self.hooks = hooks_of(named.params)
         memo |= {id(value): _hollow(value) for value in named.buffers.values()}
@@ -180,6 +181,14 @@ def check_model(
         SpecMismatch: listing every difference of names, shapes and dtypes.
         InvalidState: if the ties differ, or a tensor is on another device.
     """
+    part = next((name for name, value in params.items() if isinstance(value, Shard)), None)
+    if part is not None:
+        raise InvalidState(
+            f"state.model.params[{part!r}]",
+            expected="a whole tensor",
+            found="a part of one, from a state that is cut over ranks",
+            fix="pass parallelism=trainfold.ranks.Sharded(...) to make_step; for anything else gather the state, on all ranks: ranks.whole(state)",
+        )
     differences = diff_specs(_specs("params", params) | _specs("buffers", buffers), spec.specs)
     if differences:
         raise SpecMismatch("state.model", differences)
@@ -219,7 +228,8 @@ def check_silent(model: torch.nn.Module) -> None:
                 f"model.{name}" if name else "model",
                 expected="a module whose backward does not communicate",
                 found=f"{type(module).__module__}.{type(module).__qualname__}",
-                fix="pass the module inside it (model.module for DDP) and collectives=...; the step averages over the ranks",
+                fix="pass the module inside it (model.module for DDP) and collectives=...; the step averages over the ranks. In place of fully_shard "
+                "pass a model without it and parallelism=trainfold.ranks.Sharded(...), and cut the state",
             )
 
 

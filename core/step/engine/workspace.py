@@ -4,7 +4,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -12,10 +12,12 @@ import torch
 from trainfold.core import tree
 from trainfold.core.state.aliasing import check_apart
 from trainfold.core.state.leaves import Lease, Leaves
-from trainfold.core.state.state import ModelState, OptimizerState, TrainState
+from trainfold.core.state.state import ModelState, OptimizerState, TrainableState, TrainState
 from trainfold.core.step.engine.grad_norm import Norm
 from trainfold.core.step.engine.module_template import ModuleSpec
 from trainfold.core.step.optimizer import Optimizer
+from trainfold.core.step.rows.parts import in_parts
+from trainfold.core.step.rows.sharded import Sharded
 
 _FIX = "give each leaf its own storage (clone one of them), or make the step with donate=False"
 
@@ -25,15 +27,30 @@ class StepWorkspace:
     """A template of the model and a bound optimizer.
 
     Along a chain of donated states the same tensors stay bound, so that a step visits no leaf in Python.
+
+    Args:
+        spec: the structure of the model.
+        optimizer: the step's.
+        cut: the ranks, if each steps only its rows; the template then computes with gathered parameters.
+
+    Attributes:
+        targets: what the optimizer steps.
+        summed: what a backward gives gradients: the targets, or the gathered parameters.
     """
 
-    def __init__(self, spec: ModuleSpec, optimizer: Any) -> None:
+    def __init__(self, spec: ModuleSpec, optimizer: Any, cut: Sharded | None = None) -> None:
         self.template = spec.template()
         # a model in training mode may have submodules in eval mode on purpose, such as a frozen normalisation
         if not self.template.module.training:
             self.template.module.train()
-        self.bound = optimizer.bound_to(self.template.params) if isinstance(optimizer, Optimizer) else None
-        self.targets = list((self.template.params if self.bound is None else self.bound.targets).values())
+        self._cut = cut
+        whole = self.template.params
+        self._stepped = whole if cut is None else {name: _rows_like(each) for name, each in whole.items()}
+        self._rows: dict[str, torch.Tensor] = {}
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self.bound = optimizer.bound_to(self._stepped) if isinstance(optimizer, Optimizer) else None
+        self.targets = list((self._stepped if self.bound is None else self.bound.targets).values())
+        self.summed = self.targets if cut is None else list(whole.values())
         self.norm = Norm(self.targets)
         self.watch: weakref.ref[Lease] | None = None
         self._seen_extra: object = None
@@ -75,6 +92,36 @@ class StepWorkspace:
         elif self.bound is not None:
             self.bound.use_groups(state.optimizer.groups)
 
+    def enter_rows(self, state: TrainableState, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Bind this rank's rows, and compute with the parameters that the ranks gather.
+
+        Args:
+            state: with this rank's rows as plain tensors.
+            shapes: FQN -> shape of the whole parameter.
+
+        Raises:
+            SpecMismatch: if the model component does not fit the model.
+            RanksDisagree: if the ranks have other parameters, or another step.
+        """
+        assert self._cut is not None
+        assert self.bound is not None
+        self._rows, self._shapes = state.model.params.alive(), shapes
+        doing = f"gather the parameters of step {state.trainer.step}"
+        whole = self._cut.gathered(self._rows, shapes, doing=doing)
+        self.template.bind(whole, state.model.buffers.alive(), state.model.ties)
+        for name, each in self._stepped.items():
+            each.data = self._rows[name]
+        self.bound.bind(state.optimizer)
+
+    def keep_rows(self) -> None:
+        """Keep this rank's rows of the summed gradients, and release the others."""
+        assert self._cut is not None
+        for whole, rows in zip(self.summed, self.targets, strict=True):
+            if whole.grad is not None:
+                box = self._cut.box(tuple(whole.shape))
+                rows.grad = whole.grad[tuple(slice(*side) for side in box)].clone()
+                whole.grad = None
+
     def gather(self) -> None:
         """Move the gradients of low-precision parameters to their masters, after a backward."""
         if self.bound is not None:
@@ -91,13 +138,16 @@ class StepWorkspace:
         assert state.model is not None
         assert self.bound is not None
         buffers = self.template.harvest()
-        params = self.template.bound_params()
+        params = self.template.bound_params() if self._cut is None else self._rows
         for target in self.targets:
             target.grad = None
         # a fused optimizer on a CPU increments no version counter; a graph that reads these tensors must fail, not run
         torch.autograd.graph.increment_version(params.values())
         model = ModelState(Leaves.leased(params, lease), Leaves.leased(buffers, lease), state.model.ties)
-        return model, self.bound.collect(lease)
+        optimizer = self.bound.collect(lease)
+        return (
+            (model, optimizer) if self._cut is None else in_parts(model, optimizer, self._shapes, self._cut.part, lease)
+        )
 
     def release(self) -> None:
         """Release every tensor of the state."""
@@ -105,6 +155,10 @@ class StepWorkspace:
         self.template.release()
         if self.bound is not None:
             self.bound.release()
+        if self._cut is not None:
+            self._rows = {}
+            for each in self._stepped.values():
+                each.grad, each.data = None, torch.empty(0, dtype=each.dtype, device=each.device)
 
     def _check_extra(self, extra: Any) -> None:
         """A cheap form of the check for components that change at each step, such as a moving average."""
@@ -122,11 +176,13 @@ class WorkspacePool:
     Args:
         spec: the structure of the model.
         optimizer: the optimizer of the step.
+        cut: the ranks, if each steps only its rows.
     """
 
-    def __init__(self, spec: ModuleSpec, optimizer: Any) -> None:
+    def __init__(self, spec: ModuleSpec, optimizer: Any, cut: Sharded | None = None) -> None:
         self._spec = spec
         self._optimizer = optimizer
+        self._cut = cut
         self._idle: list[StepWorkspace] = []
         self._lock = threading.RLock()  # a lease may die, and call back, at any time in any thread
 
@@ -139,7 +195,7 @@ class WorkspacePool:
         with self._lock:
             index = next((i for i, workspace in enumerate(self._idle) if workspace.holds(state)), -1)
             workspace = self._idle.pop(index) if self._idle else None
-        workspace = workspace or StepWorkspace(self._spec, self._optimizer)
+        workspace = workspace or StepWorkspace(self._spec, self._optimizer, self._cut)
         try:
             yield workspace
         except BaseException:
@@ -163,6 +219,10 @@ class WorkspacePool:
                     workspace.release()
 
         workspace.watch = weakref.ref(lease, release)
+
+
+def _rows_like(whole: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(0, dtype=whole.dtype, device=whole.device), requires_grad=whole.requires_grad)
 
 
 def _tensors(named: list[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:

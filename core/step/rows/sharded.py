@@ -1,0 +1,240 @@
+"""`Sharded`: the parallelism of a pure step whose state is cut by rows over the ranks, as ``fully_shard`` (FSDP2) cuts a model."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any, Final, TypeVar, final
+
+import attrs
+import torch
+
+from trainfold.core import tree
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.layout.data_parallel import Replicas
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.parallelism import Coordinates
+from trainfold.core.layout.placement import Placement, make_placement
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import Box, volume
+from trainfold.core.layout.world import Collectives, Exchanges
+from trainfold.core.state.state import TrainableState, TrainState
+from trainfold.core.step.rows.parts import cut_whole, rows_of
+from trainfold.core.tensor_memory import tensor_bytes
+
+S = TypeVar("S", bound=TrainState)
+_DIGEST_BYTES: Final = 4
+
+
+@final
+@attrs.frozen(eq=False)
+class Sharded:
+    """Every rank holds its rows of each parameter and slot, and has its own share of the data.
+
+    A step gathers the parameters at its start, sums the gradients over the ranks at its boundary, in rank order, and updates this rank's rows.
+
+    Laws:
+        - ``ranks.whole(ranks.cut(state)) == state``, bit for bit.
+        - Without clipping, a step has the bits of the same step with `Replicas`, on any number of ranks; not with a fused optimizer, which rounds
+          the last elements of a tensor otherwise.
+        - On two ranks, it has the bits of an attached loop whose model ``fully_shard`` has cut, with clipping too.
+
+    Args:
+        collectives: the ranks; they have `exchange` too, as those of trainfold do.
+
+    Examples:
+        >>> from trainfold import init_state, optimizer
+        >>> from trainfold.ranks import run_threads
+        >>> state = init_state(torch.nn.Linear(2, 5), optimizer(torch.optim.SGD, lr=0.1))
+        >>> def rows(collectives):
+        ...     return Sharded(collectives).cut(state).model.params["weight"].box
+        >>> run_threads(2, rows)
+        [((0, 3), (0, 2)), ((3, 5), (0, 2))]
+    """
+
+    collectives: Collectives
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse ranks that cannot exchange parts."""
+        if self.collectives.world_size > 1 and not isinstance(self.collectives, Exchanges):
+            raise InvalidArgument(
+                "Sharded.collectives",
+                expected="collectives with a method exchange, by which ranks gather parts",
+                found=type(self.collectives).__name__,
+                fix="pass trainfold.TorchCollectives()",
+            )
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Each rank has a share of the data."""
+        return self._replicas.coordinates
+
+    @property
+    def gradient_divisor(self) -> None:
+        """None: a backward does not communicate."""
+        return
+
+    def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return self._replicas.gradient_sync(enabled=enabled)
+
+    def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums over the ranks, added in rank order."""
+        return self._replicas.all_sum(tensors)
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of whole gradients, as that of `Replicas`; `norm_of_parts` is that of a step."""
+        return self._replicas.norm(gradients)
+
+    def norm_of_parts(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of gradients of which each rank has its rows: the norm of the norms of all gradients.
+
+        The operations, and on two ranks the bits, are those of ``torch.nn.utils.get_total_norm`` of DTensors. A gradient without dimensions is
+        whole on each rank, and counts once.
+        """
+        if not gradients:
+            return torch.zeros(())
+        squares = torch.stack(torch._foreach_norm(gradients)) ** 2  # noqa: SLF001 (torch has no public name for it)
+        if self.collectives.rank:
+            squares[[place for place, each in enumerate(gradients) if not each.dim()]] = 0.0
+        total: torch.Tensor = torch.linalg.vector_norm(self.all_sum([squares])[0] ** 0.5)
+        return total
+
+    def local(self, leaf: Any) -> torch.Tensor:
+        """The rows in a part; any other tensor itself."""
+        found: torch.Tensor = leaf.tensor if isinstance(leaf, Shard) else leaf
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """Make every other rank raise `RankFailed`."""
+        self._replicas.fail(error)
+
+    def cut(self, state: S) -> S:
+        """Return a state of which this rank holds its rows. On one rank it is the state itself.
+
+        Parameters, and slots of the same shape, are cut in their first dimension, in equal parts of which the last may be shorter and later ones
+        empty. Buffers, counters and what lies under ``extra`` stay whole.
+
+        Args:
+            state: of whole tensors, the same on every rank. It is not changed, and shares no memory with the parts. Every rank calls.
+
+        Raises:
+            InvalidState: if the state has parts already, fp32 masters, or an optimizer state of a user's own.
+            RanksDisagree: naming the first tensor that is not the same on every rank, as in a model that was made without a seed.
+        """
+        if self._is_alone:
+            return state
+        cut = cut_whole(state, self.part, self.box)
+        self._check_alike(state)
+        return cut
+
+    def whole(self, state: TrainableState) -> TrainableState:
+        """Return the state of whole tensors, such as for an evaluation or an export; every rank calls, and gets all of it.
+
+        Args:
+            state: of parts.
+
+        Raises:
+            InvalidState: naming the first leaf that is not this rank's part.
+            RanksDisagree: if the ranks have other parameters or another step.
+        """
+        if self._is_alone:
+            return state
+        rows_of(state, self.box)
+        found, structure = tree.flatten((state.model, state.optimizer))
+        parts = {str(place): leaf for place, leaf in enumerate(found) if isinstance(leaf, Shard)}
+        gathered = self.gathered(
+            {place: leaf.tensor for place, leaf in parts.items()},
+            {place: leaf.shape for place, leaf in parts.items()},
+            doing=f"gather the state of step {state.trainer.step}",
+        )
+        leaves = [gathered.get(str(place), leaf) for place, leaf in enumerate(found)]
+        model, optimizer = tree.unflatten(structure, leaves)
+        return state.evolve(model=model, optimizer=optimizer)
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        """The rows of a tensor that this rank holds; all of one without dimensions."""
+        return self._box_at(self.collectives.rank, shape)
+
+    def part(self, rows: torch.Tensor, shape: tuple[int, ...]) -> Shard:
+        """Return this rank's rows as a part of a tensor of this shape."""
+        starts = tuple(start for start, _ in self.box(shape))
+        return Shard(rows, shape, starts, placement=_by_rows(self.collectives.world_size))
+
+    def gathered(
+        self, rows: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], *, doing: str
+    ) -> dict[str, torch.Tensor]:
+        """Return whole tensors, by one exchange; those without dimensions are taken from this rank.
+
+        Args:
+            rows: name -> this rank's rows; the same names in the same order on every rank.
+            shapes: name -> the shape of the whole.
+            doing: what each rank does, for the error if one does not, or has other tensors.
+
+        Raises:
+            RanksDisagree: if a rank has other names, shapes or dtypes, or does something else.
+        """
+        world, rank = self.collectives.world_size, self.collectives.rank
+        cut = {name: each for name, each in rows.items() if shapes[name]}
+        mine = [tensor_bytes(each.detach()) for each in cut.values()]
+        layout = repr([(name, shapes[name], str(each.dtype)) for name, each in rows.items()])
+        digest = hashlib.blake2b(layout.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+        sizes = [
+            0 if other == rank else sum(self._bytes_at(other, shapes[name], each) for name, each in cut.items())
+            for other in range(world)
+        ]
+        assert isinstance(self.collectives, Exchanges)
+        come = self.collectives.exchange(
+            [mine if other != rank else [] for other in range(world)],
+            sizes,
+            doing=f"{doing}, {len(rows)} tensors of layout {digest}",
+        )
+        found = {name: each.detach() for name, each in rows.items()}
+        read = [0] * world
+        for name, each in cut.items():
+            whole = torch.empty(shapes[name], dtype=each.dtype)
+            for other, data in enumerate(come):
+                (start, stop), *_ = self._box_at(other, shapes[name])
+                if other == rank:
+                    whole[start:stop] = each
+                elif stop > start:
+                    size = self._bytes_at(other, shapes[name], each)
+                    tensor_bytes(whole[start:stop])[:] = data[read[other] : read[other] + size]
+                    read[other] += size
+            found[name] = whole.to(each.device)
+        return found
+
+    def _check_alike(self, state: TrainState) -> None:
+        """Compare whole states before each rank keeps its rows: afterwards no rank could see a difference."""
+        named = [*tree.named_leaves(state.model, "state.model"), *tree.named_leaves(state.optimizer, "state.optimizer")]
+        mine = {path: digest_of(tensor_bytes(leaf.detach())) for path, leaf in named if isinstance(leaf, torch.Tensor)}
+        of_each = self.collectives.gather(mine, doing="cut its state")
+        for rank, theirs in enumerate(of_each):
+            odd = next((path for path in {**of_each[0], **theirs} if theirs.get(path) != of_each[0].get(path)), None)
+            if odd is not None:
+                raise RanksDisagree(
+                    odd,
+                    expected="the same values on every rank, of which each keeps its rows",
+                    found=f"other values on rank {rank} than on rank 0",
+                    fix="call torch.manual_seed with the same number on every rank before the model is made, or load a state",
+                )
+
+    @property
+    def _replicas(self) -> Replicas:
+        return Replicas(self.collectives)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.collectives.world_size == 1
+
+    def _box_at(self, rank: int, shape: tuple[int, ...]) -> Box:
+        return _by_rows(self.collectives.world_size).box(shape, (rank,)) if shape else ()
+
+    def _bytes_at(self, rank: int, shape: Sequence[int], like: torch.Tensor) -> int:
+        return volume(self._box_at(rank, tuple(shape))) * like.element_size()
+
+
+@lru_cache(maxsize=64)
+def _by_rows(world_size: int) -> Placement:
+    return make_placement(make_mesh((world_size,)), [[0]])
