@@ -213,6 +213,10 @@ class MastersRebuilt(UserWarning):
     """An optimizer state without its fp32 masters; they were cloned from low-precision parameters."""
 
 
+class SameBatch(UserWarning):
+    """Ranks of a step that train on one batch, although each is to have a share of its own."""
+
+
 class StateDonated(TrainfoldError):
     """A leaf of a state that a donating step has consumed; the new state has its storage."""
 

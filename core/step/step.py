@@ -21,6 +21,7 @@ from trainfold.core.state.contract_kinds import STEP_PREFIX
 from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, Scalar, TrainableState, TrainState
 from trainfold.core.step.batch_ramp import BatchRamp
+from trainfold.core.step.engine.first_batch import FirstBatch
 from trainfold.core.step.engine.module_template import ModuleSpec, check_silent
 from trainfold.core.step.engine.param_hooks import check_hooks
 from trainfold.core.step.engine.workspace import StepWorkspace, WorkspacePool
@@ -61,6 +62,7 @@ class Step(Generic[B]):
     _clip_norm: float | None
     _parallelism: Parallelism | None
     _pool: WorkspacePool
+    _first_batch: FirstBatch = attrs.field(factory=FirstBatch)
 
     def __repr__(self) -> str:
         """What was passed to `make_step`; the loss by its name."""
@@ -134,7 +136,9 @@ class Step(Generic[B]):
                 )
                 totals.samples = samples
             if ranks is not None:
-                totals = exchange(totals, workspace.summed, ranks)
+                totals = exchange(totals, workspace.summed, ranks, mark=self._first_batch.mark(micro))
+                with self._reporting():
+                    self._first_batch.compare(totals.marks, rank=ranks.coordinates.world.rank, step=state.trainer.step)
             norm_of = workspace.norm.of if ranks is None else ranks.norm
             if isinstance(ranks, Sharded):
                 workspace.keep_rows()

@@ -215,9 +215,9 @@ def test_an_error_of_a_step_names_the_step_and_the_rank():
             loss = loss_fn(model, batch)
             return Loss(sum=loss.sum * (torch.nan if ranks.rank == 1 else 1.0), weight=loss.weight)
 
-        state, _ = make_step(model, loss_fn, sgd, collectives=ranks)(state, torch.ones(2, 3))
+        state, _ = make_step(model, loss_fn, sgd, collectives=ranks)(state, torch.full((2, 3), 1.0 + ranks.rank))
         with pytest.raises(NonFinite) as caught:
-            make_step(model, broken, sgd, collectives=ranks)(state, torch.ones(2, 3))
+            make_step(model, broken, sgd, collectives=ranks)(state, torch.full((2, 3), 1.0 + ranks.rank))
         return caught.value.step, caught.value.rank, caught.value.__notes__
 
     assert run_threads(2, played) == [(1, 1, ["on rank 1", "at step 1"])] * 2

@@ -91,6 +91,16 @@ def loss_fn(model, batch):
     return Loss(sum=model(batch).square().sum(), weight=len(batch))
 
 
+def pure_whole(collectives, kind, clip_norm):
+    """The step on whole states, as `stepped` is on parts."""
+    cls, hyper = CLASSES[kind]
+    model, chosen = plain(), pure(cls, **hyper)
+    step = make_step(model, loss_fn, chosen, accumulate=OF, clip_norm=clip_norm, collectives=collectives)
+    state, norms = folded(init_state(model, chosen), step, collectives.rank, range(STEPS))
+    slots = [leaf for of_one in state.optimizer.slots.values() for _, leaf in sorted(of_one.items())]
+    return bits(state.model.params.values()), bits(slots), norms
+
+
 def pure_parts(collectives, kind="adamw", **how):
     cls, hyper = CLASSES[kind]
     ranks, model, chosen = Sharded(collectives), plain(), pure(cls, **hyper)
@@ -123,10 +133,17 @@ def stepped(collectives, kind, clip_norm, **how):
 def both(collectives):
     """The attached loop and the step, with each optimizer, with and without clipping."""
     cases = [("sgd", 0.5), ("adamw", 0.05), ("adamw", None), ("fused", 0.05)]
-    return {
+    found = {
         f"{kind} {clip}": (attached(collectives, kind, clip)[:3], stepped(collectives, kind, clip, donate=clip is None))
         for kind, clip in cases
     }
+    for kind, clip in cases[:3]:
+        wrapped = nn.parallel.DistributedDataParallel(plain())
+        found[f"ddp {kind} {clip}"] = (
+            attached(collectives, kind, clip, wrapped)[:3],
+            pure_whole(collectives, kind, clip),
+        )
+    return found
 
 
 def resumed(collectives, folder, mode):
@@ -218,7 +235,9 @@ def two_ranks(processes, folder):
     return processes.run(2, on_two, folder, collectives=PATIENT)
 
 
-def test_a_step_on_parts_has_the_bits_of_an_attached_loop_under_fsdp2_on_two_ranks(two_ranks):
+def test_a_step_has_the_bits_of_an_attached_loop_on_two_ranks_on_parts_under_fsdp2_and_on_whole_states_under_ddp(
+    two_ranks,
+):
     """A01-A03, A09: shares and microbatches of other sizes, the norm over all parts, a batch that is not finite on one rank."""
     for each in two_ranks:
         for case, (wanted, found) in each["both"].items():

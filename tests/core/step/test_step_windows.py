@@ -261,13 +261,13 @@ def test_a_skipped_step_leaves_a_position_of_another_kind_to_the_caller():
 def test_a_loss_that_depends_on_no_parameter_is_named_before_anything_changed(donate, accumulate, world_size, cut):
     sgd = optimizer(torch.optim.SGD, lr=0.5)
     model, state = linear_state(sgd)
-    batch = {"x": torch.ones(2, 2), "mask": torch.ones(2)}
 
     def loss_fn(model, batch):
         loss = linear_loss(model, batch)
         return Loss(sum=cut(loss.sum), weight=loss.weight)
 
     def rank(ranks):
+        batch = {"x": torch.full((2, 2), 1.0 + (ranks.rank if ranks else 0)), "mask": torch.ones(2)}
         mine = tree.map_tensors(torch.clone, state)
         step = make_step(model, loss_fn, sgd, donate=donate, accumulate=accumulate, collectives=ranks)
         with pytest.raises(InvalidArgument, match=r"loss_fn: .* does not depend on any parameter"):
@@ -305,7 +305,7 @@ def test_a_bad_loss_on_one_rank_stops_all_ranks_and_is_named(bad_rank):
     def rank(ranks):
         step = make_step(model, linear_loss, sgd, donate=True, collectives=ranks)
         mine = tree.map_tensors(torch.clone, state).evolve(dataset=make_cursor(100, next_index=97))
-        x = torch.ones(2, 2) * (float("nan") if ranks.rank == bad_rank else 1.0)
+        x = torch.ones(2, 2) * (float("nan") if ranks.rank == bad_rank else 1.0 + ranks.rank)
         with pytest.raises(NonFinite) as caught:
             step(mine, {"x": x, "mask": torch.ones(2)})
         assert_same_bits(mine.model, state.model)
@@ -325,7 +325,7 @@ def test_no_weight_on_any_rank_raises_on_every_rank():
 
     def rank(ranks):
         step = make_step(model, linear_loss, sgd, collectives=ranks)
-        nothing = {"x": torch.ones(2, 2), "mask": torch.zeros(2)}
+        nothing = {"x": torch.full((2, 2), 1.0 + ranks.rank), "mask": torch.zeros(2)}
         with pytest.raises(InvalidBatch, match="weights"):
             step(state, nothing)
         some = {**nothing, "mask": torch.full((2,), float(ranks.rank))}

@@ -385,6 +385,7 @@ def test_a_metric_with_a_name_that_the_step_reports_under_is_refused(name):
         step(init_state(model, sgd), torch.ones(2, 2))
 
 
+@pytest.mark.filterwarnings("ignore::trainfold.core.errors.SameBatch")
 def test_ranks_draw_from_keys_of_their_own():
     """H03: a step draws from (seed, step, microbatch, rank), so two ranks with equal rows have different masks."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))

@@ -108,7 +108,9 @@ def loss_fn(model, batch):
     return Loss(sum=model(batch).square().sum(), weight=len(batch))
 
 
-BATCH = torch.ones(2, 3)
+def batch_of(ranks):
+    """This rank's share."""
+    return torch.full((2, 3), 1.0 + ranks.coordinates.data.rank)
 
 
 def test_one_rank_cuts_nothing():
@@ -118,7 +120,9 @@ def test_one_rank_cuts_nothing():
     assert ranks.cut(state) is state
     assert ranks.whole(state) is state
     step = make_step(model, loss_fn, ADAMW, parallelism=ranks, clip_norm=0.1)
-    assert_same_bits(step(state, BATCH)[0], make_step(model, loss_fn, ADAMW, clip_norm=0.1)(state, BATCH)[0])
+    assert_same_bits(
+        step(state, batch_of(ranks))[0], make_step(model, loss_fn, ADAMW, clip_norm=0.1)(state, batch_of(ranks))[0]
+    )
 
 
 def test_a_batch_that_is_not_finite_is_skipped_and_the_state_of_parts_is_as_it_was():
@@ -127,11 +131,11 @@ def test_a_batch_that_is_not_finite_is_skipped_and_the_state_of_parts_is_as_it_w
     def play(collectives):
         ranks, model = Sharded(collectives), linear()
         step = make_step(model, loss_fn, ADAMW, parallelism=ranks, clip_norm=0.5, donate=True)
-        clean, _ = step(step(ranks.cut(init_state(model, ADAMW)), BATCH)[0], BATCH)
-        state, _ = step(ranks.cut(init_state(model, ADAMW)), BATCH)
+        clean, _ = step(step(ranks.cut(init_state(model, ADAMW)), batch_of(ranks))[0], batch_of(ranks))
+        state, _ = step(ranks.cut(init_state(model, ADAMW)), batch_of(ranks))
         with pytest.raises(NonFinite, match=r"not finite on ranks \[1\]") as caught:
-            step(state, BATCH * (math.inf if collectives.rank == 1 else 1.0))
-        after, _ = step(caught.value.skipped, BATCH)
+            step(state, batch_of(ranks) * (math.inf if collectives.rank == 1 else 1.0))
+        after, _ = step(caught.value.skipped, batch_of(ranks))
         return ranks.whole(after), ranks.whole(clean)
 
     for after, clean in run_threads(2, play):
@@ -146,10 +150,10 @@ def test_donation_writes_into_the_parts_and_without_it_they_do_not_change():
         ranks, model = Sharded(collectives), linear()
         state = ranks.cut(init_state(model, ADAMW))
         before = ranks.whole(state)
-        make_step(model, loss_fn, ADAMW, parallelism=ranks)(state, BATCH)
+        make_step(model, loss_fn, ADAMW, parallelism=ranks)(state, batch_of(ranks))
         assert_same_bits(ranks.whole(state), before)
         place = state.model.params["weight"].tensor.data_ptr()
-        after, _ = make_step(model, loss_fn, ADAMW, parallelism=ranks, donate=True)(state, BATCH)
+        after, _ = make_step(model, loss_fn, ADAMW, parallelism=ranks, donate=True)(state, batch_of(ranks))
         assert after.model.params["weight"].tensor.data_ptr() == place
         with pytest.raises(StateDonated):
             state.model.params["weight"]
@@ -174,7 +178,7 @@ def test_a_parameter_without_dimensions_is_whole_on_each_rank_and_counts_once_in
         ranks, model = how(collectives), Scaled()
         state = init_state(model, ADAMW)
         state = ranks.cut(state) if how is Sharded else state
-        state, metrics = make_step(model, loss_fn, ADAMW, parallelism=ranks)(state, BATCH * (1 + collectives.rank))
+        state, metrics = make_step(model, loss_fn, ADAMW, parallelism=ranks)(state, batch_of(ranks))
         return (ranks.whole(state) if how is Sharded else state), metrics["grad_norm"]
 
     cut, whole = (run_threads(3, lambda ranks, how=how: play(ranks, how)) for how in (Sharded, Replicas))
@@ -193,7 +197,7 @@ def refused(world, error, match, play):
 
 
 def stepped(ranks, model, state, *, how=None):
-    return make_step(model, loss_fn, ADAMW, parallelism=ranks if how is None else how)(state, BATCH)
+    return make_step(model, loss_fn, ADAMW, parallelism=ranks if how is None else how)(state, batch_of(ranks))
 
 
 def test_a_state_that_was_not_cut_is_refused_with_the_call_that_cuts_it():
