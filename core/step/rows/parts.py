@@ -12,7 +12,7 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.state.leaves import Lease, Leaves
-from trainfold.core.state.state import ModelState, OptimizerState, TrainableState, TrainState
+from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
 S = TypeVar("S", bound=TrainState)
 Cut: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], Shard]
@@ -101,7 +101,7 @@ def _components(state: TrainState) -> tuple[ModelState, OptimizerState | None]:
     return state.model, optimizer
 
 
-def rows_of(state: TrainableState, box_of: BoxOf) -> tuple[TrainableState, dict[str, tuple[int, ...]]]:
+def rows_of(state: S, box_of: BoxOf) -> tuple[S, dict[str, tuple[int, ...]]]:
     """Return a state with the plain tensors of a rank's parts, and FQN -> shape of the whole parameter. No tensor is copied.
 
     Args:
@@ -116,7 +116,7 @@ def rows_of(state: TrainableState, box_of: BoxOf) -> tuple[TrainableState, dict[
     shapes = {name: tuple(leaf.shape) for name, leaf in model.params.items()}
     plain = attrs.evolve(model, params=Leaves(params))
     if optimizer is None:
-        return state.evolve(model=plain), shapes
+        return cast("S", state.evolve(model=plain)), shapes
 
     def slot(name: str, key: str, leaf: Any) -> Any:
         path = f"state.optimizer.slots[{name!r}][{key!r}]"
@@ -127,7 +127,7 @@ def rows_of(state: TrainableState, box_of: BoxOf) -> tuple[TrainableState, dict[
         name: {key: tree.map(partial(slot, name, key), value) for key, value in of_one.items()}
         for name, of_one in optimizer.slots.items()
     }
-    return state.evolve(model=plain, optimizer=attrs.evolve(optimizer, slots=Leaves(slots))), shapes
+    return cast("S", state.evolve(model=plain, optimizer=attrs.evolve(optimizer, slots=Leaves(slots)))), shapes
 
 
 def in_parts(

@@ -1,10 +1,9 @@
 """`Sharded`: the parallelism of a pure step whose state is cut by rows over the ranks, as ``fully_shard`` (FSDP2) cuts a model."""
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, Final, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import attrs
 import torch
@@ -17,14 +16,14 @@ from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.parallelism import Coordinates
 from trainfold.core.layout.placement import Placement, make_placement
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box, volume
+from trainfold.core.layout.slices import Box
 from trainfold.core.layout.world import Collectives, Exchanges
-from trainfold.core.state.state import TrainableState, TrainState
+from trainfold.core.state.state import TrainState
+from trainfold.core.step.rows.gather import gather_rows
 from trainfold.core.step.rows.parts import cut_whole, rows_of
 from trainfold.core.tensor_memory import tensor_bytes
 
 S = TypeVar("S", bound=TrainState)
-_DIGEST_BYTES: Final = 4
 
 
 @final
@@ -129,7 +128,7 @@ class Sharded:
         self._check_alike(state)
         return cut
 
-    def whole(self, state: TrainableState) -> TrainableState:
+    def whole(self, state: S) -> S:
         """Return the state of whole tensors, such as for an evaluation or an export; every rank calls, and gets all of it.
 
         Args:
@@ -147,15 +146,15 @@ class Sharded:
         gathered = self.gathered(
             {place: leaf.tensor for place, leaf in parts.items()},
             {place: leaf.shape for place, leaf in parts.items()},
-            doing=f"gather the state of step {state.trainer.step}",
+            doing="gather the state" if state.trainer is None else f"gather the state of step {state.trainer.step}",
         )
         leaves = [gathered.get(str(place), leaf) for place, leaf in enumerate(found)]
         model, optimizer = tree.unflatten(structure, leaves)
-        return state.evolve(model=model, optimizer=optimizer)
+        return cast("S", state.evolve(model=model, optimizer=optimizer))
 
     def box(self, shape: tuple[int, ...]) -> Box:
         """The rows of a tensor that this rank holds; all of one without dimensions."""
-        return self._box_at(self.collectives.rank, shape)
+        return _by_rows(self.collectives.world_size).box(shape, (self.collectives.rank,)) if shape else ()
 
     def part(self, rows: torch.Tensor, shape: tuple[int, ...]) -> Shard:
         """Return this rank's rows as a part of a tensor of this shape."""
@@ -165,7 +164,7 @@ class Sharded:
     def gathered(
         self, rows: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], *, doing: str
     ) -> dict[str, torch.Tensor]:
-        """Return whole tensors, by one exchange; those without dimensions are taken from this rank.
+        """Return whole tensors; those without dimensions are taken from this rank.
 
         Args:
             rows: name -> this rank's rows; the same names in the same order on every rank.
@@ -175,35 +174,9 @@ class Sharded:
         Raises:
             RanksDisagree: if a rank has other names, shapes or dtypes, or does something else.
         """
-        world, rank = self.collectives.world_size, self.collectives.rank
-        cut = {name: each for name, each in rows.items() if shapes[name]}
-        mine = [tensor_bytes(each.detach()) for each in cut.values()]
-        layout = repr([(name, shapes[name], str(each.dtype)) for name, each in rows.items()])
-        digest = hashlib.blake2b(layout.encode(), digest_size=_DIGEST_BYTES).hexdigest()
-        sizes = [
-            0 if other == rank else sum(self._bytes_at(other, shapes[name], each) for name, each in cut.items())
-            for other in range(world)
-        ]
         assert isinstance(self.collectives, Exchanges)
-        come = self.collectives.exchange(
-            [mine if other != rank else [] for other in range(world)],
-            sizes,
-            doing=f"{doing}, {len(rows)} tensors of layout {digest}",
-        )
-        found = {name: each.detach() for name, each in rows.items()}
-        read = [0] * world
-        for name, each in cut.items():
-            whole = torch.empty(shapes[name], dtype=each.dtype)
-            for other, data in enumerate(come):
-                (start, stop), *_ = self._box_at(other, shapes[name])
-                if other == rank:
-                    whole[start:stop] = each
-                elif stop > start:
-                    size = self._bytes_at(other, shapes[name], each)
-                    tensor_bytes(whole[start:stop])[:] = data[read[other] : read[other] + size]
-                    read[other] += size
-            found[name] = whole.to(each.device)
-        return found
+        here, rule = self.coordinates.data, _by_rows(self.collectives.world_size)
+        return gather_rows(rows, shapes, self.collectives, here=here, rule=rule, doing=doing)
 
     def _check_alike(self, state: TrainState) -> None:
         """Compare whole states before each rank keeps its rows: afterwards no rank could see a difference."""
@@ -227,12 +200,6 @@ class Sharded:
     @property
     def _is_alone(self) -> bool:
         return self.collectives.world_size == 1
-
-    def _box_at(self, rank: int, shape: tuple[int, ...]) -> Box:
-        return _by_rows(self.collectives.world_size).box(shape, (rank,)) if shape else ()
-
-    def _bytes_at(self, rank: int, shape: Sequence[int], like: torch.Tensor) -> int:
-        return volume(self._box_at(rank, tuple(shape))) * like.element_size()
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,8 @@ from kit.core.step_cases import assert_same_bits, make_batch, make_net, net_loss
 
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, NonFinite, RanksDisagree, StateDonated
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard, make_shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
@@ -18,6 +20,7 @@ from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
 from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.rows.by_rows import check_by_rows
+from trainfold.core.step.rows.gather import gather_rows
 from trainfold.core.step.step import make_step
 from trainfold.ranks import Replicas, Sharded, SingleProcess, run_threads
 
@@ -94,6 +97,24 @@ def test_whole_is_the_inverse_of_cut(world, shapes, dtype):
         assert_same_bits(whole, state)
     if all(shapes):  # a tensor without dimensions is whole on each rank
         assert sum(held for _, held in found) == sum(each.numel() for each in params.values())
+
+
+@settings(max_examples=10)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), limit=st.integers(1, 100))
+def test_what_is_gathered_in_rounds_is_what_is_gathered_at_once(sizes, limit):
+    """A large model is never on its way as a whole."""
+    wholes = {f"w{place}": torch.arange(place, place + size) for place, size in enumerate(sizes)}
+    shapes = {name: tuple(each.shape) for name, each in wholes.items()}
+
+    def play(collectives):
+        ranks = Sharded(collectives)
+        rows = {name: each[slice(*ranks.box(shapes[name])[0])] for name, each in wholes.items()}
+        rule = make_placement(make_mesh((2,)), [[0]])
+        here = ranks.coordinates.data
+        return gather_rows(rows, shapes, collectives, here=here, rule=rule, doing="test", round_bytes=limit)
+
+    for found in run_threads(2, play):
+        assert_same_bits(found, wholes)
 
 
 def linear(rows=5, fill=0.25):
