@@ -36,29 +36,80 @@ def exchange(
         RanksDisagree: if the ranks report metrics of different names.
     """
     trained = [target for target in targets if target.requires_grad]
-    world = parallelism.coordinates.data
+    present = _filled(trained)
+    blocks = _blocks(trained)
+    flats = [torch.cat([_grad(target).reshape(-1) for target in block]) for block in blocks]
+    found, flats = _exchanged(totals, trained, present, parallelism, mark=mark, seen=flats, summed=flats)
+    for block, flat in zip(blocks, flats, strict=True):
+        pieces = torch.split(flat, [target.numel() for target in block])
+        for target, piece in zip(block, pieces, strict=True):
+            if target.grad is not None:
+                target.grad.copy_(piece.view_as(target))  # a copy: ranks that are threads may receive the same tensor
+    return found
+
+
+def exchange_totals(
+    totals: Totals, targets: list[torch.nn.Parameter], parallelism: Parallelism, *, mark: int | None = None
+) -> Totals:
+    """As `exchange`, but each gradient stays that of this rank, for ranks that then sum only the rows that each holds.
+
+    Args:
+        totals: this rank's sums.
+        targets: the parameters, in the same order on every rank.
+        parallelism: the ranks.
+        mark: as for `exchange`.
+
+    Raises:
+        RanksDisagree: if the ranks report metrics of different names.
+    """
+    trained = [target for target in targets if target.requires_grad]
+    present = _filled(trained)
+    seen = [_grad(target).reshape(-1) for target in trained if target.numel()]
+    return _exchanged(totals, trained, present, parallelism, mark=mark, seen=seen, summed=[])[0]
+
+
+def _filled(trained: list[torch.nn.Parameter]) -> list[bool]:
+    """Give zeros to each parameter without a gradient; return which had one."""
     present = [target.grad is not None for target in trained]
     for target in trained:
         if target.grad is None:
             target.grad = torch.zeros_like(target)
-    blocks = _blocks(trained)
-    flats = [torch.cat([_grad(target).reshape(-1) for target in block]) for block in blocks]
-    names = sorted(totals.metrics)
-    numbers = _local_numbers(totals, flats, names, world)
+    return present
+
+
+def _exchanged(  # noqa: PLR0913 - keywords
+    totals: Totals,
+    trained: list[torch.nn.Parameter],
+    present: list[bool],
+    parallelism: Parallelism,
+    *,
+    mark: int | None,
+    seen: list[torch.Tensor],
+    summed: list[torch.Tensor],
+) -> tuple[Totals, list[torch.Tensor]]:
+    """The sums of the totals and of some tensors, with one call of ``all_sum``; gradients that no rank has are dropped.
+
+    Args:
+        totals: this rank's sums.
+        trained: the parameters.
+        present: which of them had a gradient.
+        parallelism: the ranks.
+        mark: as for `exchange`.
+        seen: the gradients, which must be finite.
+        summed: what is summed.
+    """
+    world, names = parallelism.coordinates.data, sorted(totals.metrics)
+    numbers = _local_numbers(totals, seen, names, world)
     if mark is not None:
         numbers += [float(mark if rank == world.rank else 0) for rank in range(world.size)]
     stats = torch.tensor([*numbers, *map(float, present)], dtype=torch.float64)
     stats = stats.to(trained[0].device if trained else "cpu")
-    *flats, stats = parallelism.all_sum([*flats, stats])
-    for block, flat in zip(blocks, flats, strict=True):
-        pieces = torch.split(flat, [target.numel() for target in block])
-        for target, piece in zip(block, pieces, strict=True):
-            _grad(target).copy_(piece.view_as(target))  # a copy: ranks that are threads may receive the same tensor
-    summed = stats.tolist()
-    for target, count in zip(trained, summed[len(numbers) :], strict=True):
+    *sums, stats = parallelism.all_sum([*summed, stats])
+    found = stats.tolist()
+    for target, count in zip(trained, found[len(numbers) :], strict=True):
         if count == 0:
             target.grad = None
-    return _global(summed, names, world.size, has_marks=mark is not None)
+    return _global(found, names, world.size, has_marks=mark is not None), sums
 
 
 def mark_of(gradients: Sequence[torch.Tensor | None]) -> int:

@@ -30,7 +30,7 @@ from trainfold.core.step.loss import Totals
 from trainfold.core.step.microbatch import split
 from trainfold.core.step.next_state import Metrics, check_updated, consume, next_state, skipped_state, step_metrics
 from trainfold.core.step.optimizer import Optimizer, OptimizerLike, pair_of
-from trainfold.core.step.reduce import exchange
+from trainfold.core.step.reduce import exchange, exchange_totals
 from trainfold.core.step.rows.by_rows import check_by_rows
 from trainfold.core.step.rows.parts import rows_of
 from trainfold.core.step.rows.sharded import Sharded
@@ -136,12 +136,13 @@ class Step(Generic[B]):
                 )
                 totals.samples = samples
             if ranks is not None:
-                totals = exchange(totals, workspace.summed, ranks, mark=self._first_batch.mark(micro))
+                share = exchange_totals if isinstance(ranks, Sharded) else exchange
+                totals = share(totals, workspace.summed, ranks, mark=self._first_batch.mark(micro))
                 with self._reporting():
                     self._first_batch.compare(totals.marks, rank=ranks.coordinates.world.rank, step=state.trainer.step)
             norm_of = workspace.norm.of if ranks is None else ranks.norm
             if isinstance(ranks, Sharded):
-                workspace.keep_rows()
+                workspace.sum_rows(state.trainer.step)
                 norm_of = ranks.norm_of_parts
             return judge(
                 totals,

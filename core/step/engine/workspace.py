@@ -113,14 +113,18 @@ class StepWorkspace:
             each.data = self._rows[name]
         self.bound.bind(state.optimizer)
 
-    def keep_rows(self) -> None:
-        """Keep this rank's rows of the summed gradients, and release the others."""
+    def sum_rows(self, step: int) -> None:
+        """Sum this rank's rows of the gradients over the ranks, and release the whole ones.
+
+        Args:
+            step: for the error if a rank does something else.
+        """
         assert self._cut is not None
-        for whole, rows in zip(self.summed, self.targets, strict=True):
-            if whole.grad is not None:
-                box = self._cut.box(tuple(whole.shape))
-                rows.grad = whole.grad[tuple(slice(*side) for side in box)].clone()
-                whole.grad = None
+        grads = {name: each.grad for name, each in self.template.params.items() if each.grad is not None}
+        self.template.drop_grads()
+        sums = self._cut.summed_rows(grads, doing=f"sum the gradients of step {step}")
+        for name, rows in sums.items():
+            self._stepped[name].grad = rows
 
     def gather(self) -> None:
         """Move the gradients of low-precision parameters to their masters, after a backward."""

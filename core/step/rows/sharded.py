@@ -19,7 +19,7 @@ from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box
 from trainfold.core.layout.world import Collectives, Exchanges
 from trainfold.core.state.state import TrainState
-from trainfold.core.step.rows.gather import gather_rows
+from trainfold.core.step.rows.exchange_rows import gather_rows, sum_rows
 from trainfold.core.step.rows.parts import cut_whole, rows_of
 from trainfold.core.tensor_memory import tensor_bytes
 
@@ -177,6 +177,22 @@ class Sharded:
         assert isinstance(self.collectives, Exchanges)
         here, rule = self.coordinates.data, _by_rows(self.collectives.world_size)
         return gather_rows(rows, shapes, self.collectives, here=here, rule=rule, doing=doing)
+
+    def summed_rows(self, grads: dict[str, torch.Tensor], *, doing: str) -> dict[str, torch.Tensor]:
+        """Return this rank's rows of sums over the ranks, added in rank order; the whole sum of a tensor without dimensions.
+
+        Args:
+            grads: name -> this rank's tensor, whole; the same names in the same order on every rank. They are taken out, so that their memory can go.
+            doing: what each rank does, for the error if one does not, or has other tensors.
+
+        Raises:
+            RanksDisagree: if a rank has other names, shapes or dtypes, or does something else.
+        """
+        assert isinstance(self.collectives, Exchanges)
+        here, rule = self.coordinates.data, _by_rows(self.collectives.world_size)
+        single = {name: each for name, each in grads.items() if not each.dim()}
+        sums = dict(zip(single, self.all_sum(list(single.values())) if single else (), strict=True))
+        return sums | sum_rows(grads, self.collectives, here=here, rule=rule, doing=doing)
 
     def _check_alike(self, state: TrainState) -> None:
         """Compare whole states before each rank keeps its rows: afterwards no rank could see a difference."""

@@ -20,7 +20,7 @@ from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
 from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.rows.by_rows import check_by_rows
-from trainfold.core.step.rows.gather import gather_rows
+from trainfold.core.step.rows.exchange_rows import gather_rows, sum_rows
 from trainfold.core.step.step import make_step
 from trainfold.ranks import Replicas, Sharded, SingleProcess, run_threads
 
@@ -111,10 +111,13 @@ def test_what_is_gathered_in_rounds_is_what_is_gathered_at_once(sizes, limit):
         rows = {name: each[slice(*ranks.box(shapes[name])[0])] for name, each in wholes.items()}
         rule = make_placement(make_mesh((2,)), [[0]])
         here = ranks.coordinates.data
-        return gather_rows(rows, shapes, collectives, here=here, rule=rule, doing="test", round_bytes=limit)
+        how = {"here": here, "rule": rule, "doing": "test", "round_bytes": limit}
+        sums = sum_rows({name: each * (1 + collectives.rank) for name, each in wholes.items()}, collectives, **how)
+        return gather_rows(rows, shapes, collectives, **how), gather_rows(sums, shapes, collectives, **how)
 
-    for found in run_threads(2, play):
+    for found, sums in run_threads(2, play):
         assert_same_bits(found, wholes)
+        assert_same_bits(sums, {name: each * 3 for name, each in wholes.items()})
 
 
 def linear(rows=5, fill=0.25):

@@ -1,4 +1,4 @@
-"""`gather_rows`: whole tensors from the rows that each rank holds, in rounds, so that what is on its way stays small."""
+"""`gather_rows`: whole tensors from the rows that each rank holds; `sum_rows`: the rows of a sum. In rounds, so that what is on its way stays small."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,8 +41,7 @@ def gather_rows(  # noqa: PLR0913 - keywords
     Raises:
         RanksDisagree: if a rank has other names, shapes or dtypes, or does something else.
     """
-    layout = repr([(name, shapes[name], str(each.dtype)) for name, each in rows.items()])
-    digest = hashlib.blake2b(layout.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    what = f"{doing}, {_layout(rows, shapes)}"
     found = {name: each.detach() for name, each in rows.items()}
     cut = [name for name in rows if shapes[name]]
     for names in _rounds(cut, {name: volume_bytes(shapes[name], rows[name]) for name in cut}, round_bytes):
@@ -56,7 +55,7 @@ def gather_rows(  # noqa: PLR0913 - keywords
         come = ranks.exchange(
             [[] if rank == here.rank else mine for rank in range(here.size)],
             [0 if rank == here.rank else size for rank, size in enumerate(sizes)],
-            doing=f"{doing}, {len(rows)} tensors of layout {digest}",
+            doing=what,
         )
         read = [0] * here.size
         for name in names:
@@ -71,6 +70,67 @@ def gather_rows(  # noqa: PLR0913 - keywords
                 read[rank] = end
             found[name] = whole.to(rows[name].device)
     return found
+
+
+def sum_rows(  # noqa: PLR0913 - keywords
+    grads: dict[str, torch.Tensor],
+    ranks: Exchanges,
+    *,
+    here: World,
+    rule: Placement,
+    doing: str,
+    round_bytes: int = ROUND_BYTES,
+) -> dict[str, torch.Tensor]:
+    """Return this rank's rows of the sums, added in rank order: the bits of ``all_sum``. Tensors without dimensions are left out.
+
+    Args:
+        grads: name -> this rank's whole tensor; the same names in the same order on every rank. What is summed is taken out.
+        ranks: that exchange them.
+        here: this rank.
+        rule: which rows a rank holds.
+        doing: what each rank does, for the error if one does not, or has other tensors.
+        round_bytes: how much is summed at once.
+
+    Raises:
+        RanksDisagree: if a rank has other names, shapes or dtypes, or does something else.
+    """
+    shapes = {name: tuple(each.shape) for name, each in grads.items()}
+    what = f"{doing}, {_layout(grads, shapes)}"
+    cut = [name for name in grads if shapes[name]]
+    sums: dict[str, torch.Tensor] = {}
+    for names in _rounds(cut, {name: grads[name].nbytes for name in cut}, round_bytes):
+        given = {name: grads.pop(name).detach().contiguous() for name in names}
+        boxes = {name: [rule.box(shapes[name], (rank,))[0] for rank in range(here.size)] for name in names}
+        mine = {name: each[slice(*boxes[name][here.rank])] for name, each in given.items()}
+        size = sum(each.nbytes for each in mine.values())
+        come = ranks.exchange(
+            [
+                [] if rank == here.rank else [tensor_bytes(given[name][slice(*boxes[name][rank])]) for name in names]
+                for rank in range(here.size)
+            ],
+            [0 if rank == here.rank else size for rank in range(here.size)],
+            doing=what,
+        )
+        read = 0
+        for name, own in mine.items():
+            terms = []
+            for rank, data in enumerate(come):
+                terms.append(own if rank == here.rank else torch.empty(own.shape, dtype=own.dtype))
+                if rank != here.rank and own.nbytes:
+                    tensor_bytes(terms[rank])[:] = data[read : read + own.nbytes]
+            total = terms[0].to(own.device, copy=True)
+            for each in terms[1:]:
+                total += each.to(own.device)
+            sums[name] = total
+            read += own.nbytes
+    return sums
+
+
+def _layout(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]) -> str:
+    """What must be equal on all ranks, in a few words."""
+    text = repr([(name, shapes[name], str(each.dtype)) for name, each in tensors.items()])
+    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{len(tensors)} tensors of layout {digest}"
 
 
 def volume_bytes(shape: Shape, like: torch.Tensor) -> int:
