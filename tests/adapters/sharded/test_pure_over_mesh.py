@@ -153,7 +153,7 @@ def resumed(collectives, folder, mode):
     through, _ = folded(state, step, collectives.rank, range(10, 16))
     for numbers in (range(10, 13), range(13, 16)):
         _, state, step = pure_parts(collectives, clip_norm=0.5, donate=donate)
-        with CheckpointManager(f"{folder}/{mode}", mode=mode, collectives=collectives) as manager:
+        with CheckpointManager(f"{folder}/{mode}", mode=mode, collectives=collectives, hold_check=donate) as manager:
             state = manager.load(state) if numbers.start > 10 else state
             for number in numbers:
                 state, _ = folded(state, step, collectives.rank, [number])

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.core.step_cases import assert_same_bits, make_batch, make_net, net_loss
 
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import InvalidArgument, InvalidState, NonFinite, RanksDisagree, StateDonated
 from trainfold.core.layout.mesh import make_mesh
@@ -325,3 +327,29 @@ def test_ranks_that_cannot_exchange_parts_are_refused():
 
     with pytest.raises(InvalidArgument, match="a method exchange"):
         Sharded(Few())
+
+
+def test_a_checkpoint_of_whole_states_is_loaded_as_parts_and_the_other_way_round():
+    """A05: on other numbers of ranks; the two kinds of steps go on from either."""
+    store, model = MemoryStore(), linear()
+
+    def train_whole(collectives):
+        ranks = Replicas(collectives)
+        state, _ = make_step(model, loss_fn, ADAMW, parallelism=ranks)(init_state(model, ADAMW), batch_of(ranks))
+        save(state, store, collectives=collectives)
+        return state
+
+    def train_parts(collectives):
+        ranks = Sharded(collectives)
+        state = load(store, like=ranks.cut(init_state(model, ADAMW)), collectives=collectives)
+        before = ranks.whole(state)
+        state, _ = make_step(model, loss_fn, ADAMW, parallelism=ranks)(state, batch_of(ranks))
+        save(state, store, collectives=collectives)
+        return before, ranks.whole(state)
+
+    wanted = run_threads(2, train_whole)[0]
+    found = run_threads(3, train_parts)
+    alone = load(store, like=init_state(model, ADAMW))
+    for before, after in found:
+        assert_same_bits((before.model, before.optimizer), (wanted.model, wanted.optimizer))
+        assert_same_bits((after.model, after.optimizer), (alone.model, alone.optimizer))
