@@ -142,7 +142,8 @@ class Step(Generic[B]):
                     self._first_batch.compare(totals.marks, rank=ranks.coordinates.world.rank, step=state.trainer.step)
             norm_of = workspace.norm.of if ranks is None else ranks.norm
             if isinstance(ranks, Sharded):
-                workspace.sum_rows(state.trainer.step)
+                with self._reporting():
+                    workspace.sum_rows(state.trainer.step)
                 norm_of = ranks.norm_of_parts
             return judge(
                 totals,

@@ -11,7 +11,7 @@ from trainfold.core.step.loss import Loss
 from trainfold.core.step.optimizer import optimizer
 from trainfold.core.step.step import make_step
 from trainfold.properties.contracts import ContractBroken, check_parallelism
-from trainfold.ranks import Coordinates, Replicas, World, run_threads
+from trainfold.ranks import Coordinates, Replicas, Sharded, World, run_threads
 
 
 class Silent:
@@ -136,7 +136,7 @@ def runner(kind):
     return lambda size, play: run_threads(size, lambda ranks: play(wrap(ranks)))
 
 
-@pytest.mark.parametrize("kind", [Silent, Synchronised])
+@pytest.mark.parametrize("kind", [Silent, Synchronised, lambda ranks, _: Sharded(ranks)])
 def test_whole_replicas_keep_the_promises(kind):
     """A03: silent until the boundary, or synchronised at it, on 1 to 3 ranks."""
     check_parallelism(runner(kind), world_sizes=(1, 2, 3))

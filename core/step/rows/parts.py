@@ -15,7 +15,7 @@ from trainfold.core.state.leaves import Lease, Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
 S = TypeVar("S", bound=TrainState)
-Cut: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], Shard]
+Cut: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], Any]
 """A rank's tensor and the shape of the whole -> the part."""
 BoxOf: TypeAlias = Callable[[tuple[int, ...]], Box]
 """The shape of a whole tensor -> the box of it that this rank holds."""
@@ -112,7 +112,7 @@ def rows_of(state: S, box_of: BoxOf) -> tuple[S, dict[str, tuple[int, ...]]]:
         InvalidState: naming the first leaf that is whole, or another part than this rank's.
     """
     model, optimizer = _components(state)
-    params = {name: _held(leaf, f"state.model.params[{name!r}]", box_of) for name, leaf in model.params.items()}
+    params = {name: held_rows(leaf, f"state.model.params[{name!r}]", box_of) for name, leaf in model.params.items()}
     shapes = {name: tuple(leaf.shape) for name, leaf in model.params.items()}
     plain = attrs.evolve(model, params=Leaves(params))
     if optimizer is None:
@@ -121,7 +121,7 @@ def rows_of(state: S, box_of: BoxOf) -> tuple[S, dict[str, tuple[int, ...]]]:
     def slot(name: str, key: str, leaf: Any) -> Any:
         path = f"state.optimizer.slots[{name!r}][{key!r}]"
         is_whole = isinstance(leaf, torch.Tensor) and tuple(leaf.shape) == shapes.get(name)
-        return _held(leaf, path, box_of) if is_whole or isinstance(leaf, Shard) else leaf
+        return held_rows(leaf, path, box_of) if is_whole or isinstance(leaf, Shard) else leaf
 
     slots = {
         name: {key: tree.map(partial(slot, name, key), value) for key, value in of_one.items()}
@@ -156,8 +156,17 @@ def in_parts(
     )
 
 
-def _held(leaf: Any, path: str, box_of: BoxOf) -> torch.Tensor:
-    """The tensor in a part, if it is the part that this rank holds."""
+def held_rows(leaf: Any, path: str, box_of: BoxOf) -> torch.Tensor:
+    """Return the tensor in a part, if it is the part that this rank holds.
+
+    Args:
+        leaf: of a state.
+        path: of the leaf, for the error.
+        box_of: the box that this rank has to hold.
+
+    Raises:
+        InvalidState: if it is whole, or another part.
+    """
     is_part = isinstance(leaf, Shard)
     plain: torch.Tensor = leaf.tensor if is_part else leaf
     is_plain, shape = type(plain) is torch.Tensor, tuple(leaf.shape)

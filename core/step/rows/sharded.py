@@ -20,7 +20,7 @@ from trainfold.core.layout.slices import Box
 from trainfold.core.layout.world import Collectives, Exchanges
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.rows.exchange_rows import gather_rows, sum_rows
-from trainfold.core.step.rows.parts import cut_whole, rows_of
+from trainfold.core.step.rows.parts import cut_whole, held_rows, rows_of
 from trainfold.core.tensor_memory import tensor_bytes
 
 S = TypeVar("S", bound=TrainState)
@@ -132,7 +132,7 @@ class Sharded:
         """Return the state of whole tensors, such as for an evaluation or an export; every rank calls, and gets all of it.
 
         Args:
-            state: of parts.
+            state: of parts, also those under ``extra``.
 
         Raises:
             InvalidState: naming the first leaf that is not this rank's part.
@@ -141,7 +141,10 @@ class Sharded:
         if self._is_alone:
             return state
         rows_of(state, self.box)
-        found, structure = tree.flatten((state.model, state.optimizer))
+        for path, leaf in tree.named_leaves(state.extra, "state.extra"):
+            if isinstance(leaf, Shard):
+                held_rows(leaf, path, self.box)
+        found, structure = tree.flatten((state.model, state.optimizer, state.extra))
         parts = {str(place): leaf for place, leaf in enumerate(found) if isinstance(leaf, Shard)}
         gathered = self.gathered(
             {place: leaf.tensor for place, leaf in parts.items()},
@@ -149,15 +152,17 @@ class Sharded:
             doing="gather the state" if state.trainer is None else f"gather the state of step {state.trainer.step}",
         )
         leaves = [gathered.get(str(place), leaf) for place, leaf in enumerate(found)]
-        model, optimizer = tree.unflatten(structure, leaves)
-        return cast("S", state.evolve(model=model, optimizer=optimizer))
+        model, optimizer, extra = tree.unflatten(structure, leaves)
+        return cast("S", state.evolve(model=model, optimizer=optimizer, extra=extra))
 
     def box(self, shape: tuple[int, ...]) -> Box:
         """The rows of a tensor that this rank holds; all of one without dimensions."""
         return _by_rows(self.collectives.world_size).box(shape, (self.collectives.rank,)) if shape else ()
 
-    def part(self, rows: torch.Tensor, shape: tuple[int, ...]) -> Shard:
-        """Return this rank's rows as a part of a tensor of this shape."""
+    def part(self, rows: torch.Tensor, shape: tuple[int, ...]) -> Any:
+        """Return this rank's rows as a part of a tensor of this shape; the rows themselves on one rank, or without dimensions."""
+        if self._is_alone or not shape:
+            return rows
         starts = tuple(start for start, _ in self.box(shape))
         return Shard(rows, shape, starts, placement=_by_rows(self.collectives.world_size))
 

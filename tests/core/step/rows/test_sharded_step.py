@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.core.step_cases import assert_same_bits, make_batch, make_net, net_loss
 
+from trainfold.backends.ranks.in_process import InjectedFailure, RankFault, thread_outcomes
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
-from trainfold.core.errors import InvalidArgument, InvalidState, NonFinite, RanksDisagree, StateDonated
+from trainfold.core.errors import InvalidArgument, InvalidState, NonFinite, RankFailed, RanksDisagree, StateDonated
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard, make_shard
@@ -353,3 +354,56 @@ def test_a_checkpoint_of_whole_states_is_loaded_as_parts_and_the_other_way_round
     for before, after in found:
         assert_same_bits((before.model, before.optimizer), (wanted.model, wanted.optimizer))
         assert_same_bits((after.model, after.optimizer), (alone.model, alone.optimizer))
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_rank_that_fails_in_any_exchange_stops_all_and_no_rank_has_updated(silent):
+    """N03: every exchange of a step comes before its update; the ranks make the same calls."""
+    model = linear()
+
+    def play(collectives):
+        ranks = Sharded(collectives)
+        state = ranks.cut(init_state(model, ADAMW))
+        start, before = len(collectives.schedule), [each.tensor.clone() for each in state.model.params.values()]
+        step = make_step(model, loss_fn, ADAMW, parallelism=ranks, clip_norm=0.5, donate=True)
+        try:
+            step(state, batch_of(ranks))
+        except (RankFailed, InjectedFailure):
+            assert_same_bits([each.tensor for each in state.model.params.values()], before)
+            raise
+        return start
+
+    whole = thread_outcomes(2, play)
+    assert whole[0].schedule == whole[1].schedule
+    calls = range(whole[0].value, len(whole[0].schedule))
+    assert [whole[0].schedule[index].kind for index in calls] == ["exchange", "all_sum", "exchange", "all_sum"]
+    for index in calls:
+        ended = thread_outcomes(
+            2, play, fail_at=RankFault(1, index, silent=silent), timeout_secs=0.3 if silent else 60.0
+        )
+        assert [type(each.error) for each in ended] == [RankFailed, InjectedFailure], index
+
+
+def test_an_average_of_parts_is_saved_loaded_on_other_ranks_and_gathered():
+    """A05: under ``extra``, also of a parameter without dimensions and on one rank; a part of other ranks is named."""
+    store = MemoryStore()
+    params = {"w": torch.arange(10.0).reshape(5, 2), "scale": torch.tensor(2.0)}
+    state = TrainState(ModelState(Leaves(params), Leaves()), trainer=Progress(step=3))
+
+    def averaged(ranks, factor):
+        cut = ranks.cut(state)
+        average = {
+            name: ranks.part(ranks.local(leaf) * factor, tuple(leaf.shape)) for name, leaf in cut.model.params.items()
+        }
+        return cut.evolve(extra={"average": average})
+
+    run_threads(2, lambda each: save(averaged(Sharded(each), 3.0), store, collectives=each))
+    for size in (3, 1):
+        found = run_threads(
+            size, lambda each: Sharded(each).whole(load(store, like=averaged(Sharded(each), 0.0), collectives=each))
+        )
+        for each in found:
+            assert_same_bits(each.extra["average"], {name: value * 3 for name, value in params.items()})
+    of_three = run_threads(3, lambda each: averaged(Sharded(each), 1.0).extra)
+    with pytest.raises(InvalidState, match=r"state\.extra\['average'\]\['w'\]: expected \[0:3, 0:2\]"):
+        run_threads(2, lambda each: Sharded(each).whole(averaged(Sharded(each), 1.0).evolve(extra=of_three[each.rank])))
