@@ -13,6 +13,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.codec import DENSE
 from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.layout.world import World
+from trainfold.core.step.rows.sharded import Sharded
 
 
 @final
@@ -161,6 +162,9 @@ class TrainingRanks:
         model: of the run.
         extra: the other components; modules may be registered later.
         around: makes the parallelism of a pipeline of that of its stages; None without a pipeline.
+
+    Raises:
+        InvalidArgument: for `Sharded`, by which no module is cut.
     """
 
     def __init__(
@@ -171,6 +175,13 @@ class TrainingRanks:
         *,
         around: Callable[[TorchParallelism], Parallelism] | None = None,
     ) -> None:
+        if isinstance(parallelism, Sharded):
+            raise InvalidArgument(
+                "attach.parallelism",
+                expected="how the ranks train the objects of a loop",
+                found="Sharded, which cuts the state of a step: every rank would train all of the model",
+                fix="shard the model with fully_shard and leave parallelism= out; or pass it to make_step",
+            )
         self._given = parallelism
         self._around = around
         self._found: Parallelism | None = None

@@ -10,11 +10,14 @@ from torch import nn
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, save
-from trainfold.core.errors import InvalidState, NonFinite
+from trainfold.core.errors import InvalidArgument, InvalidState, NonFinite
 from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss
 from trainfold.core.step.optimizer import optimizer as pure
+from trainfold.core.step.rows.parts import rows_of
 from trainfold.core.step.step import make_step
 from trainfold.ranks import Sharded
 
@@ -187,7 +190,34 @@ def on_two(collectives, folder):
         "both": both(collectives),
         "resumed": [resumed(collectives, folder, mode) for mode in ("sync", "async")],
         "exchanged": exchanged(collectives, folder),
+        "refused": refusals(collectives),
     }
+
+
+def refusals(collectives):
+    """What a step cannot take, in words: a model and a state that are cut already, and a state whose loop would not be."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, sgd = init_device_mesh("cpu", (2,)), pure(torch.optim.SGD, lr=0.1)
+    cut = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+    state = pure_parts(collectives)[1]
+    name, part = next(iter(state.model.params.items()))
+    columns = distribute_tensor(torch.zeros(part.shape), mesh, [Shard(1)])
+    odd = state.evolve(model=ModelState(Leaves({**state.model.params, name: columns}), Leaves()))
+    calls = {
+        "init": lambda: init_state(cut, sgd),
+        "step": lambda: make_step(cut, loss_fn, sgd),
+        "state": lambda: rows_of(odd, Sharded(collectives).box),
+        "attach": lambda: attach(plain(), parallelism=Sharded(collectives)),
+    }
+    found = {}
+    for what, call in calls.items():
+        with pytest.raises((InvalidArgument, InvalidState)) as caught:
+            call()
+        found[what] = str(caught.value)
+    return found
 
 
 class InRankOrder:
@@ -268,24 +298,12 @@ def test_on_three_ranks_the_order_of_the_sums_is_the_only_difference(two_ranks, 
         assert each["loaded"] == bits(alone.model.params.values())
 
 
-def tensor_parallel(_):
-    """A model that is cut already, as a pure step cannot take it."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    cut = parallelize_module(nn.Sequential(nn.Linear(4, 4)), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
-    found = []
-    for call in (
-        lambda: init_state(cut, pure(torch.optim.SGD, lr=0.1)),
-        lambda: make_step(cut, loss_fn, pure(torch.optim.SGD, lr=0.1)),
-    ):
-        with pytest.raises(InvalidState) as caught:
-            call()
-        found.append(str(caught.value))
-    return found
-
-
-def test_a_model_of_tensor_parallelism_is_refused_with_the_attached_loop_as_the_next_move(processes):
-    for text in processes.run(1, tensor_parallel, collectives=PATIENT)[0]:
-        assert "model: 0.weight: expected a plain tensor" in text
-        assert "trainfold.attach(model, optimizer)" in text
+def test_what_is_cut_already_is_refused_with_the_attached_loop_as_the_next_move(two_ranks):
+    """Tensor parallelism in a model and in a state, each by name with its mesh; and an attached loop that nothing would cut."""
+    for each in two_ranks:
+        found = each["refused"]
+        assert all("model: 0.weight: expected a plain tensor" in found[what] for what in ("init", "step"))
+        assert "state.model.params['0.weight']: expected [" in found["state"]
+        assert "found a DTensor of [7, 6] on DeviceMesh" in found["state"]
+        assert all("trainfold.attach(model, optimizer)" in found[what] for what in ("init", "step", "state"))
+        assert "every rank would train all of the model; shard the model with fully_shard" in found["attach"]
