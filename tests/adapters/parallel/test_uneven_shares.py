@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from trainfold.adapters.batches.close_workers import close_workers
 from trainfold.adapters.batches.global_sampler import GlobalBatchSampler
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -463,10 +464,12 @@ class Rows:
 @pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
 def test_persistent_workers_continue_after_what_was_left_out(loader):
     """G01, G08: a worker that lives on has drawn the rest too, and its streams are after it at a resume."""
+    loaders = []
 
     def made():
         torch.manual_seed(0)
-        live = attach(torch.nn.Flatten(), loader=loader(Noise(), batch_size=1, num_workers=1, persistent_workers=True))
+        loaders.append(loader(Noise(), batch_size=1, num_workers=1, persistent_workers=True))
+        live = attach(torch.nn.Flatten(), loader=loaders[-1])
         live._data.feed.take = TakeTogether(BesideShorter(), "", [0, 1], live._counters, drops=True)
         return live
 
@@ -475,6 +478,7 @@ def test_persistent_workers_continue_after_what_was_left_out(loader):
         for batch in live.batches(epochs=3, steps=steps):
             found.append(float(batch))
             live.advance()
+        close_workers(loaders[-1]._iterator)  # a collection that ends them waits 5 s for each
         return found
 
     whole = numbers(made(), None)
