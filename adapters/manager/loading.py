@@ -146,7 +146,8 @@ class RunLoader:
         Raises:
             InvalidState: if the run has no best, or a rewind has left it behind, or replaced it.
         """
-        name = on_rank_zero(self.collectives, lambda: measured_best(self.store), doing="look for the best")
+        with placed(step=_step_of(run)):
+            name = on_rank_zero(self.collectives, lambda: measured_best(self.store), doing="look for the best")
         if name is None:
             raise InvalidState(
                 f"{self.store.url}/best.json", expected="a best", found="none", fix="call save_best first"
@@ -275,7 +276,7 @@ class LoadRunner:
             if step is not None or not refused.refusal.finds_nothing:
                 self.events.report("refused", step=step, detail=str(refused))
             raise
-        step = None if state.trainer is None else state.trainer.step
+        step = _step_of(state)
         self.due.loaded(step)
         self.first.loaded(run, step)
         self.saves.descends_from = self.loader.descent
@@ -288,7 +289,7 @@ class LoadRunner:
                 self.loader.store.url,
                 "?" if self.loader.descent is None else self.loader.descent.step,
                 ", ".join(names),
-                run.progress.step if isinstance(run, Live) else 0,
+                _step_of(run) or 0,
             )
         return state
 
@@ -301,3 +302,10 @@ class LoadRunner:
         live.meet(self.loader.collectives)
         self.asked.watch(live)
         return Restored(self.loader.store.url, live.progress.step, is_fresh=is_fresh)
+
+
+def _step_of(run: Live | TrainState) -> int | None:
+    """The step of the run's own objects; None for a state that does not count."""
+    if isinstance(run, Live):
+        return run.progress.step
+    return None if run.trainer is None else run.trainer.step

@@ -1,11 +1,12 @@
 """`Call`: a collective call as a value, and `Deadline`: how long it may take."""
 
 import time
+from collections.abc import Iterable
 from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, RanksDisagree
 
 _LEAST_SECS: Final = 1e-3
 
@@ -64,3 +65,21 @@ def check_broadcast(source: int, world_size: int) -> None:
     """
     if not 0 <= source < world_size:
         raise InvalidArgument("source", expected=f"a rank below {world_size}", found=source, fix="count ranks from 0")
+
+
+def parted(calls: Iterable[str]) -> RanksDisagree:
+    """The error of ranks that do not do the same next.
+
+    Args:
+        calls: what each one does, such as ``"rank 1 has returned"``.
+
+    Examples:
+        >>> print(parted(["rank 0 calls gather(begin a checkpoint)", "rank 1 has returned"]))  # doctest: +ELLIPSIS
+        what the ranks do next: expected the same on every rank, found rank 0 calls gather(begin a checkpoint); rank 1 has returned; ...
+    """
+    return RanksDisagree(
+        "what the ranks do next",
+        expected="the same on every rank",
+        found="; ".join(calls),
+        fix="save, load, evaluate and finish on every rank in one order; let no condition around these calls depend on what only one rank knows",
+    )

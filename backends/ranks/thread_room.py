@@ -7,8 +7,8 @@ from typing import Any, Final, final
 
 import attrs
 
-from trainfold.backends.ranks.call import Call
-from trainfold.core.errors import RankFailed, RanksDisagree, TrainfoldError, error_text
+from trainfold.backends.ranks.call import Call, parted
+from trainfold.core.errors import RankFailed, TrainfoldError, error_text
 
 VOTE_SECS: Final = 60.0
 
@@ -128,14 +128,7 @@ class Room:
         if len(set(here.calls.values())) > 1 or absent:
             shown = [f"rank {rank} calls {call}" for rank, call in sorted(here.calls.items())]
             shown += [f"rank {rank} has returned" for rank in absent]
-            self._fail(
-                RanksDisagree(
-                    "the schedule of collectives",
-                    expected="the same calls in the same order on every rank",
-                    found="; ".join(shown),
-                    fix="make no collective call depend on what only one rank knows",
-                )
-            )
+            self._fail(parted(shown))
 
     def _fail(self, failure: TrainfoldError) -> None:
         with self._changed:

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, TypeVar, final
 import attrs
 import torch
 
-from trainfold.backends.ranks.call import Call, Deadline, check_broadcast
+from trainfold.backends.ranks.call import Call, Deadline, check_broadcast, parted
 from trainfold.backends.ranks.failure_board import Fault, NoticeBoard, StoreBulletin
 from trainfold.backends.ranks.launcher import restart_trap
 from trainfold.backends.ranks.ordered_sum import sum_plan
@@ -38,7 +38,7 @@ from trainfold.backends.ranks.process_group import (
     start_broadcast,
 )
 from trainfold.backends.ranks.wire import from_wire, to_wire
-from trainfold.core.errors import InvalidArgument, RankFailed, RanksDisagree, error_text
+from trainfold.core.errors import InvalidArgument, RankFailed, error_text
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 
@@ -417,12 +417,7 @@ class TorchCollectives:
         """Raise with the calls of all ranks. Every rank has seen that they differ, so every rank gets here."""
         rows = self._all_gather(padded_bytes(str(call).encode()[: self._head_bytes], self._head_bytes), call, until)
         calls = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
-        raise RanksDisagree(
-            "the schedule of collectives",
-            expected="the same calls in the same order on every rank",
-            found="; ".join(f"rank {rank} calls {each}" for rank, each in enumerate(calls)),
-            fix="make no collective call depend on what only one rank knows",
-        )
+        raise parted(f"rank {rank} calls {each}" for rank, each in enumerate(calls))
 
     def _bytes_of(self, value: Any) -> bytes:
         try:
