@@ -5,9 +5,9 @@ import copy
 import attrs
 import pytest
 import torch
+from kit.adapters.live_cases import Limit
 from torch import nn
 
-from tests.kit.adapters.live_cases import Limit
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads

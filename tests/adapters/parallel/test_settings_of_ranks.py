@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.adapters.live_cases import Limit
 from torch import nn
 
-from tests.kit.adapters.live_cases import Limit
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.core.errors import InvalidArgument, OptionalLeftOut, RanksDisagree
