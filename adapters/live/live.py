@@ -97,6 +97,11 @@ class Live(LoopsOverData, GradientWindows):
         """Names of restored components for which nothing is registered yet."""
         return tuple(self._pending.values)
 
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Names of the components that it has now, built-in ones too; pending ones are in `names`."""
+        return tuple(self._parts_now())
+
     def advance(self, *, samples: Samples = None, tokens: int | None = None, steps: int | None = None) -> Progress:
         """Count what was trained on; call it after each optimizer step, before anything is saved.
 

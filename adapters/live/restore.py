@@ -13,9 +13,9 @@ from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
+from trainfold.core.component_names import torn_pairs
 from trainfold.core.errors import (
     HalfRestored,
-    InvalidArgument,
     InvalidState,
     RestoreRefused,
     TrainfoldError,
@@ -27,10 +27,6 @@ from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_out
 from trainfold.core.layout.world import Collectives
 
 T = TypeVar("T")
-_DEPENDS = {
-    "scheduler": ("optimizer", "the learning rate that it has set is in the optimizer's param groups"),
-    "dataset": ("trainer", "a position belongs to a run that continues with its counters"),
-}
 
 
 def refusals(
@@ -47,11 +43,7 @@ def refusals(
         The reasons, in the order of the components.
     """
     wanted = [name for name in parts if chosen is None or name in chosen]
-    found: list[TrainfoldError] = []
-    for name, (needed, reason) in _DEPENDS.items():
-        if chosen is not None and name in chosen and needed in parts and needed not in chosen:
-            fix = f"select {needed} too, or leave {name} out: {reason}"
-            found.append(InvalidArgument("components", expected=f"{needed} with {name}", found=sorted(chosen), fix=fix))
+    found: list[TrainfoldError] = [*torn_pairs(chosen, present=parts)]
     for name in wanted:
         if name in saved:
             found.extend(parts[name].problems(saved[name]))

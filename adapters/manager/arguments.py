@@ -11,12 +11,13 @@ from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.checks import count
+from trainfold.core.component_names import torn_pairs
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.replicas import LEVELS, Level, level_of
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
 from trainfold.core.save.triggers import Triggers, make_triggers
-from trainfold.core.state.components import validate_components
+from trainfold.core.state.components import components_of, validate_components
 from trainfold.core.state.state import TrainState
 
 _WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
@@ -125,7 +126,7 @@ class RunCheck:
         """Check that a run is a live one, or a state if that is allowed, and that it has the components.
 
         Raises:
-            InvalidArgument: if it is neither.
+            InvalidArgument: if it is neither, or if the components have its optimizer without its scheduler, or the other way round.
             UnknownComponent: if the first run lacks a component; each save checks what is declared later.
         """
         if not isinstance(run, kinds):
@@ -136,7 +137,12 @@ class RunCheck:
                 fix="pass what attach(model, optimizer, ...) returned",
             )
         if not self._names_are_known:
-            validate_components(self._components, declared=run.names if isinstance(run, Live) else tuple(run.extra))
+            declared, present = (
+                (run.names, run.present) if isinstance(run, Live) else (tuple(run.extra), tuple(components_of(run)))
+            )
+            validate_components(self._components, declared=declared)
+            for torn in torn_pairs(self._components, present=present):
+                raise torn
             self._names_are_known = True
 
 

@@ -14,6 +14,7 @@ from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.runs.alike.replicas import check_copies, copies_of, replicated
 from trainfold.core.checks import mapping_given
+from trainfold.core.component_names import torn_pairs
 from trainfold.core.data.batches_read import BatchesRead
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.codec import DENSE, as_tensor
@@ -160,7 +161,7 @@ def describe_state(
 
     Raises:
         InvalidState: if the state has no trainer component, and so no step.
-        InvalidArgument: if it is not a state.
+        InvalidArgument: if it is not a state, or if the selection has an optimizer without its scheduler, or the other way round.
         UnknownComponent: for an unknown name.
         UnsupportedLeaf: for a leaf that the format cannot hold, or a slot that would be loaded in another memory layout.
         StateDonated: if a donating step has consumed the state.
@@ -174,8 +175,10 @@ def describe_state(
     step = step_of_state(state)
     if isinstance(state.optimizer, OptimizerState) and state.model is not None and not is_of_live_run(state):
         check_layouts(state.optimizer, state.model.params)
-    chosen = components_of(select(state, components))
-    omitted = tuple(name for name in components_of(state) if name not in chosen)
+    every, chosen = components_of(state), components_of(select(state, components))
+    for torn in torn_pairs(None if components is None else list(chosen), present=every):
+        raise torn
+    omitted = tuple(name for name in every if name not in chosen)
     pairs = {name: describe(component, name) for name, component in chosen.items()}
     return Snapshot(
         step=step,

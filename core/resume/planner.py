@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from trainfold.core.checks import nearest
-from trainfold.core.component_names import BUILTIN_COMPONENTS
+from trainfold.core.component_names import BUILTIN_COMPONENTS, torn_pairs
 from trainfold.core.errors import UnknownComponent
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import ComponentRecord, Manifest
@@ -30,6 +30,7 @@ from trainfold.core.format.structure.ownership import (
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
+from trainfold.core.problem import problem_of
 from trainfold.core.resume.choose import (
     choose,
     kind_of_absence,
@@ -84,6 +85,7 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
         return Refusal(inventory.run, None, manifest)
     _check_names(manifest, target, request)
     findings = Findings(request.policy)
+    findings.problems.extend(map(problem_of, torn_pairs(request.components, present=target.components)))
     dims = _dims(manifest)
     actions = tuple(
         _action(name, manifest, target, request, findings, dims=dims) for name in _names(manifest, target, request)

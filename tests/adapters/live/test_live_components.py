@@ -138,10 +138,18 @@ def test_a_missing_component_is_an_error_unless_it_is_left_out_by_name():
 def test_a_scheduler_without_its_optimizer_and_a_position_without_its_counters_are_refused():
     """B04, G10."""
     state = Job(0).run(2).live.capture()
-    with pytest.raises(RestoreRefused, match="the learning rate that it has set"):
+    with pytest.raises(RestoreRefused, match="the learning rate that a scheduler has set"):
         Job(1).live.restore(state, components=["model", "scheduler", "trainer"])
     with pytest.raises(RestoreRefused, match="a position belongs to a run"):
         Job(1).live.restore(state, components=["model", "dataset"])
+    with pytest.raises(RestoreRefused, match="expected scheduler with optimizer"):
+        Job(1).live.restore(state, components=["model", "optimizer", "trainer"])
+    job = Job(1)
+    with (
+        CheckpointManager(MemoryStore(), components=["optimizer", "trainer"]) as manager,
+        pytest.raises(InvalidArgument, match="expected scheduler with optimizer"),
+    ):
+        manager.restore(job.live)
 
 
 def test_the_model_alone_can_be_restored_and_the_rest_stays():

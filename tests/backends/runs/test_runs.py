@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.backends.runs_cases import damage, saved_run, state_at
 
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.runs.load import CheckpointPassedOver, ResumeDrift
@@ -22,6 +23,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
+from trainfold.core.state.components import select
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, ParamGroup
 from trainfold.properties import laws, strategies
@@ -158,13 +160,40 @@ def test_the_same_state_saved_twice_has_the_same_content():
 def test_leaving_out_the_model_is_recorded_and_asked_about():
     """B03: excluding the model is an explicit mode. C05: such a checkpoint carries a marker."""
     store = MemoryStore()
-    save(state_at(2), store, components=["optimizer", "trainer"])
+    save(state_at(2), store, components=["optimizer", "scheduler", "trainer"])
     refusal = plan(store, like=state_at(0))
     assert isinstance(refusal, Refusal)
     assert any(getattr(reason, "kind", "") == "external_weights" for reason in refusal.reasons)
     found = load(store, like=state_at(0), components=["trainer"])
     assert found.trainer.step == 2
     assert found.model.params["w"][0, 0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["model", "optimizer", "trainer"], "expected scheduler with optimizer"),
+        (["model", "scheduler", "trainer"], "expected optimizer with scheduler"),
+        (["dataset"], "expected trainer with dataset"),
+    ],
+)
+def test_components_that_belong_together_are_saved_planned_and_loaded_together(names, said):
+    """B04, G10: by every door alike; a state that lacks the other one has nothing to tear apart."""
+    store, whole = saved_run(2), state_at(0).evolve(dataset={"position": 0})
+    like = whole
+    with pytest.raises(InvalidArgument, match=said):
+        save(state_at(3).evolve(dataset={"position": 3}), store, components=names)
+    refusal = plan(store, like=like, components=names)
+    assert isinstance(refusal, Refusal)
+    assert said in str(refusal)
+    with pytest.raises(ResumeRefused, match=said):
+        load(store, like=like, components=names)
+    with CheckpointManager(MemoryStore(), components=names) as manager, pytest.raises(InvalidArgument, match=said):
+        manager.step(whole)
+    with CheckpointManager(store, components=names) as manager, pytest.raises(InvalidArgument, match=said):
+        manager.should_load(whole)
+    alone = select(state_at(3), ["model", "optimizer", "trainer"])
+    assert save(alone, MemoryStore(), components=["model", "optimizer", "trainer"]).step == 3
 
 
 def test_an_unknown_component_is_refused_and_the_known_ones_are_listed():
