@@ -154,31 +154,31 @@ def _saved(  # noqa: PLR0913 - keywords
         summaries = [_without(each, absent) for _, each, *_ in gathered]
         check_copies(snapshot.copies, snapshot.contract, snapshot.settings, summaries, collectives)
     plans: list[SavePlan] = []
-
-    def planned() -> int:
-        plan = without_collecting(plan_save)(
-            ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own
-        )
-        if hold is not None:
-            _read_in_order(hold, plan, snapshot, collectives.rank)
-        plans.append(plan)
-        return plan.size_bytes
-
-    # the sizes do not depend on the revision, which is known once the run is locked
-    sizes = on_all_ranks(collectives, planned, doing="plan its files", is_vote=True)
+    old: list[bytes | None] = [None]  # on rank 0, which commits
     with ExitStack() as locked:
-        old: list[bytes | None] = [None]  # on rank 0, which commits
 
-        def begin() -> Head:
+        def planned() -> Head | None:
+            # the plan of any revision, which is known once the run is locked
+            plan = without_collecting(plan_save)(
+                ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own
+            )
+            if hold is not None:
+                _read_in_order(hold, plan, snapshot, collectives.rank)
+            plans.append(plan)
+            return begin(plan) if collectives.rank == 0 else None
+
+        def begin(plan: SavePlan) -> Head:
             with named_failures(store.url):
                 check_place(store)  # before the lock, which is a file
                 if lock:
                     locked.enter_context(store.lock())
                 head, old[0] = begin_checkpoint(store, snapshot.step, descends_from=descends_from)
-                store.reserve(sum(sizes) + len(sizes) * _MANIFEST_ROOM_BYTES)
+                # before any rank writes, and without asking the others for their sizes
+                store.reserve(plan.whole_bytes + plan.world_size * _MANIFEST_ROOM_BYTES)
                 return head
 
-        head = on_rank_zero(collectives, begin, doing="begin a checkpoint")
+        head = on_all_ranks(collectives, planned, doing="plan its files, and begin a checkpoint")[0]
+        assert head is not None, "rank 0 begins it"
         tensors = snapshot.tensors
         if hold is not None:
             tensors = {

@@ -3,14 +3,14 @@
 Law: the plan is a function of the descriptions of all ranks, so every rank that gathers them computes the same plan.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.format.dtypes import STORED
+from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
@@ -66,6 +66,19 @@ class SavePlan:
     def size_bytes(self) -> int:
         """The size of all files together."""
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def whole_bytes(self) -> int:
+        """What the files of all ranks hold, as far as one rank knows it: the headers of its own files, and every tensor of the state once.
+
+        Of what each rank has of its own, that of this rank counts alone. So this is never more than what is written, and a rank need not be
+        asked for it.
+        """
+        specs = [spec for each in self.components for spec in each.tensors.values()]
+        often = Counter(map(id, specs))  # there are many tensors, and few specs
+        one_each = dict(zip(map(id, specs), specs, strict=True))
+        tensors = sum(often[key] * size_bytes(spec.dtype, spec.shape) for key, spec in one_each.items())
+        return tensors + sum(len(file.header) for file in self.files)
 
     def files_of(self, rank: int) -> tuple[FilePlan, ...]:
         """The files that one rank writes."""

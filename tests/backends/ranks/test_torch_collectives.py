@@ -513,9 +513,9 @@ def exchanges_of_a_save(collectives, run):
     return collectives._group.exchanges
 
 
-def test_a_save_of_processes_is_five_exchanges(processes, tmp_path):
-    """V05: each exchange costs all ranks a turn of the others' processor: what they have, their sizes, the head, what they wrote, the commit."""
-    assert processes.run(2, exchanges_of_a_save, str(tmp_path / "run"), collectives=PATIENT) == [5, 5]
+def test_a_save_of_processes_is_four_exchanges(processes, tmp_path):
+    """V05: each exchange costs all ranks a turn of the others' processor: what they have, that they have planned and the head, what they wrote, the commit."""
+    assert processes.run(2, exchanges_of_a_save, str(tmp_path / "run"), collectives=PATIENT) == [4, 4]
 
 
 def test_what_a_rank_receives_to_agree_on_a_call_is_bounded():

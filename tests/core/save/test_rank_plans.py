@@ -65,14 +65,17 @@ def of_rank(mesh, leaves, rank):
 @settings(deadline=None)
 @given(worlds())
 def test_a_rank_plans_for_itself_what_all_ranks_plan_for_it_and_each_element_is_written_once(case):
-    """X02: each rank computes its own part. X01: boxes are computed by the rule, and listed only for leaves that follow none."""
+    """X02: each rank computes its own part, and the bytes of all. X01: boxes are computed by the rule, and listed only for leaves that follow none."""
     mesh, leaves = case
     ranks = [{"model": of_rank(mesh, leaves, rank)} for rank in range(mesh.size)]
     if all(each == ranks[0] for each in ranks):
         ranks = ranks[:1] * mesh.size  # as `descriptions` has it
     whole = plan_save(ranks, step=1)
+    headers = sum(len(file.header) for file in whole.files)
     for rank in range(mesh.size):
-        assert plan_save(ranks, step=1, only=rank).files == whole.files_of(rank)
+        mine = plan_save(ranks, step=1, only=rank)
+        assert mine.files == whole.files_of(rank)
+        assert mine.whole_bytes == whole.size_bytes - headers + sum(len(file.header) for file in mine.files)
     for name, (shape, _, rule, kind) in leaves.items():
         pieces = [(file.rank, each.box) for file in whole.files for each in file.tensors if each.path == name]
         check_cover(name, [box for _, box in pieces], shape)
