@@ -5,9 +5,9 @@ digest is in the root. The root's first line holds the head (format, version, ru
 only orders checkpoints reads a few hundred bytes; its last member is the XXH3-128 digest of all bytes before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import attrs
 
@@ -99,8 +99,7 @@ class IndexRecord:
 
 
 @final
-@attrs.frozen
-class ShardRecord:
+class ShardRecord(NamedTuple):
     """Stored bytes of a tensor, or of a box of it.
 
     Attributes:
@@ -121,6 +120,26 @@ class ShardRecord:
     digest: str
     pieces: str = ""
     whole: str | None = None
+
+
+@final
+@attrs.frozen
+class OtherShards:
+    """Shards of a file that a rank does not need: it knows where they are, and has read no more of them.
+
+    Attributes:
+        file: index into the manifest's files.
+        tensors: of each shard, the index of its tensor in the component's table.
+        starts: the first byte of each in the file.
+        stops: one past its last.
+        boxes: place in ``tensors`` -> box, where it is not what the rule gives the rank that wrote the file.
+    """
+
+    file: int
+    tensors: Sequence[int] = attrs.field(repr=False)
+    starts: Sequence[int] = attrs.field(repr=False)
+    stops: Sequence[int] = attrs.field(repr=False)
+    boxes: Mapping[int, Box] = attrs.field(repr=False)
 
 
 @final
@@ -179,6 +198,7 @@ class Manifest:
         files: every data file.
         indexes: the indexes of the ranks that have a file of their own for it.
         opened: the ranks whose shards and structures are in it, if a rank has opened only the indexes that it needs; None for all.
+        others: the shards of these ranks that it does not need. The tables are without them.
     """
 
     head: Head
@@ -190,6 +210,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     indexes: tuple[IndexRecord, ...] = ()
     opened: frozenset[int] | None = None
+    others: tuple[OtherShards, ...] = ()
 
     def component(self, name: str) -> ComponentRecord | None:
         """The component of that name, or None."""

@@ -19,6 +19,7 @@ from trainfold.core.format.manifest import (
     Head,
     IndexRecord,
     Manifest,
+    OtherShards,
     ShardRecord,
     Summary,
     TensorRecord,
@@ -42,6 +43,7 @@ from trainfold.core.json_values import Json, decode_scalar, shown
 from trainfold.core.layout.slices import check_cover, overlap, whole_box
 
 if TYPE_CHECKING:
+    from trainfold.core.format.indexes.merge import Merged
     from trainfold.core.format.indexes.needed import Needs
     from trainfold.core.format.indexes.proved import ReadIndex
     from trainfold.core.layout.placement import Placement
@@ -86,8 +88,7 @@ def decode_manifest(
         return parse_manifest(upgraded(dict(document), where), where)
     from trainfold.core.format.indexes.merge import merged
 
-    whole, opened = merged(document, _HEAD_FIELDS, where, read, needs)
-    return parse_manifest(whole, where, opened=opened)
+    return parse_manifest(document, where, merged=merged(document, _HEAD_FIELDS, where, read, needs))
 
 
 def check_root(data: bytes, where: str) -> None:
@@ -209,17 +210,18 @@ def read_head(document: Mapping[str, Any], where: str) -> Head:
     )
 
 
-def parse_manifest(document: Mapping[str, Any], where: str, *, opened: frozenset[int] | None = None) -> Manifest:
+def parse_manifest(document: Mapping[str, Any], where: str, *, merged: "Merged | None" = None) -> Manifest:
     """The checked manifest: names stay inside, ranges lie in their files and do not overlap, sizes fit dtypes."""
+    document, opened, is_whole, others = (document, None, True, ()) if merged is None else merged
     fields(document, _HEAD_FIELDS | _BODY_FIELDS, where, exact=True)
     files = tuple(_file(each, where) for each in list_of(document["files"], where))
     indexes = tuple(IndexRecord(**each) for each in document["indexes"])  # checked when they were read
     names = [*(file.name for file in files), *(index.name for index in indexes)]
     if len({*names}) != len(names) or MANIFEST in names:
         raise hostile(where, "each file name once", sorted(names)[:8])
-    reader = _Tensors(files, where, version=document["schema_version"], is_whole=opened is None)
+    reader = _Tensors(files, where, version=document["schema_version"], is_whole=is_whole)
     components = tuple(reader.component(each) for each in list_of(document["components"], where))
-    reader.check_overlaps()
+    reader.check_overlaps(others)
     world_size = int_of(document["world_size"], where, least=1)
     _check_ranks(world_size, [*files, *indexes], components, where)
     if len({component.name for component in components}) != len(components):
@@ -234,6 +236,7 @@ def parse_manifest(document: Mapping[str, Any], where: str, *, opened: frozenset
         files=files,
         indexes=indexes,
         opened=opened,
+        others=others,
     )
 
 
@@ -348,7 +351,7 @@ class _Tensors:
             self._spans[shard.file].append(span)
         self._check_boxes(path, shape, shards)
         shared = [shard.whole for shard in shards if shard.whole is not None]
-        if shared and (len(shared) != len(shards) or sum(map(bool, shared)) != 1):
+        if shared and (len(shared) != len(shards) or not self._is_whole <= sum(map(bool, shared)) <= 1):
             raise hostile(self._at(path), "one digest of the whole tensor, in all its parts", shown(shared[:4]))
         return TensorRecord(path, dtype, shape, shards, rule)
 
@@ -368,13 +371,20 @@ class _Tensors:
             raise hostile(self._at(path), error.expected, error.found) from None
         self._tiled.add((shape, boxes))
 
-    def check_overlaps(self) -> None:
-        for file, spans in zip(self._files, self._spans, strict=True):
-            end = 0
-            for start, stop in sorted(span for span in spans if span[0] < span[1]):
-                if start < end:
-                    raise hostile(f"{self._where}: {file.name}", "ranges that do not overlap", f"{start} after {end}")
-                end = stop
+    def check_overlaps(self, others: Iterable[OtherShards]) -> None:
+        beside = {each.file: each for each in others}
+        for number, (file, spans) in enumerate(zip(self._files, self._spans, strict=True)):
+            where, end, held = f"{self._where}: {file.name}", 0, spans
+            if (other := beside.get(number)) is not None:
+                first, last = min(other.starts), max(other.stops)
+                if first < 8 or last > file.size_bytes:
+                    raise hostile(where, f"ranges inside a file of {file.size_bytes} bytes", f"{first}..{last}")
+                held = [*spans, *zip(other.starts, other.stops, strict=True)]
+            for start, stop in sorted(held):
+                if start >= end:
+                    end = stop
+                elif start < stop:
+                    raise hostile(where, "ranges that do not overlap", f"{start} after {end}")
 
 
 def _file(document: Json, where: str) -> FileRecord:

@@ -134,6 +134,8 @@ def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileChe
             for shard in record.shards:
                 if shard.start < first.get(shard.file, shard.stop + 1):
                     first[shard.file] = shard.start
+    for other in manifest.others:
+        first[other.file] = min([first.get(other.file, other.starts[0]), *other.starts])
     files = (
         FileCheck(file.name, file.size_bytes, first[index] - HEADER_LENGTH_BYTES if index in first else None)
         for index, file in enumerate(manifest.files)

@@ -2,8 +2,8 @@
 
 Of a shard whose pieces have digests, only the pieces are read in which needed elements lie. So a run of needed bytes costs at most a piece more at each of its
 ends. Inside of rows that are smaller than a piece every piece holds needed elements, and whole rows are read: a rank that needs 1/n of each row reads n times
-what it needs. A shard without pieces (a small one, and one of version 1) is read whole, because its digest covers all of it. The cost is linear in the shards of
-the tensors that are needed. The number of ranks, of the saved run or of this one, does not enter.
+what it needs. A shard without pieces (a small one, and one of version 1) is read whole, because its digest covers all of it. The cost is linear in the shards
+of needed tensors, and boxes are compared once for all tensors that are cut and needed alike. The number of ranks does not enter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +23,7 @@ from trainfold.core.layout.world import World
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.state.state import ModelState, OptimizerState, OwnOptimizerState
 
+_Known: TypeAlias = dict[Any, list[tuple[int, int, int, Box]]]
 Boxes: TypeAlias = Mapping[str, Box | None]
 """Leaf path -> the slice of the global tensor that this rank holds; None for all of it."""
 
@@ -195,9 +196,8 @@ def _needed(
     kept = frozenset(action.kept)
     found: dict[int, tuple[str, Box | None]] = {}
     for path, leaf in leaves.items():
-        if leaf.tensor is None or path in kept or not (action.verb == "adopt" or path in boxes):
-            continue
-        if path not in boxes and elsewhere(action.name, path):
+        is_needed = path in boxes or (action.verb == "adopt" and not elsewhere(action.name, path))
+        if leaf.tensor is None or path in kept or not is_needed:
             continue
         box = boxes.get(path)
         first, other = found.setdefault(leaf.tensor, (path, box))
@@ -215,35 +215,44 @@ def _tensor_reads(
     records: Sequence[TensorRecord], needed: Mapping[int, tuple[str, Box | None]]
 ) -> dict[int, TensorRead]:
     """The reads of one table of tensors, in the order of their bytes."""
+    known: _Known = {}  # many tensors are cut alike, and needed alike
     found = [
-        (index, TensorRead(path, records[index], box, _shard_reads(index, records[index], box)))
+        (index, TensorRead(path, records[index], box, _shard_reads(index, records[index], box, known)))
         for index, (path, box) in needed.items()
     ]
     return dict(sorted(found, key=lambda pair: pair[1].shards[:1]))
 
 
-def _shard_reads(index: int, record: TensorRecord, box: Box | None) -> tuple[ShardRead, ...]:
+def _shard_reads(index: int, record: TensorRecord, box: Box | None, known: _Known) -> tuple[ShardRead, ...]:
     shards = record.shards
     if len(shards) == 1 and box is None:  # nearly all of them
-        (only,) = shards
-        return (ShardRead(only.file, only.start, only.stop, index, 0, only.box),)
-    found: list[ShardRead] = []
-    for number, shard in enumerate(shards):
+        return (ShardRead(*shards[0][:3], index, 0, shards[0].box),)
+    key = box, record.dtype, *[(shard.box, not shard.pieces) for shard in shards]
+    parts = known[key] if key in known else known.setdefault(key, [*_parts(record, box)])
+    return tuple([
+        ShardRead((shard := shards[number]).file, shard.start + low, shard.start + high, index, number, common)
+        for number, low, high, common in parts
+    ])  # fmt: skip
+
+
+def _parts(record: TensorRecord, box: Box | None) -> Iterator[tuple[int, int, int, Box]]:
+    """What is read of each shard: its index, the first byte, one past the last, and the needed part."""
+    for number, shard in enumerate(record.shards):
         common = shard.box if box is None or not record.shape else intersect(shard.box, box)
         if common is not None and volume(common):  # replicas that hold no row may have written an empty part
-            found.extend(_part_reads(index, number, shard, common, STORED[record.dtype].itemsize))
-    return tuple(found)
+            for low, high in _ranges(shard, common, STORED[record.dtype].itemsize):
+                yield number, low, high, common
 
 
-def _part_reads(index: int, number: int, shard: ShardRecord, common: Box, itemsize: int) -> list[ShardRead]:
-    """The reads that give a part of a shard: whole pieces, because these have digests.
+def _ranges(shard: ShardRecord, common: Box, itemsize: int) -> list[tuple[int, int]]:
+    """The bytes that give a part of a shard: whole pieces, because these have digests.
 
     Pieces that touch are one read, and nothing else is: a read of its own costs 34 us of CPU time, a piece between two others 163 us
     (``benchmarks/gaps.py``).
     """
-    if not shard.pieces or common == shard.box:
-        return [ShardRead(shard.file, shard.start, shard.stop, index, number, common)]
     size = shard.stop - shard.start
+    if not shard.pieces or common == shard.box:
+        return [(0, size)]
     ranges: list[tuple[int, int]] = []
     for low, high in _spans(shard.box, common, itemsize, 0):
         start, stop = low // PIECE_BYTES * PIECE_BYTES, min(-(-high // PIECE_BYTES) * PIECE_BYTES, size)
@@ -251,9 +260,7 @@ def _part_reads(index: int, number: int, shard: ShardRecord, common: Box, itemsi
             ranges[-1] = ranges[-1][0], stop
         else:
             ranges.append((start, stop))
-    return [
-        ShardRead(shard.file, shard.start + start, shard.start + stop, index, number, common) for start, stop in ranges
-    ]
+    return ranges
 
 
 def _spans(outer: Box, common: Box, itemsize: int, offset: int) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,7 @@
 A piece here is what a file stores of one tensor, all of it or a slice; in `backends` a piece is a run of bytes of a copy or a write.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate, chain, count
 from json.encoder import encode_basestring_ascii as _quoted
@@ -13,7 +13,7 @@ import attrs
 
 from trainfold.core.format.dtypes import STORED, size_bytes, stored_shape
 from trainfold.core.format.file_names import storage_key
-from trainfold.core.format.manifest import Manifest
+from trainfold.core.format.manifest import Manifest, OtherShards, box_by_rule
 from trainfold.core.json_values import canonical_json
 from trainfold.core.layout.replica_shares import Piece
 from trainfold.core.layout.slices import Box, whole_box
@@ -168,7 +168,22 @@ def stored_in(manifest: Manifest) -> Stored:
                 if shard.file in files:
                     row = shard.start, shard.stop, record.path, record.dtype, shard.box
                     found.setdefault(shard.file, []).append(row)
+    for other in manifest.others:
+        found.setdefault(other.file, []).extend(_stored_beside(other, manifest))
     return found
+
+
+def _stored_beside(other: OtherShards, manifest: Manifest) -> Iterator[tuple[int, int, str, str, Box]]:
+    """The same of shards that are not in the tables."""
+    file = manifest.files[other.file]
+    component = manifest.component(file.component)
+    assert component is not None, "its shards were found in the table of the component"
+    table = component.tensors[0]
+    for place, (number, start, stop) in enumerate(zip(other.tensors, other.starts, other.stops, strict=True)):
+        record = table[number]
+        box = other.boxes.get(place) or box_by_rule(record.shape, record.placement, file.rank)
+        assert box is not None, "one without a box is by rule"
+        yield start, stop, record.path, record.dtype, box
 
 
 def header_of(manifest: Manifest, index: int, *, stored: Stored | None = None) -> bytes | None:

@@ -2,15 +2,15 @@
 
 from collections.abc import Collection, Mapping
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, final
 
 from trainfold.core.errors import TrainfoldError
-from trainfold.core.format.indexes.needed import Missing, Needs, Tables, ranks_that_meet
+from trainfold.core.format.indexes.needed import Missing, Needs, TableNeeds, Tables, needs_of_tables, ranks_that_meet
 from trainfold.core.format.indexes.proved import OF_ONE_RANK, ReadIndex, index_of, index_rows
 from trainfold.core.format.indexes.shard_rows import ShardRows
 from trainfold.core.format.indexes.summary import summary_of
 from trainfold.core.format.indexes.tables import ReadTable, table_of_kinds, table_of_rows
-from trainfold.core.format.manifest import SUMMARY_VERSION
+from trainfold.core.format.manifest import SUMMARY_VERSION, OtherShards
 from trainfold.core.format.strict_json import (
     fields,
     hostile,
@@ -37,9 +37,26 @@ _BODY_FIELDS: Final = {
 _BOX: Final = attrgetter("box")
 
 
+@final
+class Merged(NamedTuple):
+    """A root with the shards of ranks in its tables.
+
+    Attributes:
+        document: the root.
+        opened: the ranks whose indexes are in it; None for all of them.
+        is_whole: whether all of their shards are in the tables.
+        others: the other ones.
+    """
+
+    document: dict[str, Any]
+    opened: frozenset[int] | None
+    is_whole: bool
+    others: tuple[OtherShards, ...]
+
+
 def merged(
     document: Mapping[str, Any], head_fields: set[str], where: str, read: ReadIndex | None, needs: Needs | None = None
-) -> tuple[dict[str, Any], frozenset[int] | None]:
+) -> Merged:
     """The root with the shards of all ranks in its tables, or of as many ranks as have what is needed.
 
     Args:
@@ -48,9 +65,6 @@ def merged(
         where: its path, for errors.
         read: reads the indexes of other ranks; None for a checkpoint that must have none.
         needs: what a rank needs; None for everything.
-
-    Returns:
-        The document, and the ranks whose indexes are in it; None for all of them.
 
     Raises:
         CheckpointTorn: if an index is missing.
@@ -71,33 +85,40 @@ def merged(
     row_of_zero = by_rank.pop(0, None)
     files = _files(document, where)
     described = _described(document["components"], where)
+    names = frozenset(each["name"] for each in described)
     table_of: ReadTable = table_of_kinds if has_summary else table_of_rows
     tables = {
         each["name"]: table_of(each["tensors"], each["node"], each["name"], layouts, where)
         for each in described
         if "node" in each
     }
+    needed = None if needs is None else needs_of_tables(tables, needs)
     indexes: dict[int, dict[str, Any]] = {}
+    others: list[OtherShards] = []
 
     def add(rank: int) -> None:
         known = None if needs is None else needs.opened.get(rank)
         if known is None:
             row = by_rank.get(rank, row_of_zero)
             known = object_of(document["index"], where) if row is None else index_of(row, where, read)
-        indexes[rank] = known
-        _add_shards(rank, indexes[rank], tables, files, where)
+        _check_names(rank, known, names, where)
+        others.extend(_add_shards(rank, known, tables, files, where, needed))
+        indexes[rank] = {
+            **known,
+            "shards": {name: each for name, each in known["shards"].items() if name not in tables},
+        }
 
     add(0)
-    if needs is None:
+    if needs is None or needed is None:
         for rank in by_rank:
             add(rank)
     else:
         writers: dict[str, set[int]] = {}
         for name, rank in files:
             writers.setdefault(name, set()).update({rank} & by_rank.keys())
-        for rank in sorted(_opened_for_own(document, by_rank, needs) | ranks_that_meet(tables, needs, writers)):
+        for rank in sorted(_opened_for_own(document, by_rank, needs) | ranks_that_meet(needed, writers)):
             add(rank)
-        missing = Missing(tables, needs)
+        missing = Missing(tables, needed)
         for rank in missing.ranks(writers, indexes):
             add(rank)
         missing.check(where)
@@ -106,18 +127,16 @@ def merged(
         _component(each, indexes, told or {}, table_of, by_rank=by_rank, shared=tables, files=files, where=where)
         for each in described
     ]
-    _check_names(indexes, {each["name"] for each in components}, where)
     rest = {name: document[name] for name in document if name not in ("layouts", "index")}
     opened = None if len(indexes) == len(by_rank) + 1 else frozenset(indexes)
-    return {**rest, "components": components, "indexes": rows}, opened
+    return Merged({**rest, "components": components, "indexes": rows}, opened, needs is None, tuple(others))
 
 
-def _check_names(indexes: Mapping[int, Mapping[str, Any]], known: Collection[str], where: str) -> None:
-    for rank, index in indexes.items():
-        fields(index, {"own", "shards"}, f"{where}: index of rank {rank}", exact=True)
-        unknown = ({*object_of(index["own"], where)} | {*object_of(index["shards"], where)}) - {*known}
-        if unknown:
-            raise hostile(where, f"components among {sorted(known)}", sorted(unknown)[:8])
+def _check_names(rank: int, index: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    fields(index, {"own", "shards"}, f"{where}: index of rank {rank}", exact=True)
+    unknown = ({*object_of(index["own"], where)} | {*object_of(index["shards"], where)}) - {*known}
+    if unknown:
+        raise hostile(where, f"components among {sorted(known)}", sorted(unknown)[:8])
 
 
 def _opened_for_own(document: Mapping[str, Any], by_rank: Collection[int], needs: Needs) -> set[int]:
@@ -168,14 +187,26 @@ def _described(value: Json, where: str) -> list[dict[str, Any]]:
     return found
 
 
-def _add_shards(
-    rank: int, index: Mapping[str, Any], tables: Tables, files: Mapping[tuple[str, int], int], where: str
-) -> None:
-    """Add the shards of a rank to the tables that all ranks share."""
+def _add_shards(  # noqa: PLR0913, PLR0917 - private
+    rank: int,
+    index: Mapping[str, Any],
+    tables: Tables,
+    files: Mapping[tuple[str, int], int],
+    where: str,
+    needed: Mapping[str, TableNeeds] | None = None,
+) -> list[OtherShards]:
+    """Add the shards of a rank to tables, as far as they are needed; return the others."""
     shards, rows = object_of(index.get("shards"), where), ShardRows(rank, where)
-    for name, table in tables.items():
-        for row in list_of(shards.get(name, []), where):
-            rows.add(row, table, files.get((name, rank)))
+    found = [
+        rows.add(
+            list_of(shards.get(name, []), where),
+            table,
+            files.get((name, rank)),
+            None if needed is None else needed[name],
+        )
+        for name, table in tables.items()
+    ]
+    return [each for each in found if each is not None]
 
 
 def _component(  # noqa: PLR0913 - private

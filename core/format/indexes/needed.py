@@ -1,6 +1,6 @@
 """Which indexes a rank has to open: those of ranks whose boxes meet its own, by the rules in the root; and others until all that it needs is found."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -78,27 +78,52 @@ def _empty(_component: str, _path: str, shape: tuple[int, ...]) -> Box:
     return ((0, 0),) * len(shape)
 
 
-def ranks_that_meet(tables: Tables, needs: Needs, writers: Mapping[str, Collection[int]]) -> set[int]:
+@final
+@attrs.frozen
+class TableNeeds:
+    """What a rank needs of a table of tensors. Tensors of one kind of which it needs the same box are a group: there are many tensors, and few groups.
+
+    Attributes:
+        groups: of each tensor, the number of its group.
+        kinds: of each group, a row of the table, and the box that is needed; None for nothing of its tensors.
+    """
+
+    groups: Sequence[int] = attrs.field(repr=False)
+    kinds: Sequence[tuple[Mapping[str, Any], Box | None]]
+
+
+def needs_of_tables(tables: Tables, needs: Needs) -> dict[str, TableNeeds]:
+    """What a rank needs of each component that all ranks share."""
+    found = {}
+    for name, table in tables.items():
+        numbers: dict[Any, int] = {}
+        groups: list[int] = []
+        kinds: list[tuple[Mapping[str, Any], Box | None]] = []
+        for record in table:
+            box = None if needs.elsewhere(name, record["path"]) else needs.needed_box(name, record)
+            number = numbers.setdefault((record["box"], box), len(kinds))
+            if number == len(kinds):
+                kinds.append((record, box))
+            groups.append(number)
+        found[name] = TableNeeds(groups, kinds)
+    return found
+
+
+def ranks_that_meet(needed: Mapping[str, TableNeeds], writers: Mapping[str, Collection[int]]) -> set[int]:
     """The ranks that hold a part of what is needed by the rule of its tensor, and wrote something of its component.
 
     Args:
-        tables: the components that all ranks share.
-        needs: of the rank that loads.
+        needed: of the components that all ranks share.
         writers: component -> the ranks that have a file of it.
     """
     found: set[int] = set()
-    seen: set[Any] = set()
-    for name, table in tables.items():
+    for name, each in needed.items():
         ranks = writers.get(name, ())
-        for record in table:
+        for record, box in each.kinds:
             rule = record["layout"]
-            if rule is None or not rule.cuts or needs.elsewhere(name, record["path"]):
-                continue  # all ranks that have such a leaf hold all of it: `Missing` looks for those that wrote it
-            box = needs.needed_box(name, record)
-            key = name, record["layout"], record["sizes"], box
-            if key not in seen:
-                seen.add(key)
-                found.update(_meeting(record["layout"], box, record["sizes"], ranks))
+            if box is not None and rule is not None and rule.cuts:
+                found.update(_meeting(rule, box, record["sizes"], ranks))
+            # all ranks that have another leaf hold all of it: `Missing` looks for those that wrote it
     return found
 
 
@@ -116,16 +141,17 @@ class Missing:
 
     Args:
         tables: the components that all ranks share; rows get their shards as indexes are opened.
-        needs: of the rank that loads.
+        needed: of the rank that loads.
     """
 
-    def __init__(self, tables: Tables, needs: Needs) -> None:
+    def __init__(self, tables: Tables, needed: Mapping[str, TableNeeds]) -> None:
         self._left: list[tuple[str, Mapping[str, Any], Box, int]] = [
-            (name, record, needs.needed_box(name, record), -1)
+            (name, record, box, -1)
             for name, table in tables.items()
-            for record in table
-            if not needs.elsewhere(name, record["path"])
+            for record, group in zip(table, needed[name].groups, strict=True)
+            if (box := needed[name].kinds[group][1]) is not None
         ]
+        self._known: dict[Any, int] = {}  # many tensors are cut alike
 
     def ranks(self, writers: Mapping[str, Collection[int]], opened: Collection[int]) -> Iterator[int]:
         """The ranks that may have it, in their order, until everything is found; ``opened`` must grow in between."""
@@ -151,7 +177,7 @@ class Missing:
             raise hostile(
                 f"{where}: {record['path'][:200]}",
                 f"shards that hold {box} once",
-                f"{_held(record, box)} of {volume(box)} elements",
+                f"{self._held(record, box)} of {volume(box)} elements",
             )
 
     def _look(self) -> bool:
@@ -159,9 +185,21 @@ class Missing:
         self._left = [
             each if each[3] == len(each[1]["shards"]) else (*each[:3], len(each[1]["shards"]))
             for each in self._left
-            if each[3] == len(each[1]["shards"]) or _held(each[1], each[2]) != volume(each[2])
+            if each[3] == len(each[1]["shards"]) or self._held(each[1], each[2]) != volume(each[2])
         ]
         return bool(self._left)
+
+    def _held(self, record: Mapping[str, Any], box: Box) -> int:
+        """How many elements of a box the shards of a row hold."""
+        shards = record["shards"]
+        if len(shards) == 1 and shards[0].box == box:
+            return volume(box)
+        key = box, *[shard.box for shard in shards]
+        found = self._known.get(key)
+        if found is None:
+            common = (intersect(each, box) for each in key[1:])
+            found = self._known[key] = sum(volume(each) for each in common if each is not None)
+        return found
 
 
 def _in_order(rule: Placement | None, ranks: Collection[int]) -> Iterator[int]:
@@ -169,11 +207,3 @@ def _in_order(rule: Placement | None, ranks: Collection[int]) -> Iterator[int]:
     ordered = sorted(ranks)
     held = [] if rule is None else [rank for rank in ordered if rule.mesh.coordinate_of(rank) is not None]
     return iter(dict.fromkeys(held + ordered))
-
-
-def _held(record: Mapping[str, Any], box: Box) -> int:
-    """How many elements of a box the shards of a row hold."""
-    if len(record["shards"]) == 1 and record["shards"][0].box == box:
-        return volume(box)
-    common = (intersect(shard.box, box) for shard in record["shards"])
-    return sum(volume(each) for each in common if each is not None)

@@ -1,16 +1,26 @@
-"""Reads the rows of an index: where a rank's part of a tensor is. There may be one for each tensor and rank, so the usual row is read with few steps."""
+"""Reads the rows of an index: where a rank's part of a tensor is.
 
-from collections.abc import Mapping
+There may be one for each tensor and rank, so the usual row is read with few steps, and one that a rank does not need is not read beyond its place.
+"""
+
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import add, not_
 from typing import Any, Final, final
 
 from trainfold.core.format.dtypes import size_bytes
-from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES, ShardRecord, box_by_rule
+from trainfold.core.format.indexes.needed import TableNeeds
+from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES, OtherShards, ShardRecord, box_by_rule
 from trainfold.core.format.strict_json import digest_text, hostile, int_of, list_of, sized, text_of
 from trainfold.core.json_values import Json, shown
-from trainfold.core.layout.slices import Box
+from trainfold.core.layout.slices import Box, intersect
 
 _MOST_SIDES: Final = 64
-_HEX: Final = frozenset("0123456789abcdef")
+_HEX: Final = re.compile("[0-9a-f]*")
+_MOST_BYTES: Final = 2**61  # so that the end of a range fits a number of 64 bits too
+_INT: Final = {int}
 
 
 @final
@@ -26,34 +36,75 @@ class ShardRows:
         self._rank, self._where = rank, where
         self._ruled: dict[Any, tuple[Box, int]] = {}  # there are many rows, and few shapes
 
-    def add(self, row: Json, table: list[dict[str, Any]], file: int | None) -> None:
-        """Read a row, and add its shard to the tensor that it names.
+    def add(
+        self, rows: list[Json], table: list[dict[str, Any]], file: int | None, needed: TableNeeds | None = None
+    ) -> OtherShards | None:
+        """Read rows, and add their shards to the tensors that they name.
 
         Args:
-            row: of the index.
-            table: the tensors of its component.
+            rows: of the index.
+            table: the tensors of their component.
             file: the file of the rank and the component, by its index; None if there is none.
+            needed: what is needed of the table; None for all of it.
+
+        Returns:
+            The shards that are not needed; None if all are.
 
         Raises:
-            CheckpointHostile: if it is not a row of a shard of such a tensor, or its box does not lie inside of it.
+            CheckpointHostile: if one is not a row of a shard of such a tensor, or its box does not lie inside of it.
         """
+        others = None if needed is None or file is None else _Others(file)
+        if needed is not None and others is not None:
+            by_rule, rows = _apart(rows)
+            if by_rule:
+                self._add_by_rule(by_rule, table, needed, others)
+        for row in rows:
+            number, shard = self._shard(row, table, file)
+            box = None if needed is None else needed.kinds[needed.groups[number]][1]
+            if others is None or _is_needed(shard.box, shard.stop - shard.start, box):
+                table[number]["shards"].append(shard)
+            else:
+                others.boxes[len(others.tensors)] = shard.box
+                others.extend([number], [shard.start], [shard.stop])
+        return None if others is None else others.done()
+
+    def _add_by_rule(
+        self, rows: list[list[Any]], table: list[dict[str, Any]], needed: TableNeeds, others: "_Others"
+    ) -> None:
+        """The same for rows of parts by rule: whether one is needed depends on its group alone."""
+        numbers, starts, _, digests, pieces = zip(*rows, strict=True)
+        if not (_are_below(numbers, len(table)) and _are_below(starts, _MOST_BYTES)):
+            for row in rows:
+                self._shard(row, table, others.file)  # raises
+        groups = [*map(needed.groups.__getitem__, numbers)]
+        parts = {group: self._part(needed.kinds[group][0]) for group in set(groups)}
+        needs = {group: _is_needed(*part, needed.kinds[group][1]) for group, part in parts.items()}
+        here = [*map(needs.__getitem__, groups)]
+        columns = zip(numbers, starts, groups, digests, pieces, strict=True)
+        for number, start, group, digest, text in compress(columns, here):
+            record, (box, nbytes) = table[number], parts[group]
+            proof = _proof(digest, text, nbytes, record)
+            record["shards"].append(ShardRecord(others.file, start, start + nbytes, box, *proof))
+        elsewhere = [*map(not_, here)]
+        left, sizes = [*compress(starts, elsewhere)], {group: nbytes for group, (_, nbytes) in parts.items()}
+        stops = map(add, left, map(sizes.__getitem__, compress(groups, elsewhere)))
+        others.extend([*compress(numbers, elsewhere)], left, [*stops])
+
+    def _shard(self, row: Json, table: list[dict[str, Any]], file: int | None) -> tuple[int, ShardRecord]:
         number, start, sides, digest, pieces, *more = sized(row, 5, self._where, more=1)
         if type(number) is not int or not 0 <= number < len(table) or file is None:
             wanted = f"a tensor below {len(table)} and a file of rank {self._rank}"
             raise hostile(self._where, wanted, f"{shown(number)}, file {file}")
         record = table[number]
-        if sides is not None:
-            box, nbytes = self._given(sides, record)
-        elif (found := self._ruled.get(record["box"])) is not None:
-            box, nbytes = found
-        else:
-            box, nbytes = self._by_rule(record)
+        box, nbytes = self._part(record) if sides is None else self._given(sides, record)
         start = int_of(start, record["where"])
-        if pieces != "" or nbytes > PIECE_BYTES:
-            pieces = _pieces(pieces, nbytes, record["where"])
         whole = None if not more else "" if more[0] == "" else digest_text(more[0], record["where"])
-        digest = digest_text(digest, record["where"])
-        record["shards"].append(ShardRecord(file, start, start + nbytes, box, digest, pieces, whole))
+        proof = _proof(digest, pieces, nbytes, record)
+        return number, ShardRecord(file, start, start + nbytes, box, *proof, whole)
+
+    def _part(self, record: Mapping[str, Any]) -> tuple[Box, int]:
+        """The part of a tensor that the rule gives the rank, and its bytes."""
+        return self._ruled.get(record["box"]) or self._by_rule(record)
 
     def _by_rule(self, record: Mapping[str, Any]) -> tuple[Box, int]:
         box = box_by_rule(record["sizes"], record["layout"], self._rank)
@@ -67,6 +118,49 @@ class ShardRows:
         if len(box) != len(shape) or any(high > size for (_, high), size in zip(box, shape, strict=True)):
             raise hostile(record["where"], f"a box inside {list(shape)}", box)
         return box, _bytes_of(box, record)
+
+
+@final
+class _Others:
+    """Collects the shards of a file that are not needed."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self.tensors, self.starts, self.stops = array("q"), array("q"), array("q")
+        self.boxes: dict[int, Box] = {}
+
+    def extend(self, tensors: list[int], starts: list[int], stops: list[int]) -> None:
+        """Add shards."""
+        self.tensors.fromlist(tensors)
+        self.starts.fromlist(starts)
+        self.stops.fromlist(stops)
+
+    def done(self) -> OtherShards | None:
+        """The shards; None if there are none."""
+        return OtherShards(self.file, self.tensors, self.starts, self.stops, self.boxes) if self.tensors else None
+
+
+def _apart(rows: list[Json]) -> tuple[list[list[Any]], list[Json]]:
+    """The rows of parts by rule, which are nearly all, and the others."""
+    is_by_rule = [type(row) is list and len(row) == 5 and row[2] is None for row in rows]
+    return [*compress(rows, is_by_rule)], [*compress(rows, map(not_, is_by_rule))]
+
+
+def _are_below(values: Sequence[Any], most: int) -> bool:
+    """Whether values are whole numbers from 0 to below another."""
+    return not values or (set(map(type, values)) == _INT and min(values) >= 0 and max(values) < most)
+
+
+def _is_needed(held: Box, nbytes: int, box: Box | None) -> bool:
+    """Whether a part is read on: it is needed, or no file can hold it."""
+    return nbytes > _MOST_BYTES or (box is not None and intersect(held, box) is not None)
+
+
+def _proof(digest: Json, pieces: Json, nbytes: int, record: Mapping[str, Any]) -> tuple[str, str]:
+    """The checked digests of a row."""
+    if pieces != "" or nbytes > PIECE_BYTES:
+        pieces = _pieces(pieces, nbytes, record["where"])
+    return digest_text(digest, record["where"]), pieces
 
 
 def _bytes_of(box: Box, record: Mapping[str, Any]) -> int:
@@ -87,6 +181,6 @@ def _pieces(value: Json, size: int, where: str) -> str:
     """The checked digests of pieces: none for a single piece."""
     count = -(-size // PIECE_BYTES) if size > PIECE_BYTES else 0
     found = text_of(value, where)
-    if len(found) != count * DIGEST_DIGITS or not set(found) <= _HEX:
+    if len(found) != count * DIGEST_DIGITS or _HEX.fullmatch(found) is None:
         raise hostile(where, f"{count} digests of pieces", f"{len(found)} characters")
     return found

@@ -226,3 +226,22 @@ def test_the_cost_is_linear_in_the_shards_and_does_not_depend_on_the_number_of_r
         found = plan_reads(plan, {"ema": {"ema[0]": ((rank, rank + 1),)}})
         assert found.ranges == {f"ema-{rank}": ((8, 10),)}
     assert len(calls) == 3 * world
+
+
+def test_boxes_are_compared_once_for_all_tensors_that_are_cut_and_needed_alike(monkeypatch):
+    """H02: a model has many layers, and few kinds of them."""
+    boxes = tuple(((low, low + 2),) for low in range(0, 8, 2))
+    table = tuple(
+        TensorRecord(
+            f"ema[{i}]",
+            "int16",
+            (8,),
+            tuple(ShardRecord(r, 8 + 4 * i, 12 + 4 * i, b, "xxh3:") for r, b in enumerate(boxes)),
+        )
+        for i in range(50)
+    )
+    calls = []
+    monkeypatch.setattr(reads_module, "intersect", lambda one, other: calls.append(one) or intersect(one, other))
+    found = plan_reads(resume_of(table, range(50), files=4), {"ema": {f"ema[{i}]": ((3, 6),) for i in range(50)}})
+    assert found.ranges == {f"ema-{rank}": ((8, 208),) for rank in (1, 2)}
+    assert len(calls) == len(boxes)
