@@ -1,6 +1,6 @@
-"""The memory of a tensor: its bytes, without a copy if they are contiguous on a CPU, and a check that it is plain memory."""
+"""The memory of a tensor: its bytes, without a copy if they are contiguous on a CPU, bytes that say that it has no value yet, and a check that it is plain memory."""
 
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,10 @@ import torch
 
 from trainfold.core.errors import InvalidArgument, UnsupportedLeaf
 
+_CHUNK: Final = 1 << 22
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD: Final = 0xA5  # of dtypes without NaN
+_ENOUGH: Final = 8  # bytes: a smaller value without NaN may be what it looks like by chance
 _FIXES = {
     "DTensor": "call .full_tensor() on it in forward, on every rank: it is a collective call",
     "AsyncCollectiveTensor": "call .wait() on it in forward",
@@ -69,6 +73,84 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.view(torch.uint8)  # otherwise a copy turns every byte that is not 0 into a 1
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # reshape would keep any stride of one element
+
+
+def fill_unset(memory: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """Fill memory with the bytes of tensors that have no value yet: a NaN that no arithmetic makes, or an odd number.
+
+    Being unset is thus in the memory itself: whatever overwrites it is a value, and what computes with it shows.
+
+    Args:
+        memory: of new tensors.
+        dtype: of its elements.
+
+    Examples:
+        >>> weight = torch.zeros(2)
+        >>> fill_unset(weight.untyped_storage(), weight.dtype)
+        >>> weight, unset_elements(weight), looks_unset(weight)
+        (tensor([nan, nan]), 2, True)
+    """
+    torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory).fill_(_unset_byte(dtype))
+
+
+def unset_elements(tensor: torch.Tensor) -> int:
+    """How many elements of a tensor have no value yet. Of dtypes without NaN it is all of them or none.
+
+    Args:
+        tensor: any dtype, on any device; it is read in pieces.
+
+    Examples:
+        >>> unset_elements(torch.tensor([1.0, float("nan")]))  # the NaN of arithmetic is another one
+        0
+    """
+    if not tensor.numel() or tensor.is_meta:
+        return 0
+    words = _as_words(tensor)
+    word = _unset_word(tensor.dtype, words.dtype.itemsize)
+    starts = range(0, words.numel(), _CHUNK)
+    found = sum(int((words[start : start + _CHUNK] == word).sum()) for start in starts)
+    found //= tensor.dtype.itemsize // words.dtype.itemsize
+    if _has_nan(tensor.dtype):
+        return found
+    return found if found == tensor.numel() and tensor.nbytes >= _ENOUGH else 0
+
+
+def looks_unset(tensor: torch.Tensor) -> bool:
+    """Whether the first element of a tensor has no value yet; it reads no more than that of tensors with NaN.
+
+    Examples:
+        >>> looks_unset(torch.zeros(2))
+        False
+    """
+    if not tensor.numel() or tensor.is_meta:
+        return False
+    if not _has_nan(tensor.dtype):
+        return unset_elements(tensor) > 0
+    return unset_elements(tensor[(0,) * tensor.dim()]) > 0
+
+
+def _unset_byte(dtype: torch.dtype) -> int:
+    if not _has_nan(dtype):
+        return _ODD
+    return 0x80 if str(dtype).endswith("fnuz") else 0xFF  # the one NaN of dtypes without a negative zero
+
+
+def _has_nan(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point or dtype.is_complex) and "float4" not in str(dtype)
+
+
+def _unset_word(dtype: torch.dtype, size: int) -> int:
+    return int.from_bytes(bytes([_unset_byte(dtype)]) * size, "little", signed=size > 1)
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as whole numbers of their size, in one dimension."""
+    values = tensor.detach()
+    if values.dtype is torch.complex128:
+        values = torch.view_as_real(values.resolve_conj())
+    elif values.is_complex():
+        values = values.resolve_conj()
+    return values.resolve_neg().view(_WORDS[values.dtype.itemsize]).reshape(-1)
 
 
 def check_plain(where: str, tensor: torch.Tensor) -> None:

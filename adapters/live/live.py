@@ -120,7 +120,8 @@ class Live(LoopsOverData, GradientWindows):
         Raises:
             InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is not attached.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of this run.
-            InvalidState: if an optimizer steps a parameter that was frozen when ``DistributedDataParallel`` wrapped its module.
+            InvalidState: if an optimizer steps a parameter that was frozen when ``DistributedDataParallel`` wrapped its module, or nothing has
+                set a tensor of a model that was built on meta.
             CaptureRefused: at the first step, if the run cannot be saved as it is.
             DataPositionMismatch: if the samples are not those of whole batches from `batches`, or a loader has handed out none since then.
 
@@ -191,7 +192,9 @@ class Live(LoopsOverData, GradientWindows):
             HiddenStateRefused: if the run was attached with ``strict=True`` and holds state that no component saves.
             IncompleteWindow: inside an accumulation window, as far as it shows: after a batch or an optimizer step without `advance`, after
                 `advance` with ``steps=0``, or if gradients changed since `advance`.
+            InvalidState: if nothing has set a tensor of a model that was built on meta.
         """
+        self._watch.check_set("live.capture")
         found = self.read(view=False)
         warn_of_left_out(texts_of_left_out([found.left_out]), ALONE)
         return found.state
@@ -203,6 +206,8 @@ class Live(LoopsOverData, GradientWindows):
             view: True for no copy, valid only during a save call; False for the state that `capture` returns.
         """
         self.check_boundary()
+        if view:
+            self._watch.check_set("live")
         values, named, streams, left_out = read_objects(self._objects, self._parts, self.optional, view=view)
         state = self._state_of(values if view else {**values, "rng": streams()})
         return LiveView(state, named, streams if view else None, left_out)

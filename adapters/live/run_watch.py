@@ -6,6 +6,7 @@ from typing import Any, Final, final
 
 from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
+from trainfold.adapters.construct.unset_watch import UnsetWatch
 from trainfold.adapters.live.attached_objects import AttachedObjects
 from trainfold.adapters.parallel.gradient_order import GradientOrder
 from trainfold.adapters.parallel.parallel_settings import settings_of_parallel
@@ -91,6 +92,7 @@ class RunWatch:
         self.loop = LoopSettings()
         self._averages = SwapProbe(objects.model, objects.extra)
         self._orders = GradientOrder(objects.attached, objects.stage)
+        self._unset = UnsetWatch(lambda: objects.modules)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -99,10 +101,12 @@ class RunWatch:
 
         Raises:
             InvalidArgument: naming the optimizer whose scheduler is not attached.
+            InvalidState: naming tensors of a model built on meta that nothing has set.
             UnattachedOptimizer: naming the optimizer that has stepped.
         """
         self._check_schedulers(where)
         if is_step:
+            self.check_set(where)
             self._steps_of_others.check(where)
 
     def _check_schedulers(self, where: str) -> None:
@@ -138,6 +142,14 @@ class RunWatch:
                 found=found,
                 fix="save after optimizer.step() and live.advance(samples=...); or call live.drop_window() to discard the window",
             )
+
+    def check_set(self, where: str) -> None:
+        """Raise if nothing has set a tensor of a model that was built on meta.
+
+        Raises:
+            InvalidState: naming the tensors.
+        """
+        self._unset.check(where)
 
     def check_counted(self) -> None:
         """Raise if an optimizer has stepped since the last `advance`: a loop that never counts is never saved.
@@ -252,5 +264,6 @@ class RunWatch:
         self._trained.attach(name, target)
         self._orders.attach()
         self._averages = SwapProbe(self._objects.model, self._objects.extra)
+        self._unset.look()
         if name in self._objects.optimizers:
             self._schedulers.add(name, target)

@@ -111,7 +111,7 @@ class RunLoader:
                 with self._read_in_place(run, loaded, unread):
                     run.restore(loaded.state, components=names, policy=self.policy, collectives=self.collectives, without=loaded.left_out)  # fmt: skip
                 if self.proves and self.collectives.world_size > 1:
-                    prove_alike(lambda: describe_state(run.capture(), components=names), self.collectives)
+                    prove_alike(lambda: describe_state(run.read(view=False).state, components=names), self.collectives)
         self.descent = loaded.descent
         return loaded.state
 

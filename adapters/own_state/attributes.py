@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.core.printable import with_article
+from trainfold.core.state.fqn import RECIPES
 
 MANY: Final = 64  # a larger container is data: only its ends are read
 END: Final = 8
@@ -61,14 +62,15 @@ def _of_container(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an instance, in ``__dict__`` and in ``__slots__``."""
+    """Yield the attributes of an instance, in ``__dict__`` and in ``__slots__``, without what `construct.on_meta` keeps in a module."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         own = {}
     if type(own) is dict and not isinstance(value, types.FunctionType | types.MethodType):
         for name, child in list(own.items()):
-            yield f".{name}", child
+            if name != RECIPES:
+                yield f".{name}", child
     for kind in type(value).__mro__:
         for name, member in list(vars(kind).items()) if "__slots__" in vars(kind) else ():
             if isinstance(member, types.MemberDescriptorType):

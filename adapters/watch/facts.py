@@ -30,7 +30,7 @@ from trainfold.core.state.audit import (
     Fact,
     attribute_of,
 )
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.fqn import RECIPES, canonical_name
 from trainfold.core.tensor_memory import tensor_bytes
 
 _DEPTH: Final = 6
@@ -47,6 +47,7 @@ _DATA: Final = (Dataset, Sampler, BatchSampler)
 _LOADER: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
 # torch's modules that compute; its wrappers (DDP, compile, FSDP) contain machinery of a step, not state of a run
 _COMPUTE: Final = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.")
+_NO_STATE: Final = (*FSDP_ATTRIBUTES, RECIPES)  # how the names of attributes begin that are no state of a module
 _CODE: Final = (type, type(sys), torch.jit.ScriptModule)
 _ENTERED: Final = frozenset({"builtins", "collections", "types", "functools", "random"})
 
@@ -101,7 +102,7 @@ class Look:
         own_kind = own_class(module)
         kind = own_kind.__module__
         is_torchs = kind.startswith("torch.")
-        own = {name: value for name, value in vars(module).items() if not name.startswith(FSDP_ATTRIBUTES)}
+        own = {name: value for name, value in vars(module).items() if not name.startswith(_NO_STATE)}
         if not is_torchs:
             self._classes[path] = own_kind
         if not is_torchs or kind.startswith(_COMPUTE):

@@ -1,13 +1,16 @@
 """Names: canonical FQNs, and the named tensors of a module, each once and with its ties."""
 
 from types import MethodType
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import torch
 
 from trainfold.core.errors import InvalidState
+from trainfold.core.tensor_memory import looks_unset
 
+RECIPES: Final = "_trainfold_recipes"
+"""The attribute of a module that was built by `trainfold.construct.on_meta`: how its tensors are made. It is no setting, and no state."""
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -207,9 +210,43 @@ def check_real(model: torch.nn.Module) -> NamedTensors:
             "model",
             expected="parameters with values",
             found=f"{len(meta)} on the meta device, such as {meta[0]!r}",
-            fix="call model.to_empty(device=...) and initialise it, or build it outside torch.device('meta')",
+            fix="build it by trainfold.construct.on_meta and call trainfold.construct.materialize(model, device); or call "
+            "model.to_empty(device=...) and initialise it, or build it outside torch.device('meta')",
         )
     return named
+
+
+def check_set(model: torch.nn.Module, named: NamedTensors) -> None:
+    """Raise if a model that was built on meta has tensors that nothing has loaded or initialised.
+
+    Raises:
+        InvalidState: naming them.
+
+    Examples:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> check_set(model, named_tensors(model))
+    """
+    if not any(RECIPES in vars(each) for each in model.modules()):
+        return
+    unset = [name for name, value in {**named.params, **named.buffers}.items() if looks_unset(value)]
+    if unset:
+        raise unset_error("model", unset)
+
+
+def unset_error(where: str, names: list[str]) -> InvalidState:
+    """Return the error for tensors that have memory and no values.
+
+    Args:
+        where: for the error.
+        names: of the tensors.
+    """
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return InvalidState(
+        where,
+        expected="tensors that a checkpoint or an initialisation has set",
+        found=f"{len(names)} that nothing has set since the model was built on meta: {', '.join(names[:3])}{others}",
+        fix="load a checkpoint, and then call trainfold.construct.initialize(model, seed=...), which sets exactly what was not loaded",
+    )
 
 
 def check_uncut(named: NamedTensors) -> NamedTensors:

@@ -9,7 +9,7 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.optim.schedule import ScheduleFunction, describe_schedule
 from trainfold.core.rng import make_key
 from trainfold.core.state.aliasing import check_apart
-from trainfold.core.state.fqn import NamedTensors, canonical_name, check_real, check_uncut
+from trainfold.core.state.fqn import NamedTensors, canonical_name, check_real, check_set, check_uncut
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainableState
 from trainfold.core.step.optimizer import Optimizer, OptimizerLike, pair_of
@@ -38,7 +38,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         The state, with each tied parameter once.
 
     Raises:
-        InvalidState: if the model is on the meta device or has parameters that are not initialised, or DTensors; or if its
+        InvalidState: if the model is on the meta device or has tensors that are not initialised, or DTensors; or if its
             ``state_dict()`` has more than parameters and buffers, which a pure step would lose.
         SharedStorage: if two tensors of the model share storage without being the same tensor.
 
@@ -49,6 +49,7 @@ def init_state(  # noqa: PLR0913 (the public surface: two arguments, and names f
         (['weight', 'bias'], 0)
     """
     named = check_uncut(check_real(model))
+    check_set(model, named)
     _check_plain_state_dict(model, named)
     check_apart(
         [*named.params.items(), *named.buffers.items()],

@@ -15,6 +15,7 @@ The rest is public by subject::
     plans, states                           decisions as values, and what they decide about
     managers, retention                     when a run is saved, and what stays
     evaluation, metrics                     evaluation in parts
+    construct                               a model on the meta device, and values for what no checkpoint has
     stores, ranks                           where bytes go, and who takes part
     errors                                  all of them, each with its fix
 
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _MODULES = (
     "accumulation",
+    "construct",
     "data",
     "errors",
     "evaluation",

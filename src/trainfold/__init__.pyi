@@ -2,6 +2,7 @@
 
 from trainfold import (
     accumulation as accumulation,
+    construct as construct,
     data as data,
     errors as errors,
     evaluation as evaluation,
