@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 unexport PYTHONDONTWRITEBYTECODE  # without its cache, each of the hundred programs that tests start compiles the package again
 
-.PHONY: help demo test check format docs look bench resume long laws soak crash oracle constraints clean
+.PHONY: help demo test check format docs look bench resume hf long laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -39,6 +39,10 @@ look: docs  ## open every page in a browser at three widths, and list what stick
 resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs the rivals; half an hour)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'
 	$(BIN)/python benchmarks/resume.py
+
+hf: $(DEV)  ## the tests on models of transformers, which it installs (a minute)
+	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	$(PYTEST) -m "" tests/adapters/construct/test_construct_hf.py
 
 bench: $(DEV)  ## what it costs: benchmarks/
 	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done

@@ -16,10 +16,10 @@ Modules = torch.nn.Module | Sequence[Any]
 
 
 def materialize(modules: Modules, device: torch.device | str) -> None:
-    """Give the tensors of a model on the meta device memory, each rank its own part; nothing is drawn, and no tensor is made whole.
+    """Give the tensors of a model on the meta device memory, each rank its own part; no random number is used, and no tensor is made whole.
 
     Parameters stay the same objects, so an optimizer may have been made from them, and tied tensors stay tied. What a checkpoint does not
-    have, such as a table of rotary embeddings, and what is no float, such as a count of batches, gets its value now, unless it is drawn.
+    have, such as a table of rotary embeddings, and what is not a float, such as a count of batches, gets its value now, unless it is random.
     Every other element is a NaN of its own kind, until a load or `initialize` sets it: a run that forgets both cannot be saved.
 
     Args:

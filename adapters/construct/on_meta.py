@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import torch
 
+from trainfold.adapters.construct.build_recorder import recorded
 from trainfold.adapters.construct.recipes import Kind, Recipe, Recipes, tensors_of
-from trainfold.adapters.construct.recorder import recorded
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.fqn import RECIPES, canonical_name
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, final
 import attrs
 import torch
 
-from trainfold.adapters.construct.tape import EMPTY, Call, Place, Tape
+from trainfold.adapters.construct.tape import EMPTY, Place, RecordedCall, Tape
 from trainfold.core.state.fqn import RECIPES, canonical_name
 
 Kind = Literal["parameter", "buffer", "attribute"]
@@ -27,7 +27,7 @@ class Recipe:
     place: Place
     name: str
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[RecordedCall]:
         """The calls that make it, in their order."""
         return self.tape.calls_for(self.place.storage)
 

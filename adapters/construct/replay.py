@@ -5,14 +5,14 @@ from typing import Any, Final, final
 
 import torch
 
-from trainfold.adapters.construct.tape import EMPTY, Call, Constant, Place, Tape
+from trainfold.adapters.construct.tape import EMPTY, Constant, Place, RecordedCall, Tape
 from trainfold.core.rng import Key, fold_in, forked_rng
 from trainfold.core.tensor_memory import fill_unset
 
 CPU: Final = torch.device("cpu")
 
 
-def value_of(tape: Tape, place: Place, key: Key | None, calls: Sequence[Call] | None = None) -> torch.Tensor:
+def value_of(tape: Tape, place: Place, key: Key | None, calls: Sequence[RecordedCall] | None = None) -> torch.Tensor:
     """Return the value that a place has after the recorded calls; bytes that no call wrote are `unset`.
 
     Law: it is a function of the calls and the key: which other tensors are made, and in which order, changes no bit.
@@ -51,7 +51,7 @@ class _Replay:
         found = torch.conj(found) if place.is_conj else found
         return torch._neg_view(found) if place.is_neg else found  # noqa: SLF001  # there is no public name
 
-    def run(self, call: Call, key: Key | None) -> None:
+    def run(self, call: RecordedCall, key: Key | None) -> None:
         if call.function in EMPTY:
             return  # `tensor` makes the memory, unset
         args = [restored(each, self.tensor) for each in call.args]

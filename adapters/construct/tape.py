@@ -58,7 +58,7 @@ class Constant:
 
 @final
 @attrs.define(eq=False)
-class Call:
+class RecordedCall:
     """A call that made or wrote tensors.
 
     Attributes:
@@ -98,7 +98,7 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.sizes: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
 
@@ -106,13 +106,13 @@ class Tape:
         """How much it has; calls hold whole tensors."""
         return f"<Tape of {len(self.calls)} calls>"
 
-    def add(self, call: Call) -> None:
+    def add(self, call: RecordedCall) -> None:
         """Record one more call."""
         for storage in call.writes:
             self._writers.setdefault(storage, []).append(len(self.calls))
         self.calls.append(call)
 
-    def calls_for(self, storage: int) -> list[Call]:
+    def calls_for(self, storage: int) -> list[RecordedCall]:
         """Return the calls that the last value of a storage depends on, in their order."""
         found: set[int] = set()
         seen: set[tuple[int, int]] = set()

@@ -17,16 +17,19 @@ class UnsetWatch:
 
     Args:
         modules: returns those of the run.
+
+    Attributes:
+        names: of the tensors that had no value at the last look, and may have none now.
     """
 
     def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
         self._modules = modules
-        self._names: set[str] = set()
+        self.names: set[str] = set()
         self.look()
 
     def look(self) -> None:
         """Look at what has no value now, such as of a module that was attached just now."""
-        self._names |= {slot.name for slot in self._slots() if looks_unset(local_part(slot.tensor))}
+        self.names |= {slot.name for slot in self._slots() if looks_unset(local_part(slot.tensor))}
 
     def check(self, where: str) -> None:
         """Raise if any of it has no value yet, or a NaN: an optimizer may have moved the one to the other.
@@ -34,12 +37,10 @@ class UnsetWatch:
         Raises:
             InvalidState: naming the tensors.
         """
-        if not self._names:
-            return
-        unset = [slot.name for slot in self._slots() if slot.name in self._names and _has_none(local_part(slot.tensor))]
+        unset = [slot.name for slot in self._slots() if slot.name in self.names and _has_none(local_part(slot.tensor))]
         if unset:
             raise unset_error(where, list(dict.fromkeys(unset)))
-        self._names = set()
+        self.names = set()
 
     def _slots(self) -> list[Slot]:
         built = [root for root in self._modules() if any(RECIPES in vars(each) for each in root.modules())]

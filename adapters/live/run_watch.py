@@ -106,7 +106,8 @@ class RunWatch:
         """
         self._check_schedulers(where)
         if is_step:
-            self.check_set(where)
+            if self._unset.names:
+                self._unset.check(where)
             self._steps_of_others.check(where)
 
     def _check_schedulers(self, where: str) -> None:
@@ -149,7 +150,8 @@ class RunWatch:
         Raises:
             InvalidState: naming the tensors.
         """
-        self._unset.check(where)
+        if self._unset.names:
+            self._unset.check(where)
 
     def check_counted(self) -> None:
         """Raise if an optimizer has stepped since the last `advance`: a loop that never counts is never saved.

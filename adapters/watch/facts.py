@@ -47,7 +47,7 @@ _DATA: Final = (Dataset, Sampler, BatchSampler)
 _LOADER: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
 # torch's modules that compute; its wrappers (DDP, compile, FSDP) contain machinery of a step, not state of a run
 _COMPUTE: Final = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.")
-_NO_STATE: Final = (*FSDP_ATTRIBUTES, RECIPES)  # how the names of attributes begin that are no state of a module
+_NO_STATE: Final = (*FSDP_ATTRIBUTES, RECIPES)  # how the names of attributes begin that are not state of a module
 _CODE: Final = (type, type(sys), torch.jit.ScriptModule)
 _ENTERED: Final = frozenset({"builtins", "collections", "types", "functools", "random"})
 

@@ -10,7 +10,7 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.tensor_memory import looks_unset
 
 RECIPES: Final = "_trainfold_recipes"
-"""The attribute of a module that was built by `trainfold.construct.on_meta`: how its tensors are made. It is no setting, and no state."""
+"""The attribute of a module that was built by `trainfold.construct.on_meta`: how its tensors are made. It is neither a setting nor state."""
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 

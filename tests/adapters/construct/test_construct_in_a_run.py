@@ -52,7 +52,7 @@ def test_a_run_resumes_with_the_same_lines_that_began_it(tmp_path):
     """I01, I03, B17: what is loaded is loaded, what no checkpoint has is computed, and the end is that of a run that was not stopped."""
     names = ("layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # also HiddenState: what is kept in modules is no state
+        warnings.simplefilter("error")  # also HiddenState: what is kept in modules is not state
         assert run(tmp_path / "a", steps=2)[0] == names
         found, end = run(tmp_path / "a", steps=4)
     assert found == ()

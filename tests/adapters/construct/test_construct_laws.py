@@ -141,7 +141,7 @@ def test_a_value_in_a_dtype_of_its_own_is_that_of_the_build_cast():
 
 
 def test_a_tensor_that_nothing_can_initialise_is_named():
-    """I04, I03: memory without a value is none; a buffer that no checkpoint has is refused before there is memory."""
+    """I04, I03: memory alone is not a value; a buffer that no checkpoint has is refused before there is memory."""
 
     class Bare(nn.Module):
         def __init__(self, *, persistent):
@@ -180,7 +180,7 @@ def test_a_tensor_that_is_written_in_part_is_refused():
 
 
 def test_a_build_that_decides_by_what_it_draws_is_refused():
-    """What is computed without randomness is known, such as rates of ``torch.linspace``; what is drawn is not."""
+    """Numbers computed without randomness are known, such as rates of ``torch.linspace``; random ones are not."""
 
     def drawn():
         return nn.Linear(2, 2 if torch.rand(()).item() > 2 else 3)

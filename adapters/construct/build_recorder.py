@@ -1,4 +1,4 @@
-"""`Recorder`: while it is active, tensors are made on the meta device, and a `Tape` gets every call that makes or writes one."""
+"""`BuildRecorder`: while it is active, tensors are made on the meta device, and a `Tape` gets every call that makes or writes one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfold.adapters.construct.replay import CPU, results, value_of
-from trainfold.adapters.construct.tape import EMPTY, Call, Constant, Place, Tape
+from trainfold.adapters.construct.tape import EMPTY, Constant, Place, RecordedCall, Tape
 from trainfold.core.errors import InvalidState
 
 META: Final = torch.device("meta")
@@ -21,7 +21,7 @@ _DEPENDS_ON_VALUES: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_
 
 
 @final
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is not typed
+class BuildRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is not typed
     """Records on a tape what a build does with tensors.
 
     Attributes:
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is
         return found
 
     def _needs_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call has a result that is no tensor on meta: a number, a shape that depends on values, or a copy on the CPU."""
+        """Whether a call has a result other than a tensor on meta: a number, a shape that depends on values, or a copy on the CPU."""
         if function is _TO:
             return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
         if any(tag in function.tags for tag in _DEPENDS_ON_VALUES):
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is
         kwargs = {name: _mapped(each, kept) for name, each in kwargs.items() if name != "pin_memory"}
         replaced = whole.storage if whole is not None and self._covers(whole) else None
         self.tape.add(
-            Call(
+            RecordedCall(
                 function,
                 tuple(_mapped(args, kept)),
                 kwargs,
@@ -202,9 +202,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is
 
 
 @contextmanager
-def recorded() -> Iterator[Recorder]:
+def recorded() -> Iterator[BuildRecorder]:
     """Record what is built inside, also by those functions of ``torch.nn.init`` that do nothing for a tensor on meta."""
-    recorder = Recorder()
+    recorder = BuildRecorder()
     module: Any = torch.nn.init
     original = getattr(module, "_no_grad_trunc_normal_", None)
 
