@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.parallel import gradient_order
 from trainfold.core.state.notes import ORDERS, gradient_orders_of
 
 pytestmark = pytest.mark.slow(4)
@@ -287,3 +288,18 @@ def test_two_ranks_have_no_order_to_save(processes):
 @pytest.mark.parametrize("noted", [None, 5, {"model": 5}, {"model": "1 x"}, {"model": "²"}])
 def test_what_is_not_an_order_is_left_out(noted):
     assert gradient_orders_of({ORDERS: noted}) == {}
+
+
+def test_wrappers_around_a_module_are_searched_for_once_and_not_by_a_load_without_orders(monkeypatch):
+    """R02: the search looks at every object of the process, 20 ms and more, and such a load has no use for what it finds."""
+    searches = []
+    monkeypatch.setattr(gradient_order, "_has_enough_ranks", lambda: True)
+    monkeypatch.setattr(gradient_order.gc, "get_referrers", lambda *kinds: searches.append(kinds) or [])
+    orders = gradient_order.GradientOrder(lambda: {"model": nn.Linear(2, 2)})
+    orders.take({})
+    assert (len(searches), orders.unknown) == (0, None), "the first step looks"
+    for _ in range(3):
+        orders.stepped()
+    assert (len(searches), orders.unknown) == (1, {})
+    orders.take({"model[0]": "0 1"})
+    assert len(searches) == 2
