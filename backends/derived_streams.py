@@ -1,16 +1,19 @@
 """`derive_streams`: random streams as a function of a seed, a step and a share of the data; on another number of ranks a run continues with them."""
 
+import logging
 import random
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
+from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.resume_plan import ResumePlan
 from trainfold.core.resume.resumed import seed_of_other_ranks
 from trainfold.core.rng import fold_in, make_key, seed_of
 from trainfold.core.state.state import Opaque, TrainState
 
+_LOG: Final = logging.getLogger("trainfold")
 STREAMS_VERSION = 1  # of the form in which a live run saves its streams
 
 
@@ -65,3 +68,14 @@ def with_derived_streams(state: TrainState, plan: ResumePlan, *, share: int) -> 
     streams = derive_streams(seed, step=plan.step, rank=share, device=None if device is None else torch.device(device))
     others = {name: value for name, value in state.rng.value.items() if name == "dtensor"}
     return state.evolve(rng=Opaque({**streams, **others}))
+
+
+def tell_of_streams(outcome: ResumePlan, world: Collectives) -> None:
+    """Log, once a run, that the streams are new ones, if they are."""
+    seed = seed_of_other_ranks(outcome)
+    if seed is not None and world.rank == 0:
+        _LOG.warning(
+            "%s: the saved random streams belong to %s and cannot continue on %d; new ones are derived from seed %d, step %d and the share of the "
+            "data that a rank reads: equal on ranks with the same share, and the same at each resume from this checkpoint",
+            f"{outcome.run}/{outcome.checkpoint}", "1 rank" if (saved := outcome.manifest.world_size) == 1 else f"{saved} ranks", world.world_size, seed, outcome.step,
+        )  # fmt: skip

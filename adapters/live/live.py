@@ -12,7 +12,7 @@ from trainfold.adapters.live.loop.loop_data import LoopData
 from trainfold.adapters.live.loop.loops_over_data import LoopsOverData
 from trainfold.adapters.live.pending import PendingComponents
 from trainfold.adapters.live.recorder import Recorder, check_values
-from trainfold.adapters.live.restore import checked, checked_by_all, read_in_place, write_all
+from trainfold.adapters.live.restore import OnAnyRank, checked, checked_by_all, has_refusable, read_in_place, write_all
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
@@ -239,9 +239,19 @@ class Live(LoopsOverData, GradientWindows):
             HalfRestored: if memory could not be overwritten: end the process.
         """
         world = ALONE if collectives is None else collectives
-        (parts, saved, chosen), out = checked_by_all(world, lambda: self._checked(state, components, policy, without))
+        (parts, saved, chosen), out, on_any = checked_by_all(
+            world, lambda: self._checked(state, components, policy, without), has=self._has
+        )
         wanted = {each: part for each, part in parts.items() if each not in out and (chosen is None or each in chosen)}
-        write_all(wanted, saved, self.optional, world, begins=self._watch.overwrites, unread=self.unread)
+        write_all(
+            wanted,
+            saved,
+            self.optional,
+            world,
+            begins=self._watch.overwrites,
+            unread=self.unread,
+            refusable=on_any.refusable,
+        )
         self._watch.restored(state.contract, chosen, self._counters.step, self._pending.policy)
         self._counters.restored()
         self._microbatches.drop()
@@ -251,7 +261,9 @@ class Live(LoopsOverData, GradientWindows):
             self._data.restored(chosen)
         self._pending.restored(state, saved, parts, chosen)
         if chosen is None or "dataset" in chosen:
-            self.meet(world, again=True)
+            self._has_met = True
+            if on_any.loaders:
+                self.meet(world, again=True)
 
     def _checked(
         self, state: TrainState, components: Iterable[str] | None, policy: Any, without: Collection[str]
@@ -265,6 +277,13 @@ class Live(LoopsOverData, GradientWindows):
         saved, unknown = self._watch.adapted(saved, parts, state.origin.adapts, chosen)
         left_out = checked(parts, saved, chosen, unknown=unknown, optional=self.optional)
         return (parts, saved, chosen), left_out
+
+    def _has(
+        self, checked: tuple[Mapping[str, ComponentAdapter], Mapping[str, Any], Collection[str] | None]
+    ) -> OnAnyRank:
+        parts, saved, chosen = checked
+        wanted = {name: part for name, part in parts.items() if name in saved and (chosen is None or name in chosen)}
+        return OnAnyRank(has_refusable(wanted), self._data is not None and bool(self._data.feeds()))
 
     def register(self, name: str, target: Any, *, sharing: Mapping[str, Shared] | None = None) -> None:
         """Add a component to a run that may have been restored already.

@@ -1,7 +1,7 @@
 """Writes a state into live objects: first every reason against it, then all of it or nothing, on all ranks or on none."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import attrs
 
@@ -87,18 +87,44 @@ def checked(
     return left_out
 
 
-def checked_by_all(world: Collectives, check: Callable[[], tuple[T, dict[str, str]]]) -> tuple[T, dict[str, str]]:
-    """What a check returns on this rank, with the optional components that any rank leaves out; rank 0 has warned of these."""
+@final
+@attrs.frozen
+class OnAnyRank:
+    """What some rank has, so that all ranks make the calls for it.
+
+    Attributes:
+        refusable: a part that may refuse its value when it is written.
+        loaders: a loader.
+    """
+
+    refusable: bool
+    loaders: bool
+
+
+def checked_by_all(
+    world: Collectives, check: Callable[[], tuple[T, dict[str, str]]], *, has: Callable[[T], OnAnyRank]
+) -> tuple[T, dict[str, str], OnAnyRank]:
+    """Check on all ranks; rank 0 warns of optional components that are left out.
+
+    Args:
+        world: the ranks; all of them call.
+        check: returns a value, and the optional components that this rank leaves out, with the reasons.
+        has: what this rank has, from that value.
+
+    Returns:
+        The value; the components that any rank leaves out; what any rank has.
+    """
     found: list[T] = []
 
-    def left_out() -> dict[str, str]:
+    def told() -> tuple[dict[str, str], OnAnyRank]:
         mine, reasons = check()
         found.append(mine)
-        return reasons
+        return reasons, has(mine)
 
-    texts = texts_of_left_out(on_all_ranks(world, left_out, doing="check the state"))
+    every = on_all_ranks(world, told, doing="check the state")
+    texts = texts_of_left_out([reasons for reasons, _ in every])
     warn_of_left_out(texts, world)
-    return found[0], texts
+    return found[0], texts, OnAnyRank(any(each.refusable for _, each in every), any(each.loaders for _, each in every))
 
 
 def read_in_place(parts: Mapping[str, ComponentAdapter], components: Iterable[str] | None) -> UnreadTensors:
@@ -116,6 +142,11 @@ def read_in_place(parts: Mapping[str, ComponentAdapter], components: Iterable[st
     )
 
 
+def has_refusable(parts: Mapping[str, ComponentAdapter]) -> bool:
+    """Whether one of these parts may refuse its value when it is written."""
+    return _last_that_may_refuse(parts) >= 0
+
+
 def _last_that_may_refuse(parts: Mapping[str, ComponentAdapter]) -> int:
     return max((index for index, part in enumerate(parts.values()) if getattr(part, "may_refuse", True)), default=-1)
 
@@ -128,6 +159,7 @@ def write_all(  # noqa: PLR0913 - keywords
     *,
     begins: Callable[[], None] = lambda: None,
     unread: UnreadTensors | None = None,
+    refusable: bool = True,
 ) -> None:
     """Write every part that is in ``saved``, on all ranks or on none.
 
@@ -142,6 +174,7 @@ def write_all(  # noqa: PLR0913 - keywords
         world: the ranks; all of them call.
         begins: called when memory is about to be overwritten.
         unread: what is read now, straight into the memory of the objects, and gets the outcome of that; None if everything was read.
+        refusable: whether some rank has a part that may refuse; then the ranks ask each other before any memory is overwritten.
 
     Raises:
         RestoreRefused: with what the part raised; nothing was changed.
@@ -154,12 +187,19 @@ def write_all(  # noqa: PLR0913 - keywords
         if unread is not None and name in unread.components and isinstance(part, ModulePart | OptimizerPart):
             wanted[name] = attrs.evolve(part, fill=unread.write)
     names = list(wanted)
+    if refusable:
+        _write_refusable_on_all({name: wanted[name] for name in names[: last + 1]}, saved, optional, world)
+    begins()
+    _overwrite_all({name: wanted[name] for name in names[last + 1 :]}, wanted, saved, world, unread)
+
+
+def _write_refusable_on_all(
+    parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str], world: Collectives
+) -> None:
     undos: dict[str, Undo] = {}
     try:
         told = on_all_ranks(
-            world,
-            lambda: _write_refusable({name: wanted[name] for name in names[: last + 1]}, saved, optional, undos),
-            doing="restore what may refuse",
+            world, lambda: _write_refusable(parts, saved, optional, undos), doing="restore what may refuse"
         )
         texts = texts_of_left_out(told)
         for name in texts.keys() & undos.keys():
@@ -169,8 +209,6 @@ def write_all(  # noqa: PLR0913 - keywords
         for undo in reversed(undos.values()):
             undo()
         raise
-    begins()
-    _overwrite_all({name: wanted[name] for name in names[last + 1 :]}, wanted, saved, world, unread)
 
 
 def _overwrite_all(

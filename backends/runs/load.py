@@ -1,21 +1,21 @@
 """`load_run`: reads a run, plans the resume and carries out the plan. If a checkpoint proves bad, an older one is loaded instead."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
 import attrs
 
-from trainfold.backends.derived_streams import with_derived_streams
+from trainfold.backends.derived_streams import tell_of_streams, with_derived_streams
 from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.library_versions import library_versions
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
 from trainfold.backends.runs.alike.stages import ruled, united_run
-from trainfold.backends.runs.one_view import examine_for_all, list_for_all
-from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt, quarantined
+from trainfold.backends.runs.one_view import examine_for_all, view_for_all
+from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.shared_reads import SharedReads, may_share
 from trainfold.backends.runs.snapshot import full_contract
@@ -37,13 +37,14 @@ from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.outline import announcement_of
 from trainfold.core.format.structure.united_contract import contract_digest
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.history.quarantine import LoadOutcome, outcome_of, with_quarantined
+from trainfold.core.history.quarantine import LoadOutcome, outcome_of
 from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives, World
 from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
 from trainfold.core.resume.fall_back import (
     Decided,
+    Failure,
     after_failure,
     decided,
     disagreement,
@@ -56,7 +57,6 @@ from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.reads import needs_of
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
-from trainfold.core.resume.resumed import seed_of_other_ranks
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -103,9 +103,23 @@ class Quarantine:
         """Record an attempt before it starts."""
         on_rank_zero(world, lambda: begin_attempt(store, name), doing="note the attempt to load", is_vote=True)
 
-    def end(self, store: Store, world: Collectives, name: str, outcome: LoadOutcome) -> None:
-        """Remove the record of an attempt, or record what failed."""
-        on_rank_zero(world, lambda: end_attempt(store, name, outcome), doing="note how the load ended", is_vote=True)
+    def end(
+        self,
+        store: Store,
+        world: Collectives,
+        name: str,
+        outcome: LoadOutcome,
+        *,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Remove the record of an attempt, or record what failed; then rank 0 does what else is its own, such as to warn."""
+
+        def note() -> None:
+            end_attempt(store, name, outcome)
+            if then is not None:
+                then()
+
+        on_rank_zero(world, note, doing="note how the load ended", is_vote=True)
 
     def leave(self, store: Store, world: Collectives, name: str, error: BaseException) -> None:
         """Record an attempt that ended with an error for which no rank waits, such as Ctrl-C."""
@@ -123,13 +137,11 @@ def plan_load(  # noqa: PLR0913 - keywords
     optional: Mapping[str, str | None] | None = None,
 ) -> ResumePlan | Refusal:
     """The plan that `load_run` would carry out for the same arguments, without its warnings; see `trainfold.plan`."""
-    known = passed_over(store, request, collectives)
     target = resume_target(like, contract, collectives)
     request, target, wanted, lacking, _ = _requested(request, target, optional, like.stage, collectives)
     request = _without(request, texts_of_left_out(lacking))
-    inventory = with_quarantined(list_for_all(store, collectives), known)
-    inventory = examine_for_all(store, inventory, request, collectives, wanted=wanted, needs=_needs(like, collectives))
-    return _planned(inventory, target, request, collectives, warns=False)[0]
+    view = view_for_all(store, request, collectives, wanted=wanted, needs=_needs(like, collectives))
+    return _planned(view.inventory, target, request, collectives, warns=False)[0]
 
 
 def load_run(  # noqa: PLR0913 - keywords
@@ -165,19 +177,16 @@ def load_run(  # noqa: PLR0913 - keywords
         request, target, optional, like.stage, world, shares=shares
     )
     request = _without(request, _warned(lacking, world))
-    known, needs = passed_over(store, request, world), _needs(like, world)
-    inventory = listed = list_for_all(store, world)
-    relistings = 0
+    needs = _needs(like, world)
+    view = view_for_all(store, request, world, wanted=wanted, needs=needs)
+    inventory, relistings = view.inventory, 0
     while True:
-        inventory = examine_for_all(
-            store, with_quarantined(inventory, known), request, world, wanted=wanted, needs=needs
-        )
         outcome = _planned_alike(store, inventory, target, request, world)
         if isinstance(outcome, Refusal):
-            relisted = list_for_all(store, world)
-            if not lists_again(relistings, relisted != listed):
+            again = view_for_all(store, request, world, wanted=wanted, needs=needs, before=view)
+            if not lists_again(relistings, again is not view):
                 raise _at_checkpoint(ResumeRefused(store.url, outcome), outcome)
-            inventory, listed, relistings = relisted, relisted, relistings + 1
+            inventory, view, relistings = again.inventory, again, relistings + 1
             continue
         with placed(step=outcome.step):
             if quarantine is not None:
@@ -192,13 +201,11 @@ def load_run(  # noqa: PLR0913 - keywords
                 if quarantine is not None:
                     quarantine.leave(store, world, outcome.checkpoint, error)
                 raise
-            if quarantine is not None and (failures or unread is None):
-                quarantine.end(store, world, outcome.checkpoint, outcome_of_all(failures))
+            _end(store, outcome, failures, world, quarantine=quarantine, is_read=unread is None)
             if not failures and state is not None:
-                on_rank_zero(world, partial(_warn, outcome), doing="warn", is_vote=True)  # once a run; it may raise
                 head = outcome.manifest.head
                 state = with_derived_streams(state, outcome, share=world.rank if share is None else share)
-                _tell_of_streams(outcome, world)
+                tell_of_streams(outcome, world)
                 left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
                 descent = ParentCheckpoint(head.timeline, head.step, head.forks)
                 return Loaded(state, descent, outcome.checkpoint, left_out)
@@ -208,21 +215,12 @@ def load_run(  # noqa: PLR0913 - keywords
                 reason = failure or _elsewhere(store, first, failures[0].problem)
                 place(reason, rank=world.rank if failure is not None and world.world_size > 1 else None)
                 raise reason
-        inventory = without
+        inventory = examine_for_all(store, without, request, world, wanted=wanted, needs=needs)
 
 
 def _needs(like: TrainState, world: Collectives) -> Needs | None:
     here = World(world.rank, world.world_size)
     return None if world.world_size == 1 else needs_of(components_of(like), here, is_stage=like.stage is not None)
-
-
-def passed_over(store: Store, request: ResumeRequest, world: Collectives) -> Mapping[str, Problem]:
-    """The checkpoints in quarantine, for `with_quarantined`; empty if a step is requested, because the request overrides the quarantine."""
-    return (
-        {}
-        if request.step is not None
-        else on_rank_zero(world, lambda: quarantined(store), doing="look for checkpoints in quarantine")
-    )
 
 
 @without_collecting
@@ -359,18 +357,25 @@ def _attempt(  # noqa: PLR0913 - of one call
         raise
 
 
+def _end(  # noqa: PLR0913 - of one call
+    store: Store,
+    outcome: ResumePlan,
+    failures: Sequence[Failure],
+    world: Collectives,
+    *,
+    quarantine: Quarantine | None,
+    is_read: bool,
+) -> None:
+    """End an attempt in the quarantine, unless the caller reads on; rank 0 warns once a run of what has loaded, in the same call, and that may raise."""
+    warns = None if failures else partial(_warn, outcome)
+    if quarantine is not None and (failures or is_read):
+        quarantine.end(store, world, outcome.checkpoint, outcome_of_all(failures), then=warns)
+    elif warns is not None:
+        on_rank_zero(world, warns, doing="warn", is_vote=True)
+
+
 def _elsewhere(store: Store, rank: int, problem: Problem) -> RankFailed:
     return rank_failed(rank, store.url, expected="every rank to load its part", found=problem, fix=problem.fix)
-
-
-def _tell_of_streams(outcome: ResumePlan, world: Collectives) -> None:
-    seed = seed_of_other_ranks(outcome)
-    if seed is not None and world.rank == 0:
-        _LOG.warning(
-            "%s: the saved random streams belong to %s and cannot continue on %d; new ones are derived from seed %d, step %d and the share of the "
-            "data that a rank reads: equal on ranks with the same share, and the same at each resume from this checkpoint",
-            f"{outcome.run}/{outcome.checkpoint}", "1 rank" if (saved := outcome.manifest.world_size) == 1 else f"{saved} ranks", world.world_size, seed, outcome.step,
-        )  # fmt: skip
 
 
 def _warn(outcome: ResumePlan) -> None:

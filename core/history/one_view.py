@@ -21,10 +21,12 @@ class View:
     Attributes:
         is_same: whether its manifest is the one that rank 0 has read.
         problem: what the rank has found against the checkpoint; None if nothing.
+        unlisted: the checkpoints that the rank sees and rank 0 did not list, where the lists are compared in the same call.
     """
 
     is_same: bool
     problem: Problem | None
+    unlisted: tuple[str, ...] = ()
 
 
 def unlisted(inventory: Inventory, names: Collection[str]) -> tuple[str, ...]:

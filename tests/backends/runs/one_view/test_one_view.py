@@ -80,6 +80,30 @@ def test_the_ranks_of_a_manager_read_no_run_file_either():
     assert [each.reads["manifest.json"] for each in stores[1:]] == [1, 1]
 
 
+RESTORE = [
+    "name its components",
+    "list the run",
+    "look at the checkpoint",
+    "plan the resume",
+    "note the attempt to load",
+    "read its part of the checkpoint",
+    "note how the load ended",
+    "check the state",
+    "overwrite its objects",
+]
+
+
+def test_a_restore_is_nine_exchanges_where_nothing_may_refuse_and_no_rank_has_a_loader():
+    """V05: each exchange costs all ranks a turn of the others' processor. There were fifteen."""
+    store = MemoryStore()
+    trained(store)
+    outcomes = thread_outcomes(3, lambda world: restored(world, store))
+    doing = [call.doing for call in outcomes[0].schedule]
+    first, last = doing.index(RESTORE[0]), doing.index(RESTORE[-1])
+    assert doing[first : last + 1] == RESTORE
+    assert "compare its loaders" not in doing[last:]
+
+
 # --- stale and other mounts -------------------------------------------------------------------------------------------
 
 
