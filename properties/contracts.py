@@ -1,4 +1,4 @@
-"""Contracts: suites that check whether an implementation of `Store`, `Metric`, `Collectives` or `Parallelism` keeps its protocol.
+"""Contracts: suites that check whether an implementation of `Store`, `Metric`, `Collectives`, `Parallelism` or `WeightSource` keeps its protocol.
 
 Each rule is a function; `check_store` runs the rules of a store, each on a fresh one, and reports every broken rule; `check_metric`
 runs those of a metric.
@@ -26,8 +26,17 @@ from trainfold.properties.collectives_contract import check_collectives
 from trainfold.properties.differences import ContractBroken
 from trainfold.properties.metrics.metric_contract import check_metric
 from trainfold.properties.parallelism_contract import check_parallelism
+from trainfold.properties.weight_source_contract import check_weight_source
 
-__all__ = ["STORE_RULES", "ContractBroken", "check_collectives", "check_metric", "check_parallelism", "check_store"]
+__all__ = [
+    "STORE_RULES",
+    "ContractBroken",
+    "check_collectives",
+    "check_metric",
+    "check_parallelism",
+    "check_store",
+    "check_weight_source",
+]
 
 Rule = Callable[[Store], None]
 

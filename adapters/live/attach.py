@@ -11,10 +11,12 @@ from trainfold.adapters.live.module_parts import as_module
 from trainfold.adapters.live.optional import optional_given
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.loaders.choose import feeds_of
+from trainfold.adapters.outside.outside_weights import OutsideWeights
 from trainfold.adapters.parallel.end_together import Uneven
 from trainfold.adapters.parallel.pipeline import PipelineStage, stages_given
 from trainfold.adapters.parallel.sharing import Shared
 from trainfold.core.layout.parallelism import Parallelism
+from trainfold.core.weights.source import WeightSource
 
 
 def attach(  # noqa: PLR0913 - keywords
@@ -30,6 +32,7 @@ def attach(  # noqa: PLR0913 - keywords
     sharing: Mapping[str, Shared] | None = None,
     parallelism: Parallelism | None = None,
     uneven: Uneven = "refuse",
+    weights: WeightSource | None = None,
 ) -> Live:
     """Make the mutable objects of a loop a run that can be saved and resumed.
 
@@ -56,6 +59,9 @@ def attach(  # noqa: PLR0913 - keywords
         uneven: what happens on several ranks with batches that not every rank has: ``"refuse"`` raises on all of them, before the first batch
             where the numbers of batches are known; ``"drop"`` ends each epoch on all ranks with the shortest share, leaves the rest out,
             and warns how much that is.
+        weights: where the model's weights come from, if not from checkpoints: a `WeightSource`, such as one of ``trainfold.weights``. No checkpoint
+            has the model then; with ``trainfold.weights.Frozen(source)`` it has all but the frozen parameters. The source is asked where the run
+            begins and at each resume, by ``manager.restore(live)``.
 
     Returns:
         The live run.
@@ -80,4 +86,5 @@ def attach(  # noqa: PLR0913 - keywords
                               parallelism=parallelism, uneven=uneven)  # fmt: skip
     feed = None if loader is None else feeds_of(loader)
     watch = RunWatch(objects, loader, unsaved=unsaved, is_strict=strict)
-    return Live(objects, feed, watch, optional_given(optional, objects.extra))
+    outside = None if weights is None else OutsideWeights(weights, module, objects.stage)
+    return Live(objects, feed, watch, optional_given(optional, objects.extra), outside)

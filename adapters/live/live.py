@@ -16,6 +16,8 @@ from trainfold.adapters.live.restore import OnAnyRank, checked, checked_by_all, 
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
+from trainfold.adapters.outside.outside_weights import OutsideWeights
+from trainfold.adapters.outside.takes_weights import TakesWeights
 from trainfold.adapters.parallel.end_together import end_together
 from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
 from trainfold.adapters.parallel.share import share_of_model
@@ -34,7 +36,7 @@ from trainfold.core.state.state import Origin, Progress, TrainState
 
 
 @final
-class Live(LoopsOverData, GradientWindows):
+class Live(LoopsOverData, GradientWindows, TakesWeights):
     """A mutable run. Make it with `attach`.
 
     Law: run k steps, `capture`, build every object again, `restore`, run n steps = run k + n steps, bit for bit.
@@ -45,12 +47,18 @@ class Live(LoopsOverData, GradientWindows):
         share: which share of the data this rank reads; None if only the caller knows.
         saved_in: run id -> its checkpoint that this run comes from, or was saved as.
         unread: what a restore reads in place; set by a manager.
+        outside: what comes from a source of weights, and not from checkpoints; None for nothing.
     """
 
     def __init__(
-        self, objects: AttachedObjects, feed: Feed | FeedGroup | None, watch: RunWatch, optional: Collection[str]
+        self,
+        objects: AttachedObjects,
+        feed: Feed | FeedGroup | None,
+        watch: RunWatch,
+        optional: Collection[str],
+        outside: OutsideWeights | None = None,
     ) -> None:
-        self._objects, self._watch = objects, watch
+        self._objects, self._watch, self.outside = objects, watch, outside
         self._feed, self.share = feed, None if feed is None else feed.share
         self._data = None if feed is None else LoopData(feed, self._parts_now)
         self.optional = frozenset(optional)
@@ -139,6 +147,8 @@ class Live(LoopsOverData, GradientWindows):
         self._watch.check_step("live.advance", is_step=steps > 0)
         if steps:
             self._microbatches.check_reduced()
+            if self.outside is not None:
+                self.outside.stepped("live.advance")
         counted = self._counters.advance(samples, tokens=tokens or 0, steps=steps)
         progress = self._counters.progress
         if not steps:
@@ -239,6 +249,7 @@ class Live(LoopsOverData, GradientWindows):
             HalfRestored: if memory could not be overwritten: end the process.
         """
         world = ALONE if collectives is None else collectives
+        state = self._with_outside(state, world)
         (parts, saved, chosen), out, on_any = checked_by_all(
             world, lambda: self._checked(state, components, policy, without), has=self._has
         )
@@ -377,7 +388,13 @@ class Live(LoopsOverData, GradientWindows):
         ``"live"``, and continues with the saved value.
         """
         found: dict[str, Any] = {} if self._feed is None else self._feed.contract()
-        return {**found, **self._watch.contract(), **self._pending.settings, **self._watch.settings()}
+        return {
+            **found,
+            **self._watch.contract(),
+            **self._pending.settings,
+            **self._watch.settings(),
+            **self._outside(),
+        }
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

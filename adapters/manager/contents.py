@@ -102,7 +102,10 @@ class RunContents:
         """
         names = self._components
         names = validate_components(names, declared=run.names) if isinstance(run, Live) else names
-        found = describe_state(view.state, components=names, contract=self._contract, describe=self._describer.describe)
+        state = view.state
+        if isinstance(run, Live) and run.outside is not None:
+            state, names = run.outside.saved(state, names)
+        found = describe_state(state, components=names, contract=self._contract, describe=self._describer.describe)
         if self._world.world_size == 1 or not isinstance(run, Live):
             return found
         sent = sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world)

@@ -72,7 +72,7 @@ class RunLoader:
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
         """Decide whether there is something to resume; loads nothing."""
         names, like, optional = self._like(run)
-        request = resume_request(step=step, components=names, policy=self.policy)
+        request = resume_request(step=step, components=names, policy=self.policy, reset=_resets(run))
         outcome = plan_load(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
                             optional=optional)  # fmt: skip
         mine = load_decision(outcome, step=step)
@@ -100,7 +100,9 @@ class RunLoader:
             RankFailed: if those of another rank cannot; it names the rank.
         """
         names, like, optional = self._like(run)
-        request = resume_request(step=step, components=names, policy=self.policy, reset=reset)
+        request = resume_request(
+            step=step, components=names, policy=self.policy, reset=_resets(run) | dict(reset or {})
+        )
         share = share_of_rank(run, self.collectives) if isinstance(run, Live) else None
         unread = run.may_stay_unread(names) if isinstance(run, Live) and in_place else None
         with placed(step=step):
@@ -169,13 +171,25 @@ class RunLoader:
         if isinstance(run, TrainState):
             return self.components, run, {}
         run.will_save(self.components)
+        if run.outside is not None and not run.outside.is_current:
+            run.take_weights(self.collectives)  # first: their fingerprint is compared with the checkpoint's
         read = run.read(view=False)
         captured = read.state
         # This run does not want what is pending, or its settings, yet: `register` compares them.
         extra = {name: value for name, value in captured.extra.items() if name not in run.pending}
         theirs = tuple(f"attached.{name}." for name in run.pending)
         contract = {key: value for key, value in captured.contract.items() if not key.startswith(theirs)}
+        if run.outside is not None:
+            captured = run.outside.without(captured)
         names = validate_components(self.components, declared=run.names)
+        if names is not None and "trainer" in names and "model" not in names and run.outside is None:
+            raise InvalidArgument(
+                "CheckpointManager.components",
+                expected="a model in the checkpoints, or a source of its weights",
+                found=f"{sorted(names)}, and none",
+                fix="select model too; or name the source in attach(..., weights=...), which is trainfold.weights.ByScript() if the script has loaded "
+                "them itself",
+            )
         optional = {name: read.left_out.get(name) for name in sorted(run.optional) if names is None or name in names}
         return names, captured.evolve(extra=extra, contract=contract), optional
 
@@ -249,6 +263,8 @@ class LoadRunner:
         if step is not None or reset:
             raise InvalidArgument("start_over", expected="False, to restore a step, or all but a component", found="True",
                                   fix="leave start_over=True out")  # fmt: skip
+        if live.outside is not None:
+            live.take_weights(self.loader.collectives)
         left = self.first.left_behind
         self._warn("%s: starts over on purpose; %d checkpoints are left behind", self.loader.store.url, left)
         return self._restored(live, is_fresh=True)
@@ -302,6 +318,11 @@ class LoadRunner:
         live.meet(self.loader.collectives)
         self.asked.watch(live)
         return Restored(self.loader.store.url, live.progress.step, is_fresh=is_fresh)
+
+
+def _resets(run: Live | TrainState) -> dict[str, str]:
+    """The components that no load touches."""
+    return run.outside.resets() if isinstance(run, Live) and run.outside is not None else {}
 
 
 def _step_of(run: Live | TrainState) -> int | None:

@@ -18,6 +18,7 @@ from trainfold.core.state.contract_kinds import (
     BASE_RATES,
     OF_LATER,
     OF_MESH,
+    OUTSIDE,
     contract_kind,
     is_of_rank_zero,
     prefix_of_optimizer,
@@ -81,7 +82,8 @@ def _compare_key(
             findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
         # old checkpoints, and states without a model, have no environment
         elif not is_derived and owner != ENVIRONMENT:
-            findings.drift("unproven" if have is _ABSENT else "uncompared", key, saved=have, wanted=want)
+            kind = "unproven" if have is _ABSENT else "uncompared"
+            findings.drift(OUTSIDE if contract_kind(key) == OUTSIDE else kind, key, saved=have, wanted=want)
     elif not _same(have, want):
         findings.drift(contract_kind(key), key, saved=have, wanted=want, cause=cause)
 

@@ -177,7 +177,7 @@ def plan_reads(
             leaves = {leaf.path: leaf for leaf in places(saved.nodes[action.part], action.name)}
             records = saved.tensors[action.part]
             needed = _needed(action, leaves, targets.get(action.name, {}), records, elsewhere)
-            components[action.name] = ComponentReads(leaves, _tensor_reads(records, needed))
+            components[action.name] = ComponentReads(leaves, tensor_reads(records, needed))
     return ReadPlan(plan.checkpoint, tuple(file.name for file in manifest.files), components)
 
 
@@ -211,10 +211,15 @@ def _needed(
     return found
 
 
-def _tensor_reads(
+def tensor_reads(
     records: Sequence[TensorRecord], needed: Mapping[int, tuple[str, Box | None]]
 ) -> dict[int, TensorRead]:
-    """The reads of one table of tensors, in the order of their bytes."""
+    """The reads of one table of tensors, in the order of their bytes.
+
+    Args:
+        records: of the table.
+        needed: index in the table -> the leaf that it is for, and the slice that is needed; None for all of it.
+    """
     known: _Known = {}  # many tensors are cut alike, and needed alike
     found = [
         (index, TensorRead(path, records[index], box, _shard_reads(index, records[index], box, known)))

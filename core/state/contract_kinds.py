@@ -12,6 +12,7 @@ BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum",
 # hyperparameters that have kinds of their own; foreach= is how torch walks through the parameters, and the algorithm is the same
 _OF_GROUPS: Final = {**dict.fromkeys(BASE_RATES, "scheduler"), "foreach": "implementation"}
 STEP_PREFIX: Final = "step."
+OUTSIDE: Final = "outside_weights"  # the kind of the fingerprint of frozen weights that no checkpoint has
 OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that only rank 0 compares
 # The last parts of keys about the ranks that train a module.
 RANKS: Final = "(ranks)"  # their mesh
@@ -51,7 +52,12 @@ def contract_kind(key: str) -> str:
         >>> contract_kind("attached.ema.decay"), contract_kind("attached.loader.sampler_size")
         ('settings', 'samples')
     """
-    exact = {"optimizer.kind": "optimizer", "dataset.length": "dataset_size", "dataset_size": "dataset_size"}
+    exact = {
+        "weights.outside": "outside_weights",
+        "optimizer.kind": "optimizer",
+        "dataset.length": "dataset_size",
+        "dataset_size": "dataset_size",
+    }
     if key in exact:
         return exact[key]
     last = key.rpartition(".")[2]

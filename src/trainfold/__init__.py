@@ -44,6 +44,7 @@ _MODULES = (
     "schedules",
     "states",
     "stores",
+    "weights",
 )
 _MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers
     name: module

@@ -15,6 +15,7 @@ from trainfold import (
     schedules as schedules,
     states as states,
     stores as stores,
+    weights as weights,
 )
 from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
 from trainfold.adapters.live.attach import attach as attach

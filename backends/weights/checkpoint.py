@@ -1,0 +1,126 @@
+"""`CheckpointWeights`: the weights of another run, or of a component of it such as its average, a rank's part at a time."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, final
+
+import torch
+
+from trainfold.backends.formats.native.plan_reader import PlanReader
+from trainfold.backends.runs.one_view import examined
+from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.scan import read_inventory
+from trainfold.backends.stores.local import Run, open_store
+from trainfold.core.checks import count
+from trainfold.core.errors import CheckpointMissing, InvalidState
+from trainfold.core.format.dtypes import size_bytes
+from trainfold.core.format.manifest import Manifest, TensorRecord
+from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.layout.slices import Box
+from trainfold.core.resume.choose import choose
+from trainfold.core.resume.reads import ComponentReads, tensor_reads
+from trainfold.core.resume.request import resume_request
+from trainfold.core.state.fqn import canonical_name
+from trainfold.core.weights.source import Wanted
+
+_BATCH_BYTES: Final = 64 << 20  # read at once, side by side
+_PATH: Final = re.compile(r"^\w+(?:\.(?:params|buffers))?\[(['\"])(?P<name>.*)\1\]$")
+
+
+@final
+class CheckpointWeights:
+    """The weights in a checkpoint of another run. A rank reads only what it holds, and every byte is checked.
+
+    Args:
+        run: a directory, or a store.
+        step: an explicit step; None for the newest checkpoint that has the component.
+        component: ``"model"``, or a module or a flat dict of tensors that was saved under ``extra``, such as an average of the weights.
+
+    Examples:
+        >>> import torch, trainfold
+        >>> from trainfold.stores import MemoryStore
+        >>> model = torch.nn.Linear(2, 1)
+        >>> base = MemoryStore()
+        >>> live = trainfold.attach(model)
+        >>> _ = trainfold.save(live.capture(), base)
+        >>> live = trainfold.attach(torch.nn.Linear(2, 1), weights=CheckpointWeights(base))
+        >>> live.take_weights()
+        >>> torch.equal(live.capture().model.params["weight"], model.weight)
+        True
+    """
+
+    def __init__(self, run: Run, *, step: int | None = None, component: str = "model") -> None:
+        self._store = open_store(run)
+        self._step = None if step is None else count("step", step, least=0, fix="name a saved step")
+        self._component = component
+
+    def __repr__(self) -> str:
+        return f"CheckpointWeights({self._store.url!r}, step={self._step}, component={self._component!r})"
+
+    def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the part of each tensor that this rank holds.
+
+        Raises:
+            CheckpointMissing: if there is no whole checkpoint with the component.
+            CheckpointDamaged: if bytes are not those that were written.
+        """
+        manifest = self._manifest()
+        table = self._table(manifest)
+        reader = PlanReader(self._store, f"step-{manifest.head.step:08d}", manifest)
+        batch: dict[int, tuple[str, Box | None]] = {}
+        total_bytes = 0
+        for index, record in enumerate(table):
+            name, each = _name(record), wanted.get(_name(record))
+            if each is None:
+                continue
+            if record.shape != each.shape:
+                yield name, torch.empty(record.shape, device="meta")  # it is refused for its shape, and not read
+                continue
+            batch[index] = name, None if each.is_whole else each.box
+            total_bytes += size_bytes(record.dtype, tuple(stop - start for start, stop in each.box))
+            if total_bytes >= _BATCH_BYTES:
+                yield from _read(reader, table, batch)
+                batch, total_bytes = {}, 0
+        yield from _read(reader, table, batch)
+
+    def _manifest(self) -> Manifest:
+        request = resume_request(step=self._step, components=[self._component])
+        inventory = read_inventory(self._store)
+        if self._step is None:
+            inventory = with_quarantined(inventory, quarantined(self._store))
+        inventory = examined(self._store, inventory, request, [self._component])
+        chosen = choose(inventory, request, [self._component])
+        if not isinstance(chosen, Manifest):
+            raise CheckpointMissing(
+                self._store.url,
+                expected=f"a whole checkpoint with {self._component}",
+                found="; ".join(map(str, chosen)),
+                fix="name another run, step or component",
+            )
+        return chosen
+
+    def _table(self, manifest: Manifest) -> tuple[TensorRecord, ...]:
+        found = manifest.component(self._component)
+        if found is not None and len(found.nodes) == 1:
+            return tuple(found.tensors[0])
+        names = ", ".join(each.name for each in manifest.components)
+        raise InvalidState(
+            f"{self._store.url}/step-{manifest.head.step:08d}: {self._component}",
+            expected="a component that all ranks have in common",
+            found=f"one with {names}" if found is None else "one that each rank has of its own",
+            fix="name another step or component",
+        )
+
+
+def _name(record: TensorRecord) -> str:
+    """The canonical name of a tensor; empty if it is not at the top of its component."""
+    match = _PATH.match(record.path)
+    return "" if match is None else canonical_name(match["name"])
+
+
+def _read(
+    reader: PlanReader, table: Sequence[TensorRecord], batch: Mapping[int, tuple[str, Box | None]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    found = reader.read(ComponentReads({}, tensor_reads(table, batch)), {})
+    for index in list(found):
+        yield batch[index][0], found.pop(index)

@@ -1,0 +1,93 @@
+"""`Account`: whether a source of weights has supplied what was asked for, each tensor once and as it has to be."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, final
+
+from trainfold.core.errors import InvalidState, TrainfoldError
+from trainfold.core.weights.source import Wanted
+
+_SHOWN: Final = 8  # names in a message
+
+
+@final
+class Account:
+    """Counts what a source supplies.
+
+    Args:
+        wanted: what it was asked for.
+
+    Examples:
+        >>> account = Account({"w": Wanted("float32", (4,), ((2, 4),))})
+        >>> account.part_of("w", "float32", (4,)), account.part_of("w", "float32", (2,))
+        ((slice(2, 4, None),), (slice(0, 2, None),))
+        >>> account.missing()
+        []
+    """
+
+    def __init__(self, wanted: Mapping[str, Wanted]) -> None:
+        self._wanted = wanted
+        self._came: dict[str, str] = {}  # first name -> the name under which it came
+
+    def came_as(self, name: str) -> str | None:
+        """The name under which a tensor has come already; None if it has not, or was not asked for."""
+        return self._came.get(self.first_name(name)) if name in self._wanted else None
+
+    def first_name(self, name: str) -> str:
+        """The name under which the model has a tensor."""
+        return self._wanted[name].tied_to or name
+
+    def part_of(self, name: str, dtype: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Note that a tensor has come; return which part of it belongs to this rank.
+
+        Raises:
+            InvalidState: if it was not asked for, or has another dtype or shape.
+        """
+        where, wanted = f"weights[{name!r}]", self._wanted.get(name)
+        if wanted is None:
+            raise InvalidState(
+                where,
+                expected=f"one of the {len(self._wanted)} names that were asked for",
+                found="another one",
+                fix="let supply() yield no more than it is asked for; names are those of model.state_dict(), without the prefixes of wrappers",
+            )
+        held = tuple(stop - start for start, stop in wanted.box)
+        if tuple(shape) not in (wanted.shape, held):
+            raise InvalidState(
+                where,
+                expected=f"the shape {list(wanted.shape)}"
+                + ("" if wanted.is_whole else f", or {list(held)} of this rank"),
+                found=list(shape),
+                fix="build the model as the weights were trained, or supply this tensor from elsewhere",
+            )
+        if dtype != wanted.dtype and (wanted.dtype or not _is_floating(dtype)):
+            raise InvalidState(
+                where,
+                expected=wanted.dtype or "a floating dtype",
+                found=dtype,
+                fix="build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values may be rounded",
+            )
+        self._came.setdefault(self.first_name(name), name)
+        if tuple(shape) == wanted.shape:
+            return tuple(slice(start, stop) for start, stop in wanted.box)
+        return tuple(slice(0, size) for size in held)
+
+    def missing(self) -> list[str]:
+        """The first names of the tensors that have not come."""
+        return [name for name, each in self._wanted.items() if each.tied_to is None and name not in self._came]
+
+    def problem(self, source: object) -> TrainfoldError | None:
+        """Why the weights are not complete; None if every tensor has come."""
+        missing = self.missing()
+        if not missing:
+            return None
+        more = f", and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        return InvalidState(
+            "weights",
+            expected=f"all {len(self._came) + len(missing)} tensors from {type(source).__qualname__}",
+            found=f"nothing for {', '.join(missing[:_SHOWN])}{more}",
+            fix="supply these too; what is trained here and not there belongs to the checkpoints: weights=trainfold.weights.Frozen(source)",
+        )
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))

@@ -1,0 +1,54 @@
+"""`WeightSource`: supplies weights from outside the checkpoints of a run. `Wanted`: one tensor that it is asked for."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
+
+import attrs
+
+from trainfold.core.layout.slices import Box, whole_box
+
+if TYPE_CHECKING:
+    import torch
+
+
+@final
+@attrs.frozen
+class Wanted:
+    """A tensor of a model without its values, and what this rank holds of it.
+
+    Attributes:
+        dtype: torch's name of the dtype, such as ``"bfloat16"``; empty if any floating dtype will do.
+        shape: the shape of the whole tensor.
+        box: what this rank holds: a (start, stop) pair for each dimension.
+        tied_to: the first name of the tensor, if this is another one.
+
+    Examples:
+        >>> Wanted("float32", (4, 2), ((0, 2), (0, 2))).is_whole
+        False
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    tied_to: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.box == whole_box(self.shape)
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """What supplies weights: another checkpoint, a directory of a model hub, a server. Pass it to ``attach(weights=...)``.
+
+    It runs where a run begins and at each resume. It is iterated to its end once, and a tensor is copied before the next one is asked for.
+    What is yielded is what was supplied: what is missing then, or was not asked for, is an error that names it, before anything trains.
+    """
+
+    def supply(self, wanted: "Mapping[str, Wanted]") -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield the tensors, in any order, each with its name: all of it, or the box of this rank.
+
+        Args:
+            wanted: canonical name -> what is wanted. A tensor with several names is there under each; one of them is enough.
+        """

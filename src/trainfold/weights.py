@@ -1,0 +1,12 @@
+"""Weights from outside the checkpoints of a run: from another run, a model hub, rank 0, or the script itself. Pass one to ``attach(weights=...)``.
+
+The names are re-exports, each documented where it lives.
+"""
+
+from trainfold.backends.weights.checkpoint import CheckpointWeights
+from trainfold.backends.weights.first_rank import FirstRank
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.wrapped import ByScript, Cast, Frozen
+
+__all__ = ["ByScript", "Cast", "CheckpointWeights", "FirstRank", "Frozen", "HubDirectory", "Wanted", "WeightSource"]

@@ -1,0 +1,233 @@
+"""Sources of weights keep their contract, read no more than they have to, and refuse what is not sound."""
+
+import json
+
+import pytest
+import torch
+from kit.adapters.fsdp2_cases import sharded, whole
+from safetensors.torch import save_file
+
+from trainfold.adapters.live.attach import attach
+from trainfold.backends.runs.api import save
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.weights.checkpoint import CheckpointWeights
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointHostile,
+    CheckpointMissing,
+    InvalidState,
+    TrainfoldError,
+)
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
+from trainfold.core.weights.source import Wanted
+from trainfold.core.weights.wrapped import Cast, Frozen
+from trainfold.properties.contracts import ContractBroken, check_weight_source
+from trainfold.ranks import SingleProcess
+from trainfold.weights import FirstRank
+
+TENSORS = {
+    "h.weight": torch.arange(24.0).view(6, 4),
+    "h.bias": torch.tensor([1.0, float("nan"), -0.0]).bfloat16(),
+    "empty": torch.empty(0, 3),
+    "step": torch.tensor(7),
+    "mask": torch.tensor([True, False]),
+}
+
+
+def hub(folder, *, files=1):
+    folder.mkdir(exist_ok=True)
+    parts = [dict(list(TENSORS.items())[number::files]) for number in range(files)]
+    for number, part in enumerate(parts):
+        save_file(part, folder / f"model-{number}.safetensors")
+    if files > 1:
+        where = {name: f"model-{number}.safetensors" for number, part in enumerate(parts) for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def run(step=3):
+    store = MemoryStore()
+    floats = {name: each for name, each in TENSORS.items() if each.is_floating_point()}
+    others = {name: each for name, each in TENSORS.items() if name not in floats}
+    save(TrainState(model=ModelState(Leaves(floats), Leaves(others)), trainer=Progress(step=step)), store)
+    return store
+
+
+def test_each_source_keeps_the_contract(tmp_path):
+    """J01: whatever it reads from."""
+    check_weight_source(lambda: CheckpointWeights(run()), TENSORS)
+    check_weight_source(lambda: HubDirectory(hub(tmp_path / "one")), TENSORS)
+    check_weight_source(lambda: HubDirectory(hub(tmp_path / "two", files=2)), TENSORS)
+    check_weight_source(lambda: FirstRank(CheckpointWeights(run()), SingleProcess()), TENSORS)
+    check_weight_source(lambda: Cast(Frozen(CheckpointWeights(run()))), TENSORS)
+
+
+def test_the_contract_finds_a_source_that_breaks_it():
+    """A suite that cannot fail proves nothing."""
+
+    class Twice:
+        def supply(self, wanted):
+            for name in wanted:
+                if name in TENSORS:
+                    yield name, TENSORS[name]
+                    yield name, TENSORS[name]
+
+    class All:
+        def supply(self, wanted):
+            yield from TENSORS.items()
+
+    class FirstHalf:
+        def supply(self, wanted):
+            for name, each in wanted.items():
+                if name in TENSORS:
+                    sizes = [stop - start for start, stop in each.box]
+                    yield name, TENSORS[name][tuple(slice(0, size) for size in sizes)]
+
+    class Once:
+        left = 1
+
+        def supply(self, wanted):
+            Once.left -= 1
+            yield from [(name, TENSORS[name]) for name in wanted if name in TENSORS and Once.left >= 0]
+
+    for broken, said in (
+        (Twice, "came twice"),
+        (All, "not asked for"),
+        (FirstHalf, "other bits"),
+        (Once, "asked again"),
+    ):
+        with pytest.raises(ContractBroken, match=said):
+            check_weight_source(broken, TENSORS)
+
+
+class Counting(MemoryStore):
+    """Counts the bytes of tensors that are read."""
+
+    read_bytes = 0
+
+    def read_into(self, name, buffer, *arguments, **keywords):
+        self.read_bytes += len(buffer) * name.endswith(".safetensors")
+        return super().read_into(name, buffer, *arguments, **keywords)
+
+
+def test_a_rank_reads_its_part_of_a_checkpoint_and_no_more():
+    """I06: no rank reads or holds the whole model. One megabyte is verified at once."""
+    store = Counting()
+    large = torch.arange(2.0**21).view(-1, 1024)  # 8 MiB
+    save(
+        TrainState(model=ModelState(Leaves({"w": large, "v": large.clone()}), Leaves()), trainer=Progress(step=1)),
+        store,
+    )
+    store.read_bytes = 0
+    rows = (512, 1024)
+    ((name, part),) = CheckpointWeights(store).supply({"w": Wanted("float32", (2048, 1024), (rows, (0, 1024)))})
+    assert name == "w"
+    assert torch.equal(part, large[slice(*rows)])
+    assert store.read_bytes <= part.nbytes + (2 << 20)
+
+
+def test_the_newest_checkpoint_with_the_component_is_taken_or_the_step_that_was_named():
+    """B03, C05: one without its model is passed over."""
+    store = run(3)
+    model = ModelState(Leaves({"w": torch.ones(2)}), Leaves())
+    whole_state = TrainState(model=model, trainer=Progress(step=4), extra={"ema": {"w": torch.zeros(2)}})
+    save(whole_state, store)
+    save(whole_state.evolve(trainer=Progress(step=5)), store, components=["trainer", "ema"])
+    wanted = {"w": Wanted("float32", (2,), ((0, 2),))}
+    assert dict(CheckpointWeights(store).supply(wanted))["w"].tolist() == [1, 1]
+    assert dict(CheckpointWeights(store, component="ema").supply(wanted))["w"].tolist() == [0, 0]
+    assert dict(CheckpointWeights(store, step=3).supply(wanted)) == {}
+    with pytest.raises(InvalidState, match="one with trainer, ema"):
+        list(CheckpointWeights(store, step=5).supply(wanted))
+    with pytest.raises(CheckpointMissing, match="a checkpoint of this step"):
+        list(CheckpointWeights(store, step=9).supply(wanted))
+    with pytest.raises(CheckpointMissing, match="expected a run, found nothing"):
+        list(CheckpointWeights(MemoryStore()).supply(wanted))
+
+
+def test_a_directory_of_a_hub_is_confined_to_its_own_files(tmp_path):
+    """U02: nothing outside it is opened, and no pickle."""
+    folder = hub(tmp_path / "hub", files=2)
+    index = folder / "model.safetensors.index.json"
+    wanted = {"h.weight": Wanted("float32", (6, 4), ((0, 6), (0, 4)))}
+    for name in ("../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", 3):
+        index.write_text(json.dumps({"weight_map": {"h.weight": name}}))
+        with pytest.raises(CheckpointHostile, match="names of files in its directory"):
+            list(HubDirectory(folder).supply(wanted))
+    index.write_text(json.dumps({"weight_map": {"h.weight": "model-1.safetensors"}}))
+    with pytest.raises(CheckpointDamaged, match=r"the tensor h\.weight"):
+        list(HubDirectory(folder).supply(wanted))
+    index.write_text("[]")
+    with pytest.raises(TrainfoldError):
+        list(HubDirectory(folder).supply(wanted))
+    empty = tmp_path / "pickles"
+    empty.mkdir()
+    torch.save(TENSORS, empty / "pytorch_model.bin")
+    with pytest.raises(CheckpointMissing, match="save_pretrained"):
+        list(HubDirectory(empty).supply(wanted))
+
+
+@pytest.mark.parametrize("cut", [4, 9, 100, -1])
+def test_a_file_that_was_cut_off_or_lies_about_its_ranges_is_refused(tmp_path, cut):
+    """U02: before any tensor is made of it."""
+    folder = hub(tmp_path / "hub")
+    file = folder / "model-0.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(TrainfoldError, match="model-0"):
+        list(HubDirectory(folder).supply({"h.weight": Wanted("float32", (6, 4), ((0, 6), (0, 4)))}))
+
+
+def on_ranks(collectives, folder):
+    """Each rank takes its part of a checkpoint, and of a run whose frozen weights are outside, with their fingerprint."""
+    world = collectives.world_size
+    found = {}
+    for name, wrap in (("whole", lambda source: source), ("frozen", Frozen)):
+        for kind, source in (
+            ("own", CheckpointWeights(folder)),
+            ("sent", FirstRank(CheckpointWeights(folder), collectives)),
+        ):
+            model = sharded(world, seed=5)
+            if name == "frozen":
+                model.first.requires_grad_(False)
+                model.second.requires_grad_(False)
+            live = attach(model, weights=wrap(source))
+            live.take_weights(collectives)
+            bits = {key: whole(each.detach()).tolist() for key, each in model.named_parameters()}
+            found[name, kind] = bits, live.contract().get("weights.outside")
+    return found
+
+
+def test_ranks_under_fsdp2_take_their_parts_with_one_fingerprint_on_any_number_of_them(processes, tmp_path):
+    """I06, J07: uneven and empty parts; read by each rank, or by rank 0 for all."""
+    from kit.adapters.fsdp2_cases import Model
+
+    torch.manual_seed(3)
+    base = Model()
+    folder = str(tmp_path / "base")
+    save(attach(base).capture(), LocalStore(folder))
+    own = {key: each.tolist() for key, each in base.named_parameters()}
+    for parameter in (*base.first.parameters(), *base.second.parameters()):
+        parameter.requires_grad_(False)
+    live = attach(base, weights=Frozen(CheckpointWeights(folder)))
+    live.take_weights()
+    for each in processes.run(2, on_ranks, folder, collectives={}):
+        assert each["whole", "own"][0] == each["whole", "sent"][0] == own
+        for kind in ("own", "sent"):
+            bits, text = each["frozen", kind]
+            assert text == live.contract()["weights.outside"]
+            assert {key: bits[key] for key in bits if key.startswith(("first", "second"))} == {
+                key: own[key] for key in own if key.startswith(("first", "second"))
+            }
+            assert bits["last.weight"] != own["last.weight"]
+
+
+def test_a_nested_tree_has_no_names_for_a_model():
+    """Nested trees have no flat names."""
+    store = MemoryStore()
+    nested = {"deep": {"w": torch.ones(1)}}
+    save(TrainState(trainer=Progress(step=1), extra={"tree": nested}), store)
+    wanted = {"w": Wanted("float32", (1,), ((0, 1),))}
+    assert dict(CheckpointWeights(store, component="tree").supply(wanted)) == {}
