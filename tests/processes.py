@@ -82,7 +82,7 @@ class Processes:
         world_size: int,
         function: Callable[..., Any],
         *arguments: Any,
-        collectives: dict[str, float] | None = None,
+        collectives: dict[str, Any] | None = None,
         store: str = "file",
         is_tidy: bool = False,
         warm: Sequence[str] = (),
@@ -94,7 +94,7 @@ class Processes:
             world_size: number of processes.
             function: a function of a module; it is called with this rank's `TorchCollectives` and the arguments.
             arguments: JSON values.
-            collectives: arguments of `TorchCollectives`; without them, the function is called without collectives.
+            collectives: arguments of `TorchCollectives`, of a tree those of `rank_tree`; without them, the function is called without collectives.
             store: how the ranks meet: "file", or "tcp" (rank 0 is the host).
             is_tidy: let Python and torch shut down in order at the end, as in a script.
             warm: modules that the ranks would import themselves for seconds; they are there once for all of them.
@@ -233,6 +233,7 @@ def work(request: dict[str, Any], rank: int, folder: Path) -> Any:
     import torch.distributed as dist
 
     from trainfold.backends.ranks.torch_distributed import TorchCollectives
+    from trainfold.core.layout.agreement.rank_tree import rank_tree
 
     store = store_of(request, rank, folder)
     dist.init_process_group(
@@ -245,7 +246,10 @@ def work(request: dict[str, Any], rank: int, folder: Path) -> Any:
         function = getattr(function, part)
     if request["collectives"] is None:
         return function(*request["arguments"])
-    return function(TorchCollectives(**request["collectives"]), *request["arguments"])
+    options = dict(request["collectives"])
+    if isinstance(options.get("topology"), dict):
+        options["topology"] = rank_tree(request["world_size"], **options["topology"])
+    return function(TorchCollectives(**options), *request["arguments"])
 
 
 def store_of(request: dict[str, Any], rank: int, folder: Path) -> Any:

@@ -17,7 +17,10 @@ from trainfold.core.errors import RankFailed
 _TROUBLE = "trouble"
 _FAULT = "fault"
 _NO_SIGN = "no sign"
-_ROLL_SECS = 0.02
+_KEEPER = "keeper"
+_ROLL_SECS = 0.02  # between two looks at the roll
+_KEEPER_TAKES = 1.5  # times as long as a roll call, at most
+_ROLL_SECS_A_RANK = 2e-5  # at least, because a look has as many keys as there are ranks
 
 
 class KeyValues(Protocol):
@@ -149,6 +152,19 @@ class NoticeBoard:
         """
         self._store.set(f"here/{self._rank}", "1")
         self._store.set(_TROUBLE, "1")
+        # One rank looks who is there, and the others wait for what it finds: a look at N keys by N ranks would keep the store from answering.
+        is_keeper = self._store.compare_set(_KEEPER, "", str(self._rank)) == str(self._rank).encode()
+        fault = None if is_keeper else self._found_by_keeper()
+        return fault or self._kept(occasion)
+
+    def _found_by_keeper(self) -> Fault | None:
+        """What the keeper of the roll has found; None if it has ended before."""
+        deadline = time.monotonic() + _KEEPER_TAKES * self._grace_secs
+        while time.monotonic() < deadline and not self._store.check([_FAULT]):
+            time.sleep(_ROLL_SECS)
+        return self.fault()
+
+    def _kept(self, occasion: str) -> Fault:
         self._wait_for("here")
         fault = self.fault()
         if fault is None:
@@ -169,7 +185,7 @@ class NoticeBoard:
         while time.monotonic() < deadline and keys and not self._store.check(keys):
             if what == "here" and self._store.check([_FAULT]):
                 return
-            time.sleep(_ROLL_SECS)
+            time.sleep(max(_ROLL_SECS, _ROLL_SECS_A_RANK * len(keys)))
 
 
 def _fault_of(note: bytes) -> Fault:

@@ -12,6 +12,7 @@ import torch
 from trainfold.backends.ranks.launcher import restart_trap
 from trainfold.core.errors import InvalidArgument, RankFailed
 
+_MOST_ASKING: Final = 1024
 _ADVICE: Final = ". This is typically"  # what gloo adds
 
 
@@ -36,6 +37,9 @@ class Arrivals:
     Args:
         dist: torch.distributed.
         group: the group that the collectives are made for; None for all ranks.
+
+    Attributes:
+        place: a key for what rank 0 tells the others about these collectives.
     """
 
     def __init__(self, dist: Any, group: Any) -> None:
@@ -44,9 +48,16 @@ class Arrivals:
         self._keys: Final = [f"trainfold/made/{name}/{rank}" for rank in ranks]
         self._store: Final = default_store(dist)
         self._times: Final[int] = self._store.add(self._keys[ranks.index(dist.get_rank())], 1)
+        self._is_first: Final = dist.get_rank() == ranks[0]
+        self.place: Final = f"trainfold/met/{name}/{self._times}"
 
     def missing(self) -> list[int]:
-        """The ranks of the group that have made theirs less often than this one; none if the store has gone with its host."""
+        """The ranks of the group that have made theirs less often than this one; none if the store has gone with its host.
+
+        Of more than 1,024 ranks only the first one asks, or the store could not answer all.
+        """
+        if len(self._keys) > _MOST_ASKING and not self._is_first:
+            return []
         try:
             return [rank for rank, key in enumerate(self._keys) if self._store.add(key, 0) < self._times]
         except RuntimeError:

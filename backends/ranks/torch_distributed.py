@@ -1,23 +1,21 @@
 """`TorchCollectives`: ranks that are processes, over torch.distributed on the CPU. They fail together and name the rank that failed."""
 
-import hashlib
 import logging
 import os
 import secrets
 import struct
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Any, Final, NoReturn, TypeVar, final
+from typing import Any, Final, Literal, TypeVar, final
 
 import attrs
 import torch
 
-from trainfold.backends.ranks.call import Call, Deadline, check_broadcast, parted
-from trainfold.backends.ranks.failure_board import Fault, NoticeBoard, StoreBulletin
+from trainfold.backends.ranks.call import Call, Deadline, check_broadcast
+from trainfold.backends.ranks.failure_board import NoticeBoard, StoreBulletin
 from trainfold.backends.ranks.launcher import restart_trap
 from trainfold.backends.ranks.ordered_sum import sum_plan
 from trainfold.backends.ranks.process_group import (
@@ -27,46 +25,41 @@ from trainfold.backends.ranks.process_group import (
     first_sentence,
     initialised,
     is_of_tcp,
-    is_of_transport,
-    keep_exchange,
     not_made,
     padded_bytes,
-    release_exchange,
     start_all_gather,
-    start_all_reduce,
     start_all_to_all,
-    start_broadcast,
 )
+from trainfold.backends.ranks.processes.edges import connect
+from trainfold.backends.ranks.processes.mesh import Exchange, Mesh, PendingNumbers
+from trainfold.backends.ranks.processes.tree import Tree
+from trainfold.backends.ranks.processes.waiting import Waiting, look_secs
 from trainfold.backends.ranks.wire import from_wire, to_wire
-from trainfold.core.errors import InvalidArgument, RankFailed, error_text
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.agreement.rank_tree import SAME_NODE, RankTree, rank_tree
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 
 T = TypeVar("T")
 _LOG: Final = logging.getLogger("trainfold")
 
-_HEAD: Final = struct.Struct("<qqq")  # number of the call, digest of the call, bytes of the value
-_HEAD_LIMITS: Final = (512, 4096)  # of the first exchange; up to 8 ranks its size makes no difference to its time
-_ALL_HEADS_BYTES: Final = 2**20  # what a rank may receive of them
-_HEAD_FIELDS: Final = 3
-_NUMBER_BYTES: Final = 8
 _TOKEN_BYTES: Final = 8
-_PAUSES_SECS: Final = (5e-5, 5e-3)  # the shortest and the longest between two looks at an exchange
-_PAUSE_SHARE: Final = 1 / 16  # of what was waited so far, so that an exchange is seen at most so much later
-_LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
+_LOOKS_A_ROLL: Final = 2  # at least
+_MOST_BULLETIN_RANKS: Final = 1024  # who waits reads the number of each rank
 
 
 @final
 class TorchCollectives:
     """The collectives of the rank of this process. The constructor is a collective call: every rank of the group makes it at the same point.
 
-    Each call starts with one small all-gather, in which the ranks check that all make the same call. What a value has beyond 4 KiB, or half a KiB
-    where there are thousands of ranks, follows in a second exchange: an all-gather, or a broadcast of what one rank gives. A waiting rank also
-    watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises `RankFailed`, with the same text
+    In a mesh, where each rank is connected to each, a call starts with one small all-gather, in which the ranks check that all make the same call.
+    What a value has beyond 4 KiB, or half a KiB where there are thousands of ranks, follows in a second exchange: an all-gather, or a broadcast of
+    what one rank gives. In a tree the ranks of a node are connected to its first one, and that to a few others: values go up to rank 0, and come
+    down. Sums of floats and exchanges make a mesh there too, when the first of them is called. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises `RankFailed`, with the same text
     everywhere. A rank that posted no error is named after a roll call of ``grace_secs``; a rank that is only busy elsewhere cannot be
     distinguished from it and is named too. Afterwards every call raises that error again: restart the job.
 
-    Integers of 64 bits are summed by one all-reduce. Other sums are added in rank order, which the all-reduce of gloo does not do: with 1e8, 1
+    Integers of 64 bits are summed by one all-reduce, or up and down the tree. Other sums are added in rank order, which the all-reduce of gloo does not do: with 1e8, 1
     and -1e8 on three ranks, it returned 0 in some parts of one float32 vector and 1 in others. The two exchanges move as many bytes as an
     all-reduce. With the copies around them they take about twice as long for a million floats, and four times as long for ten million. Tensors
     of another device go through the CPU and back. Use it for evaluations and saves, and for gradients if equal bits matter more than speed.
@@ -76,17 +69,26 @@ class TorchCollectives:
     Args:
         group: a process group with a CPU backend, which also gives the ranks; by default a gloo group of all ranks, which no training uses and
             which ends with these collectives.
+        topology: how the ranks are connected: "mesh", "tree", or this tree of them. One that is not given has nodes of ``LOCAL_WORLD_SIZE`` ranks, or of 8
+            if rank 0 has no such variable.
         timeout_secs: how long a rank waits for the others in a call before which they may read, write or train.
         vote_secs: how long it waits in a vote, before which they have little to do, such as that on the result of a commit.
         grace_secs: how long a roll call takes at most.
 
     Raises:
-        InvalidArgument: if torch.distributed is not initialised, or the group has no CPU backend, or this process is not in it.
+        InvalidArgument: if torch.distributed is not initialised, or the group has no CPU backend, or this process is not in it, or the tree has another
+            number of ranks.
         RankFailed: if not all ranks call it, naming those that do not.
     """
 
     def __init__(
-        self, group: Any = None, *, timeout_secs: float = 600.0, vote_secs: float = 60.0, grace_secs: float = 3.0
+        self,
+        group: Any = None,
+        *,
+        topology: Literal["mesh", "tree"] | RankTree = "mesh",
+        timeout_secs: float = 600.0,
+        vote_secs: float = 60.0,
+        grace_secs: float = 3.0,
     ) -> None:
         if not (timeout_secs > 0 and vote_secs > 0 and grace_secs > 0):
             raise InvalidArgument(
@@ -99,27 +101,74 @@ class TorchCollectives:
         self._timeout_secs = timeout_secs
         self._vote_secs = vote_secs
         self._grace_secs = grace_secs
-        self._calls = self._bulletins = 0
-        self._faults: list[Fault] = []  # at most one
         self._own: Any = None
-        self._latest: Any = None
+        self._given: Any = group
         if group is not None:
             checked_group(dist, group)
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        _check_topology(topology, self.world_size)
         arrivals = Arrivals(dist, group)
         try:
-            if group is None:
-                self._own = group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
-            self._group = group
-            self.rank: int = dist.get_rank(group)
-            self.world_size: int = dist.get_world_size(group)
-            self._head_bytes = _head_bytes(self.world_size)
-            token = self._all_gather(torch.tensor(list(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))[0]
+            if topology == "mesh":
+                if group is None:
+                    self._own = group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
+                token = padded_bytes(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
+                work, tokens = start_all_gather(group, token, self.world_size, timeout_secs)
+                work.wait()
+                self._connect(bytes(tokens[0].tolist()).hex(), None, group)
+            else:
+                name, tree = self._met_at_the_store(arrivals.place, topology)
+                self._connect(name, tree)
+                # no rank returns, and may end, before all are connected
+                self._exchange.meet(Call("make", doing="make its TorchCollectives"), b"", Deadline(timeout_secs))
         except RuntimeError as error:
             raise not_made(error, arrivals.missing()) from error
         if self.rank == 0 and (trap := restart_trap(os.environ)):
             _LOG.warning(trap)
-        store = dist.PrefixStore(f"trainfold/{bytes(token.tolist()).hex()}", default_store(dist))
-        self._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
+
+    def _met_at_the_store(self, place: str, topology: object) -> tuple[str, RankTree]:
+        """The name under which ranks without a group meet, and their tree: rank 0 has both, and writes them where the others look."""
+        store = default_store(self._dist)
+        if self.rank == 0:
+            node_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+            tree = rank_tree(self.world_size, node_ranks=int(node_ranks) if node_ranks.isdecimal() and int(node_ranks) else SAME_NODE)  # fmt: skip
+            if isinstance(topology, RankTree):
+                tree = topology
+            store.set(place, f"{secrets.token_hex(_TOKEN_BYTES)} {tree.node_ranks} {tree.fan_out}")
+        store.wait([place], timedelta(seconds=self._timeout_secs))
+        name, node_ranks, fan_out = store.get(place).decode().split()
+        return name, rank_tree(self.world_size, node_ranks=int(node_ranks), fan_out=int(fan_out))
+
+    def _connect(self, name: str, tree: RankTree | None, group: Any = None) -> None:
+        """Connect this rank with others, for calls that begin now.
+
+        Args:
+            name: of these collectives, the same on all ranks and never used before.
+            tree: how the ranks are connected; None for a mesh.
+            group: the mesh, if there is one; otherwise it is made, in a tree when it is needed.
+        """
+        store = self._dist.PrefixStore(f"trainfold/{name}", default_store(self._dist))
+        self._tree, self._bulletins = tree, 0
+        least_secs = _LOOKS_A_ROLL * look_secs(self.world_size)  # or a rank would not have heard of it
+        grace_secs = max(self._grace_secs, least_secs)
+        board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
+        self._waiting = Waiting(board, self.world_size)
+
+        def mesh() -> Any:
+            # Not `new_group`: torch names a group made by its own ranks after the number of groups in this process. The number differs between
+            # ranks after one of them has released a group, and it repeats.
+            timeout = timedelta(seconds=self._timeout_secs)
+            prefixed = self._dist.PrefixStore("group", store)
+            return self._dist.ProcessGroupGloo(prefixed, self.rank, self.world_size, timeout)
+
+        if tree is None:
+            self._exchange: Exchange = Mesh(self._waiting, mesh() if group is None else group, self.world_size)
+            return
+        place = tree.place(self.rank)
+        edges = connect(self._dist, store, place, self._timeout_secs)
+        given = self._given
+        self._exchange = Tree(self._waiting, place, edges, self.world_size, mesh if given is None else lambda: given)
 
     def __repr__(self) -> str:
         return f"TorchCollectives(rank={self.rank}, world_size={self.world_size})"
@@ -129,10 +178,11 @@ class TorchCollectives:
 
         Not `weakref.finalize`: its registry would keep the group until torch is unloaded, and abort the process.
         """
-        own = getattr(self, "_own", None)
-        if own is not None and not self._faults and not sys.is_finalizing() and self._dist.is_initialized():
-            with suppress(ValueError, RuntimeError):  # already destroyed with the world
-                self._dist.destroy_process_group(own)
+        own, waiting = getattr(self, "_own", None), getattr(self, "_waiting", None)
+        if own is None or waiting is None or waiting.faults or sys.is_finalizing() or not self._dist.is_initialized():
+            return
+        with suppress(ValueError, RuntimeError):  # already destroyed with the world
+            self._dist.destroy_process_group(own)
 
     def all_sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of equally shaped tensors over the ranks, added in rank order; the same bits on every rank.
@@ -149,7 +199,7 @@ class TorchCollectives:
         """
         detail = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
         call, until = Call("all_sum", detail), Deadline(self._timeout_secs)
-        self._meet(call, b"", until)
+        self._exchange.meet(call, b"", until)
         if tensors and all(tensor.dtype == torch.int64 for tensor in tensors):
             return self._all_reduce(tensors, call, until)
         plan = sum_plan(tensors, self.world_size)
@@ -157,8 +207,11 @@ class TorchCollectives:
             return [tensor.detach().clone() for tensor in tensors]
         mine = plan.cut(tensors)
         parts = torch.empty_like(mine)
-        self._wait(start_all_to_all(self._group, parts, mine, until.left()), call, until)
-        sums = plan.join(self._all_gather(plan.add(parts), call, until))
+        group = self._mesh(call)
+        self._waiting.wait(start_all_to_all(group, parts, mine, until.left()), call, until)
+        work, rows = start_all_gather(group, plan.add(parts), self.world_size, until.left())
+        self._waiting.wait(work, call, until)
+        sums = plan.join(rows)
         return [total.to(tensor.device) for total, tensor in zip(sums, tensors, strict=True)]
 
     def broadcast(self, value: T, *, source: int = 0, doing: str = "", is_vote: bool = False) -> T:
@@ -172,10 +225,7 @@ class TorchCollectives:
         check_broadcast(source, self.world_size)
         call, until = Call("broadcast", f"source={source}", doing), self._deadline(is_vote)
         given = self._bytes_of(value) if self.rank == source else b""
-        sizes, starts = self._heads(call, given, until)
-        inline = self._head_bytes - _HEAD.size
-        rest = self._broadcast(given[inline:], sizes[source] - inline, source, call, until)
-        found: T = from_wire(starts[source] + rest)
+        found: T = from_wire(self._exchange.give(call, given, source, until))
         return found
 
     def gather(self, value: T, *, doing: str = "", is_vote: bool = False) -> list[T]:
@@ -188,7 +238,7 @@ class TorchCollectives:
         """
         return [
             from_wire(each)
-            for each in self._meet(Call("gather", "", doing), self._bytes_of(value), self._deadline(is_vote))
+            for each in self._exchange.meet(Call("gather", "", doing), self._bytes_of(value), self._deadline(is_vote))
         ]
 
     def exchange(
@@ -201,7 +251,7 @@ class TorchCollectives:
             RanksDisagree: if a rank calls something else.
         """
         call, until = Call("exchange", "", doing), Deadline(self._timeout_secs)
-        self._meet(call, b"", until)
+        self._exchange.meet(call, b"", until)
         # a byte to itself: gloo wants something from each rank
         go, come = [sum(map(len, each)) for each in parts], list(sizes)
         go[self.rank] = come[self.rank] = 1
@@ -212,7 +262,8 @@ class TorchCollectives:
                 memory[place : place + len(part)] = part
                 place += len(part)
             place += rank == self.rank
-        self._wait(start_all_to_all(self._group, received, given, until.left(), (come, go)), call, until)
+        work = start_all_to_all(self._mesh(call), received, given, until.left(), (come, go))
+        self._waiting.wait(work, call, until)
         data, ends = tensor_bytes(received), [0, *accumulate(come)]
         found = [data[start:stop] for start, stop in pairwise(ends)]
         return [
@@ -222,16 +273,10 @@ class TorchCollectives:
     def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_PendingGather":
         """Start to gather whole numbers below 2**63 of all ranks, at most 60. What goes wrong is raised when they are waited for."""
         call = Call("start_gather", f"{len(numbers)} numbers", doing)
-        if self._faults:
-            return _PendingGather(self, call, None, torch.empty(0))
+        if self._waiting.faults:
+            return _PendingGather(self, None)
         payload = struct.pack(f"<{len(numbers)}q", *numbers)
-        head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload
-        self._calls += 1
-        work, rows = start_all_gather(
-            self._group, padded_bytes(head, self._head_bytes), self.world_size, self._timeout_secs
-        )
-        keep_exchange(work)
-        return _PendingGather(self, call, work, rows)
+        return _PendingGather(self, self._exchange.start(call, payload, self._timeout_secs))
 
     def barrier(self, *, timeout_secs: float) -> None:
         """Return when every rank has called.
@@ -239,185 +284,55 @@ class TorchCollectives:
         Raises:
             RankFailed: naming the rank that is missing after ``timeout_secs``, or that failed.
         """
-        self._meet(Call("barrier"), b"", Deadline(timeout_secs))
+        self._exchange.meet(Call("barrier"), b"", Deadline(timeout_secs))
 
     def fail(self, error: BaseException) -> None:
         """Report an error, so that every other rank raises `RankFailed` from its current or next call.
 
         If another rank failed first, or the error comes from gloo because another rank failed, a note that names that rank is added to it.
         """
-        if not self._faults:
-            text = first_sentence(error_text(error))
-            if is_of_transport(error):
-                self._give_up(lambda: self._board.fault() or self._board.call_roll(text))
-            else:
-                self._give_up(lambda: self._board.post([self.rank], text))
-        if self._faults and self.rank not in self._faults[0].ranks and not isinstance(error, RankFailed):
-            error.add_note(str(self._faults[0].error()))
+        self._waiting.fail(error, self.rank)
 
     def duplicate(self) -> "TorchCollectives":
         """The same ranks with another gloo group and the same timeouts; every rank of the group calls this.
 
         A failure of one of the two does not fail the other.
         """
-        # Not `new_group`: torch names a group made by its own ranks after the number of groups in this process. The number differs between
-        # ranks after one of them has released a group, and it repeats.
         name = self.broadcast(secrets.token_hex(_TOKEN_BYTES), doing="make a group for saves")
         copy = object.__new__(TorchCollectives)
-        copy._dist, copy._grace_secs = self._dist, self._grace_secs
-        copy._timeout_secs, copy._vote_secs = self._timeout_secs, self._vote_secs
-        copy._calls, copy._bulletins, copy._faults, copy._own, copy._latest = 0, 0, [], None, None
-        copy.rank, copy.world_size, copy._head_bytes = self.rank, self.world_size, self._head_bytes
-        store = self._dist.PrefixStore(f"trainfold/{name}", default_store(self._dist))
-        timeout = timedelta(seconds=self._timeout_secs)
+        copy._dist, copy._own, copy._given = self._dist, None, None
+        copy._timeout_secs, copy._vote_secs, copy._grace_secs = self._timeout_secs, self._vote_secs, self._grace_secs
+        copy.rank, copy.world_size = self.rank, self.world_size
         try:
-            copy._group = self._dist.ProcessGroupGloo(
-                self._dist.PrefixStore("group", store), self.rank, self.world_size, timeout
-            )
+            copy._connect(name, self._tree)
         except RuntimeError as error:
-            self._call_roll(f"it did not connect a group for saves: {first_sentence(error)}", error)
-        copy._board = NoticeBoard(store, self.rank, self.world_size, grace_secs=self._grace_secs)
+            self._waiting.call_roll(f"it did not connect a group for saves: {first_sentence(error)}", error)
         return copy
 
     def bulletin(self) -> StoreBulletin | None:
-        """A new bulletin, in the store at which the ranks have met; None if that is a file, which would grow with each number."""
+        """A new bulletin, in the store at which the ranks have met; None if that is a file, which would grow with each number, or on more than 1,024 ranks."""
         self._bulletins += 1
-        is_cheap = is_of_tcp(self._dist, default_store(self._dist))
-        return self._board.bulletin(f"bulletin/{self._bulletins}", self._check) if is_cheap else None
+        is_cheap = self.world_size <= _MOST_BULLETIN_RANKS and is_of_tcp(self._dist, default_store(self._dist))
+        return self._waiting.board.bulletin(f"bulletin/{self._bulletins}", self._waiting.look) if is_cheap else None
 
-    def _check(self) -> None:
-        if self._faults:
-            raise self._faults[0].error()
-        if self._board_says_trouble():
-            self._call_roll("another rank had trouble", None)
+    def _mesh(self, call: Call) -> Any:
+        """A group in which each rank is connected to each, of which all ranks make this call."""
+        try:
+            return self._exchange.group()
+        except RuntimeError as error:
+            self._waiting.call_roll(f"it did not connect a mesh for {call}: {first_sentence(error)}", error)
 
     def _all_reduce(self, tensors: list[torch.Tensor], call: Call, until: Deadline) -> list[torch.Tensor]:
         """The sums of integers, which do not depend on the order."""
         total = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
         if total.numel():
-            self._wait(start_all_reduce(self._group, total, until.left()), call, until)
+            self._exchange.add(total, call, until)
         parts = torch.split(total, [tensor.numel() for tensor in tensors])
         pairs = zip(parts, tensors, strict=True)
         return [part.clone().view(tensor.shape).to(tensor.device) for part, tensor in pairs]
 
-    # --- exchanges ---------------------------------------------------------------------------------------------------
-
-    def _meet(self, call: Call, payload: bytes, until: Deadline) -> list[bytes]:
-        """Check that all ranks make this call, and exchange their payloads."""
-        sizes, starts = self._heads(call, payload, until)
-        inline = self._head_bytes - _HEAD.size
-        if max(sizes) <= inline:
-            return starts
-        rest = self._all_gather(padded_bytes(payload[inline:], max(sizes) - inline), call, until)
-        rows = [start + bytes(row.numpy()) for start, row in zip(starts, rest, strict=True)]
-        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-
-    def _heads(self, call: Call, payload: bytes, until: Deadline) -> tuple[list[int], list[bytes]]:
-        """Check that all ranks make this call; return the size of each payload, and the part of it that lies in the head."""
-        if self._faults:
-            raise self._faults[0].error()
-        head = _HEAD.pack(self._calls, _digest(call), len(payload)) + payload[: self._head_bytes - _HEAD.size]
-        self._calls += 1
-        heads = [bytes(row.numpy()) for row in self._all_gather(padded_bytes(head, self._head_bytes), call, until)]
-        fields = [_HEAD.unpack_from(each) for each in heads]
-        if len({each[:2] for each in fields}) > 1:
-            self._disagree(call, until)
-        sizes = [size for _, _, size in fields]
-        return sizes, [each[_HEAD.size : _HEAD.size + size] for each, size in zip(heads, sizes, strict=True)]
-
-    def _broadcast(self, data: bytes, size: int, source: int, call: Call, until: Deadline) -> bytes:
-        """The bytes that rank ``source`` has. A rank receives them once, however many ranks there are."""
-        if size <= 0:
-            return b""
-        tensor = padded_bytes(data, size)
-        self._wait(start_broadcast(self._group, tensor, source, until.left()), call, until)
-        return bytes(tensor.numpy())
-
-    def _rows_of(self, pending: "_PendingGather") -> list[tuple[int, ...]]:
-        """The numbers of all ranks, of a gather that was started."""
-        if self._faults or pending.work is None:
-            raise self._faults[0].error()
-        until = Deadline(self._timeout_secs)
-        self._wait(pending.work, pending.call, until)
-        release_exchange(pending.work)
-        fields = pending.rows.view(torch.int64)
-        if not bool((fields[:, :_HEAD_FIELDS] == fields[0, :_HEAD_FIELDS]).all()):
-            self._disagree(pending.call, until)
-        count = int(fields[0, _HEAD_FIELDS - 1]) // _NUMBER_BYTES
-        return [tuple(row) for row in fields[:, _HEAD_FIELDS : _HEAD_FIELDS + count].tolist()]
-
-    def _all_gather(
-        self, tensor: torch.Tensor, call: Call | None = None, until: Deadline | None = None
-    ) -> torch.Tensor:
-        """The bytes of all ranks, one row each."""
-        if call is None or until is None:
-            work, rows = start_all_gather(self._group, tensor, self.world_size, self._timeout_secs)
-            work.wait()
-        else:  # with a deadline, or it would outlive this call
-            work, rows = start_all_gather(self._group, tensor, self.world_size, until.left())
-            self._wait(work, call, until)
-        return rows
-
-    def _wait(self, work: Any, call: Call, until: Deadline) -> None:
-        """Wait for an exchange.
-
-        A thread of gloo must not free the tensors of an exchange: it would need Python for that, and abort the process while Python shuts down.
-        So an exchange is kept until the next one, and for ever if it was abandoned.
-        """
-        self._latest = work
-        try:
-            self._look_until_done(work, call, until)
-        except BaseException:  # interrupts too
-            keep_exchange(work)
-            raise
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._call_roll(f"{call} failed: {first_sentence(error)}", error)
-
-    def _look_until_done(self, work: Any, call: Call, until: Deadline) -> None:
-        """Poll the exchange, and check the notice board from time to time."""
-        began = now = time.monotonic()
-        look_at = began + _LOOK_SECS
-        while not work.is_completed():  # no callback: it would abort the process if it came while Python shuts down
-            time.sleep(_pause_secs(now - began))
-            now = time.monotonic()
-            if now >= until.at:
-                self._call_roll(call.late(until.secs), None)
-            if now >= look_at:
-                look_at = now + _LOOK_SECS
-                if self._board_says_trouble():
-                    self._call_roll(f"another rank had trouble while this one waited in {call}", None)
-
     def _deadline(self, is_vote: bool) -> Deadline:  # noqa: FBT001 - of the calls
         return Deadline(self._vote_secs if is_vote else self._timeout_secs)
-
-    # --- failures ----------------------------------------------------------------------------------------------------
-
-    def _board_says_trouble(self) -> bool:
-        try:
-            return self._board.has_trouble()
-        except RuntimeError:
-            return True  # the roll call will report that the board is gone
-
-    def _call_roll(self, occasion: str, cause: RuntimeError | None) -> NoReturn:
-        raise self._give_up(lambda: self._board.fault() or self._board.call_roll(occasion)).error() from cause
-
-    def _give_up(self, find: Any) -> Fault:
-        try:
-            fault: Fault = find()
-            self._faults[:] = [fault]
-            self._board.linger(fault)
-        except RuntimeError as error:  # of the store
-            text = f"its host has ended, which is rank 0 unless a launcher has it ({str(error).splitlines()[0]})"
-            self._faults[:] = self._faults or [Fault((), f"the store of the process group cannot be asked: {text}")]
-        return self._faults[0]
-
-    def _disagree(self, call: Call, until: Deadline) -> NoReturn:
-        """Raise with the calls of all ranks. Every rank has seen that they differ, so every rank gets here."""
-        rows = self._all_gather(padded_bytes(str(call).encode()[: self._head_bytes], self._head_bytes), call, until)
-        calls = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
-        raise parted(f"rank {rank} calls {each}" for rank, each in enumerate(calls))
 
     def _bytes_of(self, value: Any) -> bytes:
         try:
@@ -431,28 +346,25 @@ class TorchCollectives:
 @attrs.frozen(eq=False)
 class _PendingGather:
     owner: TorchCollectives
-    call: Call
-    work: Any
-    rows: torch.Tensor
+    numbers: PendingNumbers | None
 
     @property
     def has_come(self) -> bool:
-        return self.work is None or bool(self.work.is_completed())
+        return self.numbers is None or self.numbers.has_come
 
     def wait(self) -> list[tuple[int, ...]]:
-        return self.owner._rows_of(self)  # noqa: SLF001 - of this module
+        waiting = self.owner._waiting  # noqa: SLF001 - of this module
+        if self.numbers is None:
+            raise waiting.faults[0].error()
+        return self.numbers.rows(Deadline(self.owner._timeout_secs))  # noqa: SLF001 - as above
 
 
-def _pause_secs(waited_secs: float) -> float:
-    shortest, longest = _PAUSES_SECS
-    return min(max(waited_secs * _PAUSE_SHARE, shortest), longest)
-
-
-def _head_bytes(world_size: int) -> int:
-    """The bytes of a rank in the first exchange of a call."""
-    least, most = _HEAD_LIMITS
-    return min(max(_ALL_HEADS_BYTES // world_size // _NUMBER_BYTES * _NUMBER_BYTES, least), most)
-
-
-def _digest(call: Call) -> int:
-    return int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=7).digest(), "little")
+def _check_topology(topology: object, world_size: int) -> None:
+    if topology in ("mesh", "tree") or (isinstance(topology, RankTree) and topology.size == world_size):
+        return
+    raise InvalidArgument(
+        "TorchCollectives.topology",
+        expected=f'"mesh", "tree", or a tree of {world_size} ranks',
+        found=str(topology),
+        fix="make a tree with trainfold.ranks.rank_tree(world_size)",
+    )

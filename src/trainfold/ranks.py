@@ -7,6 +7,7 @@ from trainfold.adapters.parallel.microbatches import CheckedStep
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
+from trainfold.core.layout.agreement.rank_tree import RankTree, rank_tree
 from trainfold.core.layout.data_parallel import Replicas
 from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.layout.world import Collectives, PendingRows, World, make_world
@@ -18,6 +19,7 @@ __all__ = [
     "Coordinates",
     "Parallelism",
     "PendingRows",
+    "RankTree",
     "Replicas",
     "Sharded",
     "SingleProcess",
@@ -25,5 +27,6 @@ __all__ = [
     "TorchParallelism",
     "World",
     "make_world",
+    "rank_tree",
     "run_threads",
 ]

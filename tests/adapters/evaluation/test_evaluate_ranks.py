@@ -287,7 +287,7 @@ class CountedGroup:
 
 
 def counted(collectives):
-    group = collectives._group = CountedGroup(collectives._group)
+    group = collectives._exchange._group = CountedGroup(collectives._exchange._group)
     cursor = make_eval_cursor(LENGTH, global_batch_size=8)
     evaluate(forward, eval_batches(cursor, fetch, collectives=collectives), SUITE, collectives=collectives)
     return group.calls

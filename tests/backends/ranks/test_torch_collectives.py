@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.ranks.process_group import checked_group
-from trainfold.backends.ranks.torch_distributed import TorchCollectives, _head_bytes
+from trainfold.backends.ranks.processes.mesh import head_bytes
+from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.data.shares import shard_of
@@ -419,9 +420,9 @@ class Received:
 
 
 def broadcast_a_root(collectives, length):
-    collectives._group = Received(collectives._group, collectives.rank)
+    collectives._exchange._group = Received(collectives._exchange._group, collectives.rank)
     assert len(collectives.broadcast(b"x" * length if collectives.rank == 1 else None, source=1)) == length
-    return collectives._group.count
+    return collectives._exchange._group.count
 
 
 def test_a_rank_receives_a_broadcast_value_once_however_many_ranks_there_are(processes):
@@ -434,9 +435,11 @@ def test_a_rank_receives_a_broadcast_value_once_however_many_ranks_there_are(pro
 def call_everything(collectives):
     groups = []
     for each in (collectives, collectives.duplicate()):
-        assert "gloo" in type(each._group).__name__.lower() or "gloo" in dist.get_backend_config(each._group)
-        each._group = CpuOnly(each._group)
-        groups.append(each._group)
+        assert "gloo" in type(each._exchange._group).__name__.lower() or "gloo" in dist.get_backend_config(
+            each._exchange._group
+        )
+        each._exchange._group = CpuOnly(each._exchange._group)
+        groups.append(each._exchange._group)
         pending = each.start_gather([1])
         each.all_sum([torch.ones(3), torch.ones(2, dtype=torch.int64)])
         each.all_sum([torch.ones(2, dtype=torch.int64)])
@@ -507,10 +510,10 @@ def train_and_save(collectives, run):
 
 
 def exchanges_of_a_save(collectives, run):
-    collectives._group = Received(collectives._group, collectives.rank)
+    collectives._exchange._group = Received(collectives._exchange._group, collectives.rank)
     weights = {"w": torch.zeros(64, 8)}
     save(TrainState(trainer=Progress(step=1), extra={"ema": weights, "ema2": weights}), run, collectives=collectives)
-    return collectives._group.exchanges
+    return collectives._exchange._group.exchanges
 
 
 def test_a_save_of_processes_is_four_exchanges(processes, tmp_path):
@@ -519,7 +522,7 @@ def test_a_save_of_processes_is_four_exchanges(processes, tmp_path):
 
 
 def test_what_a_rank_receives_to_agree_on_a_call_is_bounded():
-    found = [_head_bytes(size) for size in (2, 256, 512, 1000, 16_384)]
+    found = [head_bytes(size) for size in (2, 256, 512, 1000, 16_384)]
     assert found == [4096, 4096, 2048, 1048, 512]
 
 

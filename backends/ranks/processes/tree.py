@@ -1,0 +1,261 @@
+"""`Tree`: exchanges in which each rank communicates with its neighbours in a `RankTree` only.
+
+What the ranks give goes up to rank 0, put together on the way, and what they get comes down. Each message begins with a head of fixed size, so no rank has to know
+beforehand what another one has.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Final, final
+
+import attrs
+import numpy as np
+import torch
+
+from trainfold.backends.ranks.call import Call, Deadline
+from trainfold.backends.ranks.process_group import keep_exchange, padded_bytes, release_exchange
+from trainfold.backends.ranks.processes.edges import Edge, Edges
+from trainfold.backends.ranks.processes.mesh import call_digest
+from trainfold.backends.ranks.processes.waiting import Waiting, calls_differ
+from trainfold.core.layout.agreement.rank_tree import Place
+
+HEAD_BYTES: Final = 512
+HEAD: Final = struct.Struct("<qqqq")  # number of the call, its digest, whether all below make it, bytes of the body
+_INLINE: Final = HEAD_BYTES - HEAD.size  # of the body
+SIZE: Final = struct.Struct("<q")
+_NUMBER_BYTES: Final = 8
+_TEXT_ROUND: Final = -1  # its number: nothing is compared there
+
+
+@final
+@attrs.define(eq=False)
+class _Round:
+    """A call, and what this rank gives; for numbers that were started, also what has become of them.
+
+    Attributes:
+        call: the call.
+        number: of the call.
+        payload: what this rank gives.
+        posted: the exchanges of a rank without children that has sent its numbers already, and their bytes: what goes up, and the head that comes down.
+        found: what all ranks gave.
+        error: why it is not known.
+    """
+
+    call: Call
+    number: int
+    payload: bytes
+    posted: "list[tuple[Any, torch.Tensor]]" = attrs.field(factory=list)
+    found: bytes | None = None
+    error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.found is not None or self.error is not None
+
+
+@final
+class Tree:
+    """Exchanges over the edges of one rank.
+
+    Numbers that were started move on when a rank waits for them, or makes another call: a rank that others report to passes on what they sent. All
+    calls come in the same order on all ranks, so whoever makes a later call first ends those that were started before it.
+
+    Args:
+        waiting: how this rank waits.
+        place: of this rank in the tree.
+        edges: to its neighbours.
+        world_size: the number of ranks.
+        make_group: makes a process group of all ranks, where sums or exchanges need one; called on all ranks.
+    """
+
+    def __init__(
+        self, waiting: Waiting, place: Place, edges: Edges, world_size: int, make_group: Callable[[], Any]
+    ) -> None:
+        self._waiting = waiting
+        self._place = place
+        self._edges = edges
+        self._world_size = world_size
+        self._make_group = make_group
+        self._group: Any = None
+        self._calls = 0
+        self._started: deque[_Round] = deque()
+        self._flying: list[Any] = []
+        self._landed: list[Any] = []
+
+    def group(self) -> Any:
+        """A process group of all ranks; see `Exchange`."""
+        if self._group is None:
+            self._group = self._make_group()
+        return self._group
+
+    def meet(self, call: Call, payload: bytes, until: Deadline) -> list[bytes]:
+        """The bytes of all ranks, in rank order."""
+        own = SIZE.pack(len(payload)) + payload if payload else b""
+        return _values(self._round(_Round(call, self._next(until), own), until, self._joined), self._world_size)
+
+    def give(self, call: Call, payload: bytes, source: int, until: Deadline) -> bytes:
+        """The bytes of one rank."""
+        own = payload if self._place.rank == source else b""
+        return self._round(_Round(call, self._next(until), own), until, b"".join)
+
+    def add(self, total: torch.Tensor, call: Call, until: Deadline) -> None:
+        """Overwrite integers with their sums over the ranks."""
+        summed, edges = total.view(torch.uint8), self._edges
+        parts = [torch.empty_like(total) for _ in edges.down]
+        self._wait([each.receive(part.view(torch.uint8), until.left()) for each, part in zip(edges.down, parts, strict=True)], call, until)  # fmt: skip
+        for part in parts:
+            total += part
+        if edges.up is not None:
+            self._wait([edges.up.send(summed, until.left())], call, until)
+            self._wait([edges.up.receive(summed, until.left())], call, until)
+        self._wait([each.send(summed, until.left()) for each in edges.down], call, until)
+
+    def start(self, call: Call, payload: bytes, timeout_secs: float) -> "_PendingRound":
+        """Start to gather whole numbers; those of a rank without children are on their way at once."""
+        begun = _Round(call, self._calls, payload)
+        self._calls += 1
+        self._started.append(begun)
+        up = self._edges.up
+        if len(self._started) == 1 and up is not None and not self._edges.down:  # nothing to wait for: it is on its way
+            begun.posted = [
+                (up.send(head := _head(begun.number, call, payload), timeout_secs), head),
+                (up.receive(answer := torch.empty(HEAD_BYTES, dtype=torch.uint8), timeout_secs), answer),
+            ]
+            for work, _ in begun.posted:
+                keep_exchange(work)
+        return _PendingRound(self, begun)
+
+    def finish(self, until: Deadline, last: _Round | None = None) -> None:
+        """End what was started, up to a given one."""
+        while self._started and (last is None or not last.is_over):
+            begun = self._started.popleft()
+            try:
+                begun.found = self._round(begun, until, b"".join)
+            except Exception as error:
+                begun.error = error
+                raise
+            for work, _ in begun.posted:
+                release_exchange(work)
+
+    def _next(self, until: Deadline) -> int:
+        """The number of a new call, before which all that was started ends."""
+        self._waiting.check()
+        self.finish(until)
+        number, self._calls = self._calls, self._calls + 1
+        return number
+
+    # --- one round: up and down ---------------------------------------------------------------------------------------
+
+    def _round(self, given: _Round, until: Deadline, join: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """What all ranks gave, put together.
+
+        Args:
+            given: the call, and what this rank gives.
+            until: the deadline.
+            join: puts together what this rank gives and what comes from each child.
+        """
+        edges, call, bodies, alike = self._edges, given.call, [given.payload], True
+        mine = given.number, call_digest(call) if given.number != _TEXT_ROUND else 0
+        for fields, body in self._messages(edges.down, call, until):
+            bodies.append(body)
+            alike = alike and bool(fields[2]) and fields[:2] == mine
+        body = join(bodies) if alike else b""
+        if edges.up is not None:
+            if given.posted:
+                self._wait([work for work, _ in given.posted], call, until)
+            else:
+                self._send([edges.up], HEAD.pack(*mine, alike, len(body)) + body, call, until)
+            ((fields, body),) = self._messages([edges.up], call, until, [each for _, each in given.posted[1:]])
+            alike = bool(fields[2])
+        self._send(edges.down, HEAD.pack(*mine, alike, len(body)) + body, call, until)
+        if not alike:
+            raise calls_differ(self._texts(call, until))
+        return body
+
+    def _texts(self, call: Call, until: Deadline) -> list[str]:
+        """The calls of all ranks. Every rank has heard that they differ, so every rank gets here."""
+        text = str(call).encode()[: _INLINE - SIZE.size]
+        found = self._round(_Round(call, _TEXT_ROUND, SIZE.pack(len(text)) + text), until, self._joined)
+        return [each.decode(errors="replace") for each in _values(found, self._world_size)]
+
+    def _joined(self, bodies: Sequence[bytes]) -> bytes:
+        """The sizes of what ranks gave, and then the bytes, of this rank and of its children; nothing if no rank gave anything."""
+        counts = [1, *(child.size for child in self._place.children)]
+        ends = [count * SIZE.size if body else 0 for count, body in zip(counts, bodies, strict=True)]
+        if not any(ends):
+            return b""
+        sizes = [body[:end] or bytes(count * SIZE.size) for body, end, count in zip(bodies, ends, counts, strict=True)]
+        return b"".join([*sizes, *(body[end:] for body, end in zip(bodies, ends, strict=True))])
+
+    def _messages(
+        self, edges: Sequence[Edge], call: Call, until: Deadline, heads: Sequence[torch.Tensor] = ()
+    ) -> list[tuple[tuple[int, ...], bytes]]:
+        """What comes over these edges: the fields of the head, and the body. Heads that have come already are given."""
+        if not heads:
+            heads = [torch.empty(HEAD_BYTES, dtype=torch.uint8) for _ in edges]
+            self._wait([each.receive(head, until.left()) for each, head in zip(edges, heads, strict=True)], call, until)
+        found = [(HEAD.unpack_from(data := bytes(head.numpy())), data[HEAD.size :]) for head in heads]
+        rests = [torch.empty(max(fields[3] - _INLINE, 0), dtype=torch.uint8) for fields, _ in found]
+        self._wait([each.receive(rest, until.left()) for each, rest in zip(edges, rests, strict=True) if len(rest)], call, until)  # fmt: skip
+        return [
+            (fields, inline[: fields[3]] + bytes(rest.numpy()))
+            for (fields, inline), rest in zip(found, rests, strict=True)
+        ]
+
+    def _send(self, edges: Sequence[Edge], message: bytes, call: Call, until: Deadline) -> None:
+        head, rest = padded_bytes(message[:HEAD_BYTES], HEAD_BYTES), message[HEAD_BYTES:]
+        works = [each.send(head, until.left()) for each in edges]
+        if rest and edges:
+            body = padded_bytes(rest, len(rest))
+            works += [each.send(body, until.left()) for each in edges]
+        self._wait(works, call, until)
+
+    def _wait(self, works: Sequence[Any], call: Call, until: Deadline) -> None:
+        """Wait for exchanges that were started together; see `Waiting.wait` for why they are kept."""
+        if not works:
+            return
+        self._landed, self._flying = self._flying, list(works)
+        try:
+            for work in works:
+                self._waiting.wait(work, call, until)
+        except BaseException:  # interrupts too
+            for work in works:
+                keep_exchange(work)
+            raise
+
+
+@final
+@attrs.frozen(eq=False)
+class _PendingRound:
+    owner: Tree
+    begun: _Round
+
+    @property
+    def has_come(self) -> bool:
+        posted = self.begun.posted
+        return self.begun.found is not None or (bool(posted) and bool(posted[-1][0].is_completed()))
+
+    def rows(self, until: Deadline) -> list[tuple[int, ...]]:
+        begun, owner = self.begun, self.owner
+        if not begun.is_over:
+            owner._waiting.check()  # noqa: SLF001 - of this module
+            owner.finish(until, begun)
+        if begun.error is not None:
+            raise begun.error
+        width = len(begun.payload) // _NUMBER_BYTES
+        numbers = np.frombuffer(begun.found or b"", dtype="<i8").reshape(owner._world_size, width)  # noqa: SLF001 - of this module
+        return [tuple(row) for row in numbers.tolist()]
+
+
+def _head(number: int, call: Call, payload: bytes) -> torch.Tensor:
+    return padded_bytes(HEAD.pack(number, call_digest(call), True, len(payload)) + payload, HEAD_BYTES)  # noqa: FBT003 - a field
+
+
+def _values(body: bytes, count: int) -> list[bytes]:
+    """What each rank gave."""
+    if not body:
+        return [b""] * count
+    ends = np.cumsum([count * SIZE.size, *np.frombuffer(body, "<i8", count).tolist()]).tolist()
+    return [body[start:stop] for start, stop in pairwise(ends)]
