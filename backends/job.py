@@ -154,6 +154,11 @@ _IN_USE: Final[set[threading.Lock]] = set()  # of the threads of jobs; each take
 _EXIT: Final = Latch()  # set when the process begins to wait for its jobs
 
 
+def is_process_ending() -> bool:
+    """Whether this process waits for its jobs, and for nothing else, before it ends: one whose result is of no use any more can give up."""
+    return _EXIT.is_over
+
+
 def _wait_for_all() -> None:
     """Wait for the jobs under way, for those that are started meanwhile, and then for their threads to be done."""
     _EXIT.is_over = True

@@ -39,7 +39,7 @@ class Arrivals:
         group: the group that the collectives are made for; None for all ranks.
 
     Attributes:
-        place: a key for what rank 0 tells the others about these collectives.
+        place: the key of what rank 0 writes about these collectives for the others.
     """
 
     def __init__(self, dist: Any, group: Any) -> None:

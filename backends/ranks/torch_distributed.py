@@ -31,8 +31,8 @@ from trainfold.backends.ranks.process_group import (
     start_all_to_all,
 )
 from trainfold.backends.ranks.processes.edges import connect
-from trainfold.backends.ranks.processes.mesh import Exchange, Mesh, PendingNumbers
-from trainfold.backends.ranks.processes.tree import Tree
+from trainfold.backends.ranks.processes.mesh import Exchange, MeshExchange, PendingNumbers
+from trainfold.backends.ranks.processes.tree import TreeExchange
 from trainfold.backends.ranks.processes.waiting import Waiting, look_secs
 from trainfold.backends.ranks.wire import from_wire, to_wire
 from trainfold.core.errors import InvalidArgument
@@ -163,12 +163,14 @@ class TorchCollectives:
             return self._dist.ProcessGroupGloo(prefixed, self.rank, self.world_size, timeout)
 
         if tree is None:
-            self._exchange: Exchange = Mesh(self._waiting, mesh() if group is None else group, self.world_size)
+            self._exchange: Exchange = MeshExchange(self._waiting, mesh() if group is None else group, self.world_size)
             return
         place = tree.place(self.rank)
         edges = connect(self._dist, store, place, self._timeout_secs)
         given = self._given
-        self._exchange = Tree(self._waiting, place, edges, self.world_size, mesh if given is None else lambda: given)
+        self._exchange = TreeExchange(
+            self._waiting, place, edges, self.world_size, mesh if given is None else lambda: given
+        )
 
     def __repr__(self) -> str:
         return f"TorchCollectives(rank={self.rank}, world_size={self.world_size})"

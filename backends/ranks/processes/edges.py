@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from trainfold.backends.ranks.process_group import start_broadcast
-from trainfold.core.layout.agreement.rank_tree import Place
+from trainfold.core.layout.agreement.rank_tree import TreePlace
 
 _LOWER = 1  # the number of the child in a group of two
 
@@ -61,7 +61,7 @@ class Edges:
     down: Sequence[Edge]
 
 
-def connect(dist: Any, store: Any, place: Place, timeout_secs: float) -> Edges:
+def connect(dist: Any, store: Any, place: TreePlace, timeout_secs: float) -> Edges:
     """Connect a rank with its neighbours in a tree; each rank calls.
 
     A rank first connects to its parent, and then its children in order, so no two ranks wait for each other in turn.

@@ -1,4 +1,4 @@
-"""`Mesh`: exchanges over a process group in which each rank is connected to each."""
+"""`MeshExchange`: exchanges over a process group in which each rank is connected to each."""
 
 import hashlib
 import struct
@@ -17,7 +17,7 @@ from trainfold.backends.ranks.process_group import (
     start_all_reduce,
     start_broadcast,
 )
-from trainfold.backends.ranks.processes.waiting import Waiting, calls_differ
+from trainfold.backends.ranks.processes.waiting import Waiting, differing_calls
 
 _HEAD: Final = struct.Struct("<qqq")  # number of the call, digest of the call, bytes of the value
 _HEAD_LIMITS: Final = (512, 4096)  # of the first exchange; up to 8 ranks its size makes no difference to its time
@@ -57,7 +57,7 @@ class Exchange(Protocol):
 
 
 @final
-class Mesh:
+class MeshExchange:
     """Exchanges over one process group of all ranks.
 
     Args:
@@ -116,7 +116,7 @@ class Mesh:
         release_exchange(pending.work)
         fields = pending.found.view(torch.int64)
         if not bool((fields[:, :_HEAD_FIELDS] == fields[0, :_HEAD_FIELDS]).all()):
-            raise calls_differ(self._texts(pending.call, until))
+            raise differing_calls(self._texts(pending.call, until))
         count = int(fields[0, _HEAD_FIELDS - 1]) // _NUMBER_BYTES
         return [tuple(row) for row in fields[:, _HEAD_FIELDS : _HEAD_FIELDS + count].tolist()]
 
@@ -134,7 +134,7 @@ class Mesh:
         heads = [bytes(row.numpy()) for row in found]
         fields = [_HEAD.unpack_from(each) for each in heads]
         if len({each[:2] for each in fields}) > 1:
-            raise calls_differ(self._texts(call, until))
+            raise differing_calls(self._texts(call, until))
         sizes = [size for _, _, size in fields]
         return sizes, [each[_HEAD.size : _HEAD.size + size] for each, size in zip(heads, sizes, strict=True)]
 
@@ -147,7 +147,7 @@ class Mesh:
 @final
 @attrs.frozen(eq=False)
 class _PendingRows:
-    owner: Mesh
+    owner: MeshExchange
     call: Call
     work: Any
     found: torch.Tensor

@@ -1,4 +1,4 @@
-"""`Tree`: exchanges in which each rank communicates with its neighbours in a `RankTree` only.
+"""`TreeExchange`: exchanges in which each rank communicates with its neighbours in a `RankTree` only.
 
 What the ranks give goes up to rank 0, put together on the way, and what they get comes down. Each message begins with a head of fixed size, so no rank has to know
 beforehand what another one has.
@@ -14,14 +14,17 @@ import attrs
 import numpy as np
 import torch
 
+from trainfold.backends.job import Job
 from trainfold.backends.ranks.call import Call, Deadline
 from trainfold.backends.ranks.process_group import keep_exchange, padded_bytes, release_exchange
 from trainfold.backends.ranks.processes.edges import Edge, Edges
 from trainfold.backends.ranks.processes.mesh import call_digest
-from trainfold.backends.ranks.processes.waiting import Waiting, calls_differ
-from trainfold.core.layout.agreement.rank_tree import Place
+from trainfold.backends.ranks.processes.waiting import Waiting, differing_calls
+from trainfold.core.layout.agreement.rank_tree import TreePlace
 
-HEAD_BYTES: Final = 512
+HEAD_BYTES: Final = (
+    4096  # a message, which may hold all that there is to say; a second one takes longer than the rest of this one
+)
 HEAD: Final = struct.Struct("<qqqq")  # number of the call, its digest, whether all below make it, bytes of the body
 _INLINE: Final = HEAD_BYTES - HEAD.size  # of the body
 SIZE: Final = struct.Struct("<q")
@@ -39,6 +42,7 @@ class _Round:
         number: of the call.
         payload: what this rank gives.
         posted: the exchanges of a rank without children that has sent its numbers already, and their bytes: what goes up, and the head that comes down.
+        job: what passes on the numbers of a rank with children.
         found: what all ranks gave.
         error: why it is not known.
     """
@@ -47,6 +51,7 @@ class _Round:
     number: int
     payload: bytes
     posted: "list[tuple[Any, torch.Tensor]]" = attrs.field(factory=list)
+    job: Job[None] | None = None
     found: bytes | None = None
     error: Exception | None = None
 
@@ -56,11 +61,11 @@ class _Round:
 
 
 @final
-class Tree:
+class TreeExchange:
     """Exchanges over the edges of one rank.
 
-    Numbers that were started move on when a rank waits for them, or makes another call: a rank that others report to passes on what they sent. All
-    calls come in the same order on all ranks, so whoever makes a later call first ends those that were started before it.
+    Numbers that were started move on in a thread of each rank that has children: it waits for them, and passes on what they sent. All calls come in the same
+    order on all ranks, so a later call first waits until those that were started before it are over.
 
     Args:
         waiting: how this rank waits.
@@ -71,9 +76,10 @@ class Tree:
     """
 
     def __init__(
-        self, waiting: Waiting, place: Place, edges: Edges, world_size: int, make_group: Callable[[], Any]
+        self, waiting: Waiting, place: TreePlace, edges: Edges, world_size: int, make_group: Callable[[], Any]
     ) -> None:
-        self._waiting = waiting
+        self._waiting = self._now = waiting
+        self._patient = waiting.in_background()  # of the threads that pass on numbers while no call is made
         self._place = place
         self._edges = edges
         self._world_size = world_size
@@ -113,31 +119,50 @@ class Tree:
         self._wait([each.send(summed, until.left()) for each in edges.down], call, until)
 
     def start(self, call: Call, payload: bytes, timeout_secs: float) -> "_PendingRound":
-        """Start to gather whole numbers; those of a rank without children are on their way at once."""
+        """Start to gather whole numbers, which are on their way at once, unless others were started before and are not over."""
         begun = _Round(call, self._calls, payload)
         self._calls += 1
-        self._started.append(begun)
         up = self._edges.up
-        if len(self._started) == 1 and up is not None and not self._edges.down:  # nothing to wait for: it is on its way
+        if self._edges.down:
+            until = Deadline(timeout_secs)
+            before = self._started[-1].job if self._started else None
+            begun.job = Job(lambda: self._run(begun, until), name="trainfold-row", after=before)
+            begun.job.start()
+        elif up is not None and not self._started:
             begun.posted = [
                 (up.send(head := _head(begun.number, call, payload), timeout_secs), head),
                 (up.receive(answer := torch.empty(HEAD_BYTES, dtype=torch.uint8), timeout_secs), answer),
             ]
             for work, _ in begun.posted:
                 keep_exchange(work)
+        self._started.append(begun)
         return _PendingRound(self, begun)
 
     def finish(self, until: Deadline, last: _Round | None = None) -> None:
         """End what was started, up to a given one."""
-        while self._started and (last is None or not last.is_over):
-            begun = self._started.popleft()
-            try:
-                begun.found = self._round(begun, until, b"".join)
-            except Exception as error:
-                begun.error = error
-                raise
-            for work, _ in begun.posted:
-                release_exchange(work)
+        while self._started and (last is None or last in self._started):
+            begun = self._started[0]
+            if begun.job is None:
+                self._run(begun, until)
+            else:
+                begun.job.wait()
+            self._started.popleft()
+            if begun.error is not None:
+                raise begun.error
+
+    def _run(self, begun: _Round, until: Deadline) -> None:
+        """End one that was started, whose predecessors are over."""
+        self._now = self._waiting if begun.job is None else self._patient
+        try:
+            begun.found = self._round(begun, until, b"".join)
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            begun.error = error
+            return
+        finally:
+            self._now = self._waiting
+        self._flying += [work for work, _ in begun.posted]
+        for work, _ in begun.posted:
+            release_exchange(work)
 
     def _next(self, until: Deadline) -> int:
         """The number of a new call, before which all that was started ends."""
@@ -171,7 +196,7 @@ class Tree:
             alike = bool(fields[2])
         self._send(edges.down, HEAD.pack(*mine, alike, len(body)) + body, call, until)
         if not alike:
-            raise calls_differ(self._texts(call, until))
+            raise differing_calls(self._texts(call, until))
         return body
 
     def _texts(self, call: Call, until: Deadline) -> list[str]:
@@ -213,34 +238,39 @@ class Tree:
         self._wait(works, call, until)
 
     def _wait(self, works: Sequence[Any], call: Call, until: Deadline) -> None:
-        """Wait for exchanges that were started together; see `Waiting.wait` for why they are kept."""
+        """Wait for exchanges that were started together; see `Waiting.wait` for why they are kept.
+
+        Of those that are abandoned the groups are kept too: one waits for its exchanges when it is freed, and this process may want to end.
+        """
         if not works:
             return
         self._landed, self._flying = self._flying, list(works)
         try:
             for work in works:
-                self._waiting.wait(work, call, until)
+                self._now.wait(work, call, until)
         except BaseException:  # interrupts too
-            for work in works:
-                keep_exchange(work)
+            for each in (*works, self._edges):
+                keep_exchange(each)
             raise
 
 
 @final
 @attrs.frozen(eq=False)
 class _PendingRound:
-    owner: Tree
+    owner: TreeExchange
     begun: _Round
 
     @property
     def has_come(self) -> bool:
-        posted = self.begun.posted
-        return self.begun.found is not None or (bool(posted) and bool(posted[-1][0].is_completed()))
+        posted, job = self.begun.posted, self.begun.job
+        if job is not None:
+            return job.is_over
+        return self.begun.is_over or (bool(posted) and bool(posted[-1][0].is_completed()))
 
     def rows(self, until: Deadline) -> list[tuple[int, ...]]:
         begun, owner = self.begun, self.owner
-        if not begun.is_over:
-            owner._waiting.check()  # noqa: SLF001 - of this module
+        if begun in owner._started:  # noqa: SLF001 - of this module
+            owner._waiting.check()  # noqa: SLF001 - as above
             owner.finish(until, begun)
         if begun.error is not None:
             raise begun.error

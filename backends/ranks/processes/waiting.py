@@ -1,15 +1,18 @@
 """`Waiting`: how a rank waits for an exchange with other processes, and finds out which rank failed if it does not end."""
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any, Final, NoReturn, final
 
+from trainfold.backends.job import is_process_ending
 from trainfold.backends.ranks.call import Call, Deadline, parted
 from trainfold.backends.ranks.failure_board import Fault, NoticeBoard
 from trainfold.backends.ranks.process_group import first_sentence, is_of_transport, keep_exchange
 from trainfold.core.errors import RankFailed, RanksDisagree, error_text
 
 _PAUSES_SECS: Final = (5e-5, 5e-3)  # the shortest and the longest between two looks at an exchange
+_BACKGROUND_SECS: Final = 1e-3  # the shortest where the training goes on meanwhile
 _PAUSE_SHARE: Final = 1 / 16  # of what was waited so far, so that an exchange is seen at most so much later
 _LOOK_SECS: Final = 0.2  # how often a waiting rank checks the notice board
 _LOOKS_A_SEC: Final = 5_000  # by all ranks together, of which a request takes the store some ten microseconds
@@ -30,8 +33,16 @@ class Waiting:
     def __init__(self, board: NoticeBoard, world_size: int) -> None:
         self.board = board
         self._look_secs = look_secs(world_size)
+        self._shortest_secs = _PAUSES_SECS[0]
+        self._is_in_background = False
         self.faults: list[Fault] = []
         self._latest: Any = None
+
+    def in_background(self) -> "Waiting":
+        """Another one with the same failures, for a thread beside the training: it looks less often, and gives up when the process ends."""
+        other = copy.copy(self)
+        other._shortest_secs, other._is_in_background = _BACKGROUND_SECS, True  # noqa: SLF001 - of this class
+        return other
 
     def check(self) -> None:
         """Raise the failure of a rank, if one is known here."""
@@ -66,8 +77,10 @@ class Waiting:
         began = now = time.monotonic()
         look_at = began + self._look_secs
         while not work.is_completed():  # no callback: it would abort the process if it came while Python shuts down
-            time.sleep(_pause_secs(now - began))
+            time.sleep(max(_pause_secs(now - began), self._shortest_secs))
             now = time.monotonic()
+            if self._is_in_background and is_process_ending():
+                raise rank_ended(call)
             if now >= until.at:
                 self.call_roll(call.late(until.secs), None)
             if now >= look_at:
@@ -117,11 +130,18 @@ def look_secs(world_size: int) -> float:
     return max(_LOOK_SECS, world_size / _LOOKS_A_SEC)
 
 
-def calls_differ(calls: list[str]) -> RanksDisagree:
+def rank_ended(call: Call) -> RankFailed:
+    """The error of a call of which no rank reads the result any more."""
+    return RankFailed(
+        "this rank", expected=f"to wait for {call}", found="its process ends", fix="nothing: no rank waits for it"
+    )
+
+
+def differing_calls(calls: list[str]) -> RanksDisagree:
     """The error of all ranks if they do not make the same call; equal ones are named once.
 
     Examples:
-        >>> calls_differ(["gather()", "barrier()", "barrier()"]).found
+        >>> differing_calls(["gather()", "barrier()", "barrier()"]).found
         'rank 0 calls gather(); ranks 1, 2 call barrier()'
     """
     ranks: dict[str, list[int]] = {}

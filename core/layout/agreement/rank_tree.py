@@ -31,7 +31,7 @@ class Branch(NamedTuple):
 
 @final
 @attrs.frozen
-class Place:
+class TreePlace:
     """Where a rank stands in a tree.
 
     Attributes:
@@ -76,7 +76,7 @@ class RankTree:
     node_ranks: int
     fan_out: int
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> TreePlace:
         """Where a rank stands; in as many steps as the tree has levels."""
         nodes = -(-self.size // self.node_ranks)
         leader, parent, level = rank // self.node_ranks, None, 0
@@ -86,13 +86,13 @@ class RankTree:
             start, stop = next(each for each in self._parts(start, stop) if each[0] <= leader < each[1])
         first, last = self._rank(start), self._rank(stop)
         if rank != first:
-            return Place(rank, first, Branch(rank, rank + 1), (), level + 1)
+            return TreePlace(rank, first, Branch(rank, rank + 1), (), level + 1)
         members = [Branch(each, each + 1) for each in range(first + 1, self._rank(start + 1))]
         others = [Branch(self._rank(low), self._rank(high)) for low, high in self._parts(start, stop)]
         above = None if parent is None else self._rank(parent)
-        return Place(rank, above, Branch(first, last), (*members, *others), level)
+        return TreePlace(rank, above, Branch(first, last), (*members, *others), level)
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[TreePlace]:
         """Those of all ranks, in rank order."""
         return map(self.place, range(self.size))
 

@@ -8,7 +8,7 @@ import torch
 
 from trainfold.backends.ranks.failure_board import NoticeBoard
 from trainfold.backends.ranks.processes.edges import Edges
-from trainfold.backends.ranks.processes.tree import Tree
+from trainfold.backends.ranks.processes.tree import TreeExchange
 from trainfold.backends.ranks.processes.waiting import Waiting
 
 
@@ -155,7 +155,7 @@ def run_tree(tree, function, *, grace_secs=1.0, ends=None):
         up = None if place.parent is None else MemoryEdge(*pipes[rank], count)
         down = [MemoryEdge(*reversed(pipes[child.start]), count) for child in place.children]
         waiting = Waiting(NoticeBoard(values, rank, tree.size, grace_secs=grace_secs), tree.size)
-        exchange = Tree(waiting, place, Edges(up, down), tree.size, lambda: None)
+        exchange = TreeExchange(waiting, place, Edges(up, down), tree.size, lambda: None)
         try:
             found[rank] = function(exchange, rank)
         except BaseException as error:  # noqa: BLE001 - it is what the rank ends with

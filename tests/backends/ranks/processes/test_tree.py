@@ -51,7 +51,7 @@ def play(collectives, how, victim):
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "hangs":
-            time.sleep(2.5)
+            time.sleep(4.0)
         else:
             error = ValueError("its disk is full")
             collectives.fail(error)
@@ -83,13 +83,15 @@ def play(collectives, how, victim):
 def test_a_rank_of_a_tree_that_ends_or_hangs_is_named_by_all_others(processes, how, victim, told):
     """C07, X10: a leader, a leaf below one, another leader, and a leaf of the first node; numbers that were started before are not waited for either."""
     options = {"timeout_secs": 30.0, "vote_secs": 0.4 if how == "hangs" else 20.0, "grace_secs": 0.8, "topology": PAIRS}
-    ended = processes.outcomes(6, play, how, victim, collectives=options, store="tcp")
+    ended = processes.outcomes(6, play, how, victim, collectives=options, store="tcp", is_tidy=how == "hangs")
     others = [each.value for each in ended if each.rank != victim]
     assert len({text for text, _ in others}) == 1, others
     text = others[0][0]
     assert text.startswith(f"rank {victim}: expected every rank to take part, found")
     assert told.replace("come to the next boundary", "write its files") in text or told in text, text
     assert [again for _, again in others] == [[True] * 2] * 5
+    if how == "hangs":
+        assert all(each.secs < ended[victim].secs for each in ended if each.rank != victim), "they end, and do not wait"
 
 
 def test_the_end_of_rank_0_which_is_the_root_and_hosts_the_store_is_heard(processes):
@@ -100,6 +102,22 @@ def test_the_end_of_rank_0_which_is_the_root_and_hosts_the_store_is_heard(proces
         text, again = ended[rank].value
         assert "rank 0 unless a launcher has it" in text
         assert again == [True] * 2
+
+
+def leave(collectives):
+    collectives.gather("all are here")
+    if collectives.rank == 3:
+        time.sleep(3)
+    else:
+        collectives.start_gather([1])
+
+
+@pytest.mark.slow(4)
+def test_a_rank_that_leaves_does_not_wait_for_numbers_that_no_rank_reads(processes):
+    """A thread passes them on, and a process waits for its threads: a launcher must see that a rank has ended."""
+    ended = processes.outcomes(4, leave, collectives={**PATIENT, "topology": PAIRS}, is_tidy=True)
+    assert [rank.code for rank in ended] == [0] * 4
+    assert all(ended[rank].secs < ended[3].secs - 1 for rank in range(3)), [rank.secs for rank in ended]
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------

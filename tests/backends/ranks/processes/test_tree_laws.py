@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kit.backends.tree_of_threads import Dead, run_tree, total_of
 
 from trainfold.backends.ranks.call import Call, Deadline
-from trainfold.backends.ranks.processes.tree import HEAD_BYTES
+from trainfold.backends.ranks.processes.tree import HEAD, HEAD_BYTES, SIZE
 from trainfold.core.errors import RankFailed, RanksDisagree
 from trainfold.core.layout.agreement.rank_tree import rank_tree
 
@@ -29,7 +29,7 @@ def payload(rank, call, most):
 
 
 calls = st.lists(
-    st.tuples(st.sampled_from(["meet", "give", "add", "start", "wait"]), st.integers(0, 2000)), min_size=1, max_size=8
+    st.tuples(st.sampled_from(["meet", "give", "add", "start", "wait"]), st.integers(0, 9000)), min_size=1, max_size=8
 )
 
 
@@ -86,8 +86,8 @@ def test_a_rank_that_ends_at_any_message_is_named_by_all_others_with_one_text(sh
 
     def play(exchange, rank):
         pending = exchange.start(Call("start_gather"), total_of([rank]).numpy().tobytes(), UNTIL)
-        exchange.meet(Call("gather", "", "write its files"), b"x" * 700, Deadline(UNTIL))
-        exchange.give(Call("broadcast"), b"y" * 900, 0, Deadline(UNTIL))
+        exchange.meet(Call("gather", "", "write its files"), b"x" * 5000, Deadline(UNTIL))
+        exchange.give(Call("broadcast"), b"y" * 6000, 0, Deadline(UNTIL))
         exchange.add(total_of([1, 2]), Call("all_sum"), Deadline(UNTIL))
         again = exchange.start(Call("start_gather"), total_of([rank]).numpy().tobytes(), UNTIL)
         return pending.rows(Deadline(UNTIL)), again.rows(Deadline(UNTIL))
@@ -117,7 +117,7 @@ def test_calls_that_differ_are_refused_on_every_rank_with_the_ranks_that_made_th
     def play(exchange, rank):
         if is_started and rank == odd:
             return exchange.start(Call("start_gather"), bytes(8), UNTIL).rows(Deadline(UNTIL))
-        return exchange.meet(Call("gather" if rank != odd else "barrier"), b"x" * 600 * rank, Deadline(UNTIL))
+        return exchange.meet(Call("gather" if rank != odd else "barrier"), b"x" * 2000 * rank, Deadline(UNTIL))
 
     results, _, _ = run_tree(tree, play)
     if tree.size == 1:
@@ -138,7 +138,7 @@ def test_a_gather_is_two_or_three_messages_an_edge_and_its_bytes_are_those_of_th
 
     results, counts, values = run_tree(tree, play)
     assert results == [[bytes([rank % 256]) * size_bytes for rank in range(tree.size)]] * tree.size
-    each, inline = size_bytes + 8, HEAD_BYTES - 32
+    each, inline = size_bytes + SIZE.size, HEAD_BYTES - HEAD.size
 
     def message(ranks):
         return (1, HEAD_BYTES) if ranks * each <= inline else (2, HEAD_BYTES + ranks * each - inline)

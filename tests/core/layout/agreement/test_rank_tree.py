@@ -32,7 +32,7 @@ def test_each_rank_is_the_child_of_its_parent_and_speaks_for_consecutive_ranks(s
         for child in place.children:
             below = places[child.start]
             assert (below.parent, below.branch, below.level) == (place.rank, child, place.level + 1)
-    assert sum(len(place.children) for place in places) == size - 1, "each rank but the first one is somebody's child"
+    assert sum(len(place.children) for place in places) == size - 1, "each rank but the first one is the child of one"
 
 
 @given(shapes)
