@@ -8,7 +8,7 @@ are divided into units at most; and where many replicas have less than half of o
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import attrs
@@ -83,37 +83,76 @@ def written_by(
         [((0, 1), (0, 1000), (0, 100)), ((1, 2), (0, 500), (0, 100))]
     """
     groups: dict[object, _Replicas] = {None: _Replicas(rank, world_size)}
-    parts: dict[int, tuple[_Replicas, Box, int]] = {}
-    others: set[int] = set()
     few = {id(spec): spec for spec in tensors.values()}  # there are many leaves, and few specs
-    for key, spec in few.items():
-        found = _held(spec, rank, world_size, groups)
-        if found is None:
-            others.add(key)
-        else:
-            parts[key] = *found, volume(found[1]) * item_bytes(spec.dtype)
-    if others:
-        tensors = {path: spec for path, spec in tensors.items() if id(spec) not in others}
-    sole = _sole_writers(tensors, few.values(), of_rank_zero)
-    for key, count in Counter(map(id, tensors.values())).items():
-        group, _, nbytes = parts[key]
-        group.total_bytes += nbytes * count
-    for path in sole:
-        group, _, nbytes = parts[id(tensors[path])]
-        group.laid_bytes += nbytes
-    pieces: list[Piece] = []
+    counts = Counter(map(id, tensors.values()))
+    parts = {key: _part(spec, rank, world_size, groups, item_bytes) for key, spec in few.items()}
+    chosen: dict[str, int] = {}
+    for path in of_rank_zero:
+        if path in tensors and (writer := _sole_writer(tensors[path])) is not None:
+            chosen[path] = writer
+    for key, part in parts.items():
+        if part is not None:
+            part.group.total_bytes += part.nbytes * counts[key]
+            part.group.laid_bytes += part.nbytes * counts[key] if part.writer is not None else 0
+    for path in chosen:
+        if (part := parts[id(tensors[path])]) is not None and part.writer is None:
+            part.group.laid_bytes += part.nbytes
+    return [*_pieces(rank, tensors, parts, chosen)]
+
+
+def _pieces(
+    rank: int, tensors: Mapping[str, LeafSpec], parts: "Mapping[int, _Part | None]", chosen: Mapping[str, int]
+) -> Iterator[Piece]:
+    """What the rank writes: ``chosen`` are leaves that one rank writes, each with that rank."""
     for path, spec in tensors.items():
-        group, box, nbytes = parts[id(spec)]
-        if path in sole:
-            pieces += [Piece(path, spec, box)] if rank == sole[path] else []
-        elif not nbytes:
-            is_empty = not volume(whole_box(spec.shape))  # the tensor, and not only the part of this rank
-            pieces += [Piece(path, spec, box)] if is_empty and group.index == 0 else []
-        elif group.count == 1 or (run := group.next_run(nbytes, box)) is None:
-            pieces.append(Piece(path, spec, box))
-        else:
-            pieces += [Piece(path, spec, each, box) for each in _boxes(*run, box)]
-    return pieces
+        part = parts[id(spec)]
+        if part is None:
+            continue
+        group, box, nbytes, writer, is_alone = part
+        writer = chosen.get(path, writer)
+        if writer is not None:
+            if writer == rank:
+                yield Piece(path, spec, box)
+        elif is_alone or not nbytes:
+            # of an empty leaf the first of the ranks has the record, and of an empty part of one no rank
+            if is_alone or (group.index == 0 and not volume(whole_box(spec.shape))):
+                yield Piece(path, spec, box)
+        elif (run := group.next_run(nbytes, box)) is None:
+            yield Piece(path, spec, box)
+        elif run[0] < run[1]:
+            for each in _boxes(*run, box):
+                yield Piece(path, spec, each, box)
+
+
+class _Part(NamedTuple):
+    """What a rank holds of a leaf of some spec.
+
+    Attributes:
+        group: the ranks that hold the same.
+        box: what it is.
+        nbytes: its size.
+        writer: the one of them that writes it, if it is a whole leaf without dimensions.
+        is_alone: whether no other rank holds it, and there is something to write.
+    """
+
+    group: "_Replicas"
+    box: Box
+    nbytes: int
+    writer: int | None
+    is_alone: bool
+
+
+def _part(
+    spec: LeafSpec, rank: int, world_size: int, groups: dict[object, "_Replicas"], item_bytes: Callable[[str], int]
+) -> _Part | None:
+    """None if the rank has none of it."""
+    found = _held(spec, rank, world_size, groups)
+    if found is None:
+        return None
+    group, box = found
+    nbytes = volume(box) * item_bytes(spec.dtype)
+    writer = None if spec.shape else _sole_writer(spec)
+    return _Part(group, box, nbytes, writer, group.count == 1 and nbytes > 0)
 
 
 def _held(
@@ -134,20 +173,11 @@ def _held(
     return group, local.box(spec.shape)
 
 
-def _sole_writers(
-    tensors: Mapping[str, LeafSpec], few: Iterable[LeafSpec], of_rank_zero: Collection[str]
-) -> dict[str, int]:
-    """The leaves that one of their replicas writes, each with that rank. ``few`` are the specs, each once."""
-    uncut = {
-        id(spec): 0 if spec.placement is None else spec.placement.mesh.first
-        for spec in few
-        if spec.placement is None or not spec.placement.cuts
-    }
-    return {
-        path: uncut[id(spec)]
-        for path, spec in tensors.items()
-        if id(spec) in uncut and (not spec.shape or path in of_rank_zero)
-    }
+def _sole_writer(spec: LeafSpec) -> int | None:
+    """The rank that writes a leaf alone, if one is to; None for a leaf that is cut."""
+    if spec.placement is None:
+        return 0
+    return None if spec.placement.cuts else spec.placement.mesh.first
 
 
 @attrs.define

@@ -3,7 +3,7 @@
 A piece here is what a file stores of one tensor, all of it or a slice; in `backends` a piece is a run of bytes of a copy or a write.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, count
 from json.encoder import encode_basestring_ascii as _quoted
@@ -95,29 +95,26 @@ def plan_file(name: str, component: str, rank: int, pieces: Iterable[Piece]) -> 
     """
     # Wide dtypes first: the format allows no gaps between tensors, and this order keeps each one aligned to its item size.
     ordered = sorted(pieces, key=lambda piece: -STORED[piece.spec.dtype].itemsize)
+    paths, specs, boxes, held = zip(*ordered, strict=True) if ordered else ((), (), (), ())
     # there are many pieces, and few specs and boxes
-    kinds: dict[tuple[int, int], tuple[tuple[int, ...], str, int]] = {}
-    layouts = []
-    for _, spec, box, _ in ordered:
-        key = id(spec), id(box)
-        if key not in kinds:
-            kinds[key] = _layout(spec.dtype, box)
-        layouts.append(kinds[key])
-    ends = [0, *accumulate(nbytes for _, _, nbytes in layouts)]
-    paths = [path for path, _, _, _ in ordered]
-    header = _header(component, paths, [text for _, text, _ in layouts], ends[:-1], ends[1:])
-    base = len(header)
-    placements = tuple(
-        TensorPlacement(path, spec.dtype, STORED[spec.dtype].name, shape, base + start, base + stop, box)
-        if held is None
-        else TensorPlacement(path, spec.dtype, STORED[spec.dtype].name, shape, base + start, base + stop, box, held,
-                             held == whole_box(spec.shape))
-        for (path, spec, box, held), (shape, _, _), start, stop in zip(ordered, layouts, ends, ends[1:], strict=False)
-    )  # fmt: skip
-    return FilePlan(name, component, rank, header, base + ends[-1], placements)
+    keys = [*zip(map(id, specs), map(id, boxes), strict=True)]
+    few = dict(zip(keys, zip(specs, boxes, strict=True), strict=True))
+    kinds = {
+        key: (spec.dtype, STORED[spec.dtype].name, box, *_layout(spec.dtype, box)) for key, (spec, box) in few.items()
+    }
+    columns = zip(*map(kinds.__getitem__, keys), strict=True) if keys else ((),) * 6
+    dtypes, stored, boxes, shapes, texts, sizes = columns
+    ends = [0, *accumulate(sizes)]
+    header = _header(component, paths, texts, ends[:-1], ends[1:])
+    ends = [0, *accumulate(sizes, initial=len(header))]
+    are_of_whole = [each is not None and each == whole_box(spec.shape) for each, spec in zip(held, specs, strict=True)]
+    rows = zip(paths, dtypes, stored, shapes, ends[1:], ends[2:], boxes, held, are_of_whole, strict=False)
+    return FilePlan(name, component, rank, header, ends[-1], tuple(map(TensorPlacement._make, rows)))
 
 
-def _header(component: str, paths: list[str], texts: list[str], starts: list[int], stops: list[int]) -> bytes:
+def _header(
+    component: str, paths: Sequence[str], texts: Sequence[str], starts: Sequence[int], stops: Sequence[int]
+) -> bytes:
     """The first bytes of a file.
 
     They are what `canonical_json` would give, but put together: there may be many tensors, and few layouts.
@@ -142,7 +139,7 @@ def _header(component: str, paths: list[str], texts: list[str], starts: list[int
     return len(whole).to_bytes(_LENGTH_BYTES, "little") + whole
 
 
-def _each_once(keys: list[str], paths: list[str]) -> list[str]:
+def _each_once(keys: list[str], paths: Sequence[str]) -> list[str]:
     """Names of tensors, of which some are of a further box of a tensor, or of another one."""
     taken = {"__metadata__": None}
     for key, path in zip(keys, paths, strict=True):
