@@ -10,14 +10,14 @@ import torch
 from trainfold.adapters.construct.materialize import Modules, is_known, no_recipe
 from trainfold.adapters.construct.recipes import Slot, modules_given, slots_of
 from trainfold.adapters.construct.replay import value_of
-from trainfold.adapters.sharded.dtensor import leaf_of, local_part
+from trainfold.adapters.sharded.dtensor import is_dtensor, leaf_of, local_part
 from trainfold.adapters.sharded.parts import part_for
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.world import Collectives
 from trainfold.core.rng import Key, fold_in, make_key
-from trainfold.core.tensor_memory import byte_view, unset_elements
+from trainfold.core.tensor_memory import byte_view, fill_unset, unset_elements
 
 
 def initialize(modules: Modules, *, seed: int, collectives: Collectives | None = None) -> tuple[str, ...]:
@@ -26,7 +26,8 @@ def initialize(modules: Modules, *, seed: int, collectives: Collectives | None =
     Law: the values depend on the seed and on the names of the tensors: not on the number of ranks, nor on how the model is cut into parts and
     stages, nor on what was loaded.
 
-    No init function of the model runs: the value of one tensor at a time is made on the CPU, whole, and this rank's part of it is copied.
+    No init function of the model runs. The value of a tensor is made in its memory; of one that is cut over ranks, or on another device, it is
+    made on the CPU, whole, one tensor at a time, and this rank's part is copied.
 
     Args:
         modules: as for `materialize`; some may have been loaded.
@@ -167,7 +168,24 @@ def _set_all(slots: Sequence[Slot], key: Key) -> None:
     with torch.no_grad():
         for slot in slots:
             recipe: Any = slot.recipe
-            value = value_of(recipe.tape, recipe.place, key)
+            memory = _memory_of(slot)
+            try:
+                value = value_of(recipe.tape, recipe.place, key, memory=memory)
+            except BaseException:
+                if memory is not None:
+                    fill_unset(memory, slot.tensor.dtype)  # what an interrupted build has left is not its value
+                raise
             if unset_elements(value):
                 raise no_recipe([slot.name], "the build gives a value to only a part of it")
-            local_part(slot.tensor).copy_(part_for(value, leaf_of(slot.tensor, slot.name)))
+            if memory is None or value.data_ptr() != slot.tensor.data_ptr():
+                local_part(slot.tensor).copy_(part_for(value, leaf_of(slot.tensor, slot.name)))
+
+
+def _memory_of(slot: Slot) -> torch.UntypedStorage | None:
+    """The memory of a tensor that is alone in it, as it was in the build, so that its value can be made there; None for any other."""
+    tensor, place = slot.tensor, slot.recipe and slot.recipe.place
+    if place is None or is_dtensor(tensor) or not tensor.is_cpu or tensor.dtype != place.dtype:
+        return None
+    is_alike = tuple(tensor.stride()) == place.stride and tensor.storage_offset() == place.offset == 0
+    sizes = {tensor.nbytes, tensor.untyped_storage().nbytes(), slot.recipe.tape.sizes[place.storage]}  # type: ignore[union-attr] # it has a place
+    return tensor.untyped_storage() if is_alike and len(sizes) == 1 else None

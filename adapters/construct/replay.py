@@ -12,7 +12,14 @@ from trainfold.core.tensor_memory import fill_unset
 CPU: Final = torch.device("cpu")
 
 
-def value_of(tape: Tape, place: Place, key: Key | None, calls: Sequence[RecordedCall] | None = None) -> torch.Tensor:
+def value_of(
+    tape: Tape,
+    place: Place,
+    key: Key | None,
+    calls: Sequence[RecordedCall] | None = None,
+    *,
+    memory: torch.UntypedStorage | None = None,
+) -> torch.Tensor:
     """Return the value that a place has after the recorded calls; bytes that no call wrote are `unset`.
 
     Law: it is a function of the calls and the key: which other tensors are made, and in which order, changes no bit.
@@ -22,10 +29,11 @@ def value_of(tape: Tape, place: Place, key: Key | None, calls: Sequence[Recorded
         place: of the tensor.
         key: the source of random numbers; None if no call draws.
         calls: that it needs, if they are known already.
+        memory: on the CPU, of the size of the recorded storage, and unset; it is used if the calls allow it.
     """
     calls = tape.calls_for(place.storage) if calls is None else calls
     last = {storage: index for index, call in enumerate(calls) for storage in (*call.reads, *call.writes)}
-    replay = _Replay(tape)
+    replay = _Replay(tape, {} if memory is None else {place.storage: memory})
     with torch.no_grad():
         for index, call in enumerate(calls):
             replay.run(call, key)
@@ -37,9 +45,8 @@ def value_of(tape: Tape, place: Place, key: Key | None, calls: Sequence[Recorded
 class _Replay:
     """The memory of the storages that are needed now."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._memory: dict[int, torch.UntypedStorage] = {}
+    def __init__(self, tape: Tape, memory: dict[int, torch.UntypedStorage]) -> None:
+        self._tape, self._memory = tape, memory
 
     def tensor(self, place: Place) -> torch.Tensor:
         if place.storage not in self._memory:

@@ -114,13 +114,14 @@ def _resumed(  # noqa: PLR0913 - keywords
     unread: UnreadTensors | None,
 ) -> TrainState:
     found: dict[str, Any] = {}
+    makes_masters = plan.fresh_masters and getattr(mine.get("optimizer"), "masters", None) is not None  # from values
     for action in plan.actions:
         if action.verb in ("keep", "reset"):
             if action.name in mine:
                 found[action.name] = mine[action.name]
         else:
             planned, leaves = reads.components[action.name], targets.get(action.name, {})
-            waits = unread is not None and action.name in unread.components and not plan.fresh_masters
+            waits = unread is not None and action.name in unread.components and not makes_masters
             later = _later(planned, action, mine.get(action.name)) if waits else ()
             tensors = reader.read(planned, leaves, unread=unread, later=later)
             if action.verb == "adopt":

@@ -12,6 +12,7 @@ import pytest
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 KEYS = {
     "columns": {"rounds", "rows"},
+    "construct": {"size", "rounds", "rows", "ranks", "fresh_ranks"},
     "drift": {"size", "rounds", "rows"},
     "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
     "gaps": {"row"},
@@ -29,6 +30,7 @@ KEYS = {
 }
 TARGETS = {
     "columns": ["pieces: most", "exchange: most", "pieces: bytes", "exchange: bytes"],
+    "construct": ["construction and load", "a rank of", "fresh, MiB", "fresh, a rank", "first loss"],
     "drift": ["the boundary", "lost each"],
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
     "gaps": ["a piece in a gap"],
@@ -104,7 +106,7 @@ def targets(root):
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
-LONG = ("drift", "meshes", "ranks", "stall")
+LONG = ("construct", "drift", "meshes", "ranks", "stall")
 
 
 @pytest.mark.slow(2)

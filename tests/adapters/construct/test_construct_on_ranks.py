@@ -1,6 +1,7 @@
 """Models built on meta and cut over real ranks: values at any sharding, loads of what is missing, and what ranks must agree on."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,3 +165,34 @@ def test_two_stages_of_a_pipeline_have_the_values_of_the_whole(processes):
     assert last.items() <= whole.items()
     assert last["layers.4.weight"] == first["layers.0.weight"]
     assert not set(one) & set(other)
+
+
+def peak_of_a_rank(collectives):
+    """How many bytes this rank's resident set grows by at most while it makes its part; and of a whole model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def build():
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(96)))
+
+    def field(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+    mesh = init_device_mesh("cpu", (collectives.world_size,))
+    fully_shard(on_meta(lambda: nn.Linear(2, 2)), mesh=mesh)
+    before = field("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    model = on_meta(build)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    materialize(model, "cpu")
+    initialize(model, seed=0, collectives=collectives)
+    return field("VmHWM") - before, sum(each.numel() * 4 for each in model.parameters())
+
+
+def test_no_rank_builds_the_whole_model(processes):
+    """I06: each rank has its part and one tensor at a time; 96 layers of 1 MiB on two ranks."""
+    for peak, whole in processes.run(2, peak_of_a_rank, collectives=PATIENT):
+        assert peak < whole / 2 + 16 * 2**20 < 0.7 * whole

@@ -115,9 +115,9 @@ def test_a_restore_in_place_gives_the_bits_of_the_default_one(optimizer, steps):
     assert all(after > before for before, after in zip(versions, written, strict=True)), "as any write of torch does"
 
 
-def peak_of(run, store, **options):
+def peak_of(run, store, *, components=None, **options):
     """The most bytes that a restore has beside the run at once: tensors, and what Python has."""
-    with CheckpointManager(store) as manager:
+    with CheckpointManager(store, components=components) as manager:
         gc.collect()
         tracemalloc.start()
         try:
@@ -138,6 +138,8 @@ def test_the_peak_of_both_ways_is_the_one_that_the_page_states(tmp_path):
     assert needed <= default <= 1.02 * needed
     assert in_place <= 16_384, "tensors without dimensions, and generators"
     assert max(of_python, also_of_python) < 2**19, "manifests, plans and threads"
+    weights, _ = peak_of(run, store, components=["model"], in_place=True)
+    assert weights <= 16_384, "also weights alone, where an optimizer has no fp32 masters that are made of them"
 
 
 def test_a_failed_read_in_place_ends_on_every_rank_is_not_saved_and_the_next_process_passes_over_the_checkpoint():
