@@ -9,12 +9,12 @@ cache when they are loaded. trainfold verifies the digest of all that it reads, 
                 steps of two equal models take turns; and of the same loops where they clip, by ``clip_grad_norm_`` and an all-reduce of the
                 loss that are written by hand, and by ``live.check``
     save        a durable save in the loop, of one run that goes on. DCP syncs the bytes of its files and not their names; so there is also a DCP after which
-                rank 0 syncs the directories, which is as durable
+                rank 0 syncs the directories, which is as durable. The disk alone: as many processes write as many bytes to one plain file each, and sync it
     async       the call, and the wall time that a block of steps with saves loses: (with - without) / saves, blocks take turns
     load        on the same mesh, also with ``in_place=True``; the checkpoint of another number of ranks; that of tensor parallelism, whose tensors are cut in inner
                 dimensions too; and an FSDP2 checkpoint under tensor parallelism
     memory      the peak resident set of a rank during its first load, above what it was before, as a multiple of the rank's part of
-                the state; a new process for each contestant; also for ``restore(live, in_place=True)``
+                the state; a new process for each contestant; also for ``restore(live, in_place=True)``. The modules of both are imported before
 
     python benchmarks/ranks.py [--quick] [--json] [--check] [--ranks 2 4] [--size 100MB] [--rounds 5] [--only saves] [--directory DIR]
 """
@@ -22,6 +22,7 @@ cache when they are loaded. trainfold verifies the digest of all that it reads, 
 import contextlib
 import json
 import logging
+import mmap
 import os
 import shutil
 import statistics
@@ -45,6 +46,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import trainfold
+from trainfold.adapters.manager import manager  # noqa: F401 - with what it imports, before the ranks are forked, as of DCP
 from trainfold.core import tree
 
 SIZES = {
@@ -56,6 +58,7 @@ SAMPLES = 64
 CLIP = 1.0
 BLOCK, SAVES = 4, 2  # steps of a block; saves in a block of async saves, one each BLOCK steps
 LAYOUTS = ("fsdp", "tp")
+PAGE, DISK = 4096, "the disk alone"
 TARGETS = {"step": 1.02, "save": 2.0, "call": 1 / 5, "lost": 1 / 3, "load": 1.0, "memory": 1.3, "in place": 0.3}
 
 
@@ -224,11 +227,36 @@ def measure_step(size, rounds, folder):
     return found
 
 
+def bare_bytes(count):
+    """Return memory with as many bytes, in whole pages."""
+    memory = mmap.mmap(-1, -(-count // PAGE) * PAGE)
+    memory.write(os.urandom(PAGE) * (len(memory) // PAGE))
+    return memory
+
+
+def bare_write(path, memory):
+    """Write a plain file and sync it: past the page cache where the filesystem can, which took the least of what we tried."""
+    flags = os.O_WRONLY | os.O_CREAT
+    try:
+        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        fd = os.open(path, flags)
+    try:
+        os.posix_fallocate(fd, 0, len(memory))
+        done, view = 0, memoryview(memory)
+        while done < len(view):
+            done += os.pwrite(fd, view[done:], done)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def measure_saves(size, rounds, folder):
     """Return seconds of saves in the loop, by contestant; the last of each stays there for the loads."""
     count = dist.get_world_size()
     loop = Loop(size).attach(fresh(folder / f"fsdp-{count}-trainfold"))
-    rival, found = Dcp(loop), {"trainfold": [], "dcp": [], "dcp, synced": []}
+    rival, found = Dcp(loop), {"trainfold": [], "dcp": [], "dcp, synced": [], DISK: []}
+    memory, bare = bare_bytes(loop.part_bytes()), folder / f"bare-{dist.get_rank()}"
 
     def durable(place):
         rival.save(place)
@@ -242,12 +270,17 @@ def measure_saves(size, rounds, folder):
             if name == "trainfold":
                 settle()
                 secs = together(lambda: loop.manager.save(loop.live))
+            elif name == DISK:
+                bare.unlink(missing_ok=True)
+                settle()
+                secs = together(lambda: bare_write(bare, memory))
             else:
                 place = fresh(folder / f"fsdp-{count}-{name}")
                 save = rival.save if name == "dcp" else durable
                 secs = together(lambda place=place, save=save: save(place))
             if turn:
                 found[name].append(secs)
+    bare.unlink()
     loop.manager.close()
     return found, loop.part_bytes()
 
@@ -398,7 +431,9 @@ def judge_saves(world):
     for name in ("dcp", "dcp, synced"):
         ratio = middle(b / a for a, b in zip(found["trainfold"], found[name], strict=True))
         targets.append(Target(f"{ranks} ranks: a save, {name} / trainfold", ratio, ">=", TARGETS["save"]))
-    table += [f"  {name:26}{1e3 * middle(secs):9.1f} ms (least {1e3 * min(secs):.1f})" for name, secs in found.items()]
+    for name, secs in found.items():
+        over = middle(a / b for a, b in zip(secs, found[DISK], strict=True))
+        table.append(f"  {name:26}{1e3 * middle(secs):9.1f} ms (least {1e3 * min(secs):.1f}), {over:.2f} times {DISK}")
     return targets, table
 
 
