@@ -58,7 +58,8 @@ class Pruner:
         self._store = store
         self._policy = policy
         self._left_behind = left_behind
-        self._proved: dict[str, Mapping[str, int]] = {}  # file sizes, so that each manifest is read once
+        # file sizes, so that each manifest is read once, and none that was written here: both readers had accepted it before its commit
+        self._proved: dict[str, Mapping[str, int]] = {}
         self._parts: dict[str, frozenset[str] | None] = {}  # components of partial checkpoints
         self._durable_best: bytes | None = None
 
@@ -73,6 +74,8 @@ class Pruner:
         """
         events: list[Event] = []
         parts = self._parts[result.checkpoint] = parts_of(result.fingerprints, result.omitted)
+        if 0 < len(result.files) <= _MOST_SIZES:
+            self._proved[result.checkpoint] = result.files
         try:
             self.prune(Saved(result.checkpoint, result.step, result.timeline, parts=parts), events)
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same

@@ -40,6 +40,7 @@ class SaveResult:
         forks: the points at which its lineage left earlier timelines, as (timeline, step).
         run_id: the id of the run.
         omitted: components that the run has and that were not saved.
+        files: on the committer, the size of each file that the manifest names, and which was there at the commit; empty on other ranks.
     """
 
     run: str
@@ -51,6 +52,7 @@ class SaveResult:
     forks: tuple[tuple[int, int], ...] = ()
     run_id: str = ""
     omitted: tuple[str, ...] = ()
+    files: Mapping[str, int] = attrs.field(factory=dict, repr=False, eq=False)
 
     @property
     def descent(self) -> ParentCheckpoint:

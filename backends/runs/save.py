@@ -254,14 +254,14 @@ def run_save(  # noqa: PLR0913 - keywords
         hold: what held leaves are read through. Before the commit each rank checks that its leaves did not change.
 
     Returns:
-        What was saved; the same on every rank.
+        What was saved; the same on every rank, but for the sizes of the files, which rank 0 has.
 
     Raises:
         SaveFailed: or its matching subclass. Rank 0 removes what was written, and a checkpoint that was there before stays whole. If a rank
             has died, the files stay until the step is saved again or retention removes them.
         RankFailed: on the other ranks.
     """
-    data = b""
+    data, files = b"", dict[str, int]()
     url, rank = f"{store.url}/{plan.directory}", collectives.rank
     mine: list[Manifest] = []
 
@@ -296,6 +296,7 @@ def run_save(  # noqa: PLR0913 - keywords
             )
             if error is not None:
                 raise error
+            files.update({each.name: each.size_bytes for each in records})
         data = proved_bytes(manifest, plan.directory)
         store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
         after_commit(manifest, plan, store)
@@ -309,5 +310,5 @@ def run_save(  # noqa: PLR0913 - keywords
             clean_up(plan, data, store)
         raise
     return SaveResult(
-        store.url, plan.directory, head.step, head.timeline, size_bytes, fingerprints, head.forks, head.run_id, omitted
+        store.url, plan.directory, head.step, head.timeline, size_bytes, fingerprints, head.forks, head.run_id, omitted, files
     )  # fmt: skip
