@@ -43,6 +43,9 @@ from trainfold.core.tensor_memory import tensor_bytes
 T = TypeVar("T")
 _LOG: Final = logging.getLogger("trainfold")
 
+_MOST_MESH_RANKS: Final = (
+    8  # by default: up to a node, where a tree has as many sockets, and a gather takes some ms less (ADR-0042)
+)
 _TOKEN_BYTES: Final = 8
 _LOOKS_A_ROLL: Final = 2  # at least
 _MOST_BULLETIN_RANKS: Final = 1024  # who waits reads the number of each rank
@@ -69,8 +72,8 @@ class TorchCollectives:
     Args:
         group: a process group with a CPU backend, which also gives the ranks; by default a gloo group of all ranks, which no training uses and
             which ends with these collectives.
-        topology: how the ranks are connected: "mesh", "tree", or this tree of them. One that is not given has nodes of ``LOCAL_WORLD_SIZE`` ranks, or of 8
-            if rank 0 has no such variable.
+        topology: how the ranks are connected: "mesh", "tree", or this tree of them; by default a mesh of up to 8 ranks or of the group, and a tree of more
+            (ADR-0042). A tree that is not given has nodes of ``LOCAL_WORLD_SIZE`` ranks, or of 8 if rank 0 has no such variable.
         timeout_secs: how long a rank waits for the others in a call before which they may read, write or train.
         vote_secs: how long it waits in a vote, before which they have little to do, such as that on the result of a commit.
         grace_secs: how long a roll call takes at most.
@@ -85,7 +88,7 @@ class TorchCollectives:
         self,
         group: Any = None,
         *,
-        topology: Literal["mesh", "tree"] | RankTree = "mesh",
+        topology: Literal["mesh", "tree"] | RankTree | None = None,
         timeout_secs: float = 600.0,
         vote_secs: float = 60.0,
         grace_secs: float = 3.0,
@@ -107,6 +110,8 @@ class TorchCollectives:
             checked_group(dist, group)
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
+        if topology is None:
+            topology = "mesh" if group is not None or self.world_size <= _MOST_MESH_RANKS else "tree"
         _check_topology(topology, self.world_size)
         arrivals = Arrivals(dist, group)
         try:

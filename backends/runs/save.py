@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -31,6 +32,7 @@ from trainfold.backends.runs.commit import (
 )
 from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import Snapshot
+from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.data.batches_read import BatchesRead, batches_in_doubt
@@ -291,9 +293,9 @@ def run_save(  # noqa: PLR0913 - keywords
         manifest = without_collecting(whole_manifest)(mine[0], written)
         records: list[FileRecord | IndexRecord] = [*manifest.files, *manifest.indexes]
         with named_failures(url):
-            error = incomplete_file(
-                records, url, {each.name: store.size(f"{plan.directory}/{each.name}") for each in records}
-            )
+            names = [each.name for each in records]
+            sizes = side_by_side([partial(store.size, f"{plan.directory}/{name}") for name in names])
+            error = incomplete_file(records, url, dict(zip(names, sizes, strict=True)))
             if error is not None:
                 raise error
             files.update({each.name: each.size_bytes for each in records})

@@ -11,6 +11,7 @@ import pytest
 
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 KEYS = {
+    "agreement": {"rows", "links", "checks", "large", "coordinators"},
     "columns": {"rounds", "rows"},
     "construct": {"size", "rounds", "rows", "ranks", "fresh_ranks"},
     "drift": {"size", "rounds", "rows"},
@@ -29,6 +30,7 @@ KEYS = {
     "step": {"rows"},
 }
 TARGETS = {
+    "agreement": ["a vote", "sockets of rank 0"],
     "columns": ["pieces: most", "exchange: most", "pieces: bytes", "exchange: bytes"],
     "construct": ["construction and load", "a rank of", "fresh, MiB", "fresh, a rank", "first loss"],
     "drift": ["the boundary", "lost each"],

@@ -8,6 +8,7 @@ import itertools
 import json
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -318,6 +319,14 @@ def holds_what_to_look_at_next(text, request):
         assert [main(line.split()[1:]) for line in text.splitlines()] == [0, 0]
 
 
+def holds_what_a_coordinator_does(text, request):
+    """The benchmark counts it: rank 0's part of a tree and of the store's requests, while they run, for the bytes that ranks really give."""
+    benchmarks = request.getfixturevalue("root") / "benchmarks"
+    request.getfixturevalue("monkeypatch").syspath_prepend(str(benchmarks))
+    names = runpy.run_path(str(benchmarks / "agreement.py"))
+    assert text.splitlines() == names["coordinator_table"](names["coordinators"](names["LARGE"]))
+
+
 def holds_the_files_of_a_run(text, request):
     """Two ranks write the listed files and nothing else, except the lock, unsharded components, and rank 1's other files."""
     run = request.getfixturevalue("run_of_two")
@@ -476,6 +485,7 @@ def holds_how_to_install(text, request):
 
 
 HELD = {
+    "rank 0 of so many ranks": holds_what_a_coordinator_does,
     "python3 -m venv .venv && . .venv/bin/activate": holds_how_to_install,
     COMMAND: holds_a_rehearsal,
     "What differs, first things first": holds_what_a_rehearsal_finds,

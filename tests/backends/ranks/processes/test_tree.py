@@ -190,6 +190,22 @@ def test_a_tree_saves_what_a_mesh_saves(processes, tmp_path):
     assert found[0] == found[1]
 
 
+def shape_by_default(is_given):
+    group = dist.new_group(list(range(dist.get_world_size())), backend="gloo") if is_given else None
+    made = TorchCollectives(group, timeout_secs=60)
+    assert made.gather(made.rank) == list(range(made.world_size))
+    return None if made._tree is None else str(made._tree)
+
+
+@pytest.mark.slow(3)
+def test_ranks_are_a_tree_by_default_where_they_are_more_than_8(processes):
+    """C06: up to a node a mesh has no more sockets. A group that is given is a mesh already."""
+    (found,) = set(processes.run(9, shape_by_default, False))
+    assert found.startswith("9 ranks in 2 nodes of 8, fan-out 8")
+    assert set(processes.run(8, shape_by_default, False)) == {None}
+    assert set(processes.run(9, shape_by_default, True)) == {None}
+
+
 def told_of(environment):
     os.environ.update(environment if dist.get_rank() == 0 else {"LOCAL_WORLD_SIZE": "7"})
     made = TorchCollectives(topology="tree", timeout_secs=60)
