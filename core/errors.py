@@ -399,6 +399,14 @@ class RunNotRestored(SaveFailed, exit_code=37):
     """The run has checkpoints, but the state to save does not descend from any of them: a restore was forgotten."""
 
 
+class PeerRefused(TrainfoldError):
+    """Another program on the network is not the one that is meant, or has sent what it must not."""
+
+
+class PeerLost(TrainfoldError):
+    """Another program on the network has ended, or has not answered in time."""
+
+
 class RankFailed(TrainfoldError, has_lines=True):
     """A rank failed, so every rank raises this error, which names the failed rank and repeats the lines of its error.
 

@@ -1,4 +1,4 @@
-"""Weights from outside the checkpoints of a run: from another run, a model hub, rank 0, or the script itself. Pass one to ``attach(weights=...)``.
+"""Weights from outside the checkpoints of a run: from another run, a model hub, a server, rank 0, or the script itself. Pass one to ``attach(weights=...)``.
 
 The names are re-exports, each documented where it lives.
 """
@@ -6,7 +6,20 @@ The names are re-exports, each documented where it lives.
 from trainfold.backends.weights.checkpoint import CheckpointWeights
 from trainfold.backends.weights.first_rank import FirstRank
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.served import ServedWeights
+from trainfold.backends.weights.server import WeightServer
 from trainfold.core.weights.source import Wanted, WeightSource
 from trainfold.core.weights.wrapped import ByScript, Cast, Frozen
 
-__all__ = ["ByScript", "Cast", "CheckpointWeights", "FirstRank", "Frozen", "HubDirectory", "Wanted", "WeightSource"]
+__all__ = [
+    "ByScript",
+    "Cast",
+    "CheckpointWeights",
+    "FirstRank",
+    "Frozen",
+    "HubDirectory",
+    "ServedWeights",
+    "Wanted",
+    "WeightServer",
+    "WeightSource",
+]

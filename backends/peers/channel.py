@@ -1,0 +1,226 @@
+"""`Channel`: frames between two programs that know one token. Each has a length, a limit, a deadline and a digest that only they can make."""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import Any, Final, final
+
+from trainfold.core.errors import PeerLost, PeerRefused
+from trainfold.core.format.strict_json import strict_json
+from trainfold.core.json_values import canonical_json
+
+MAGIC: Final = b"trainfold-peer-1"
+PIECE_BYTES: Final = 8 << 20  # the largest frame of bytes
+JSON_LIMIT: Final = 64 << 20
+_HEAD: Final = struct.Struct("<cQ")  # kind, bytes of the payload
+_TAG_BYTES: Final = 16
+_NONCE_BYTES: Final = 32
+_LEAST_TOKEN: Final = 16
+_JSON, _BYTES = b"J", b"B"
+_LIMITS: Final = {_JSON: JSON_LIMIT, _BYTES: PIECE_BYTES}
+
+
+@final
+class Channel:
+    """A connection after both sides have proved that they know the token.
+
+    A frame is a byte for its kind, 8 bytes for its length, the payload, and the first half of an HMAC-SHA256 of all that and of its number. So a frame that was
+    changed, cut off, left out, repeated, reordered, reflected or made by another program is refused before its payload is used. Nothing is encrypted.
+
+    Args:
+        sock: connected.
+        mine: the key of the frames that this side sends.
+        theirs: the key of those that it receives.
+        secs: how long a frame may take.
+        peer: the other side, for messages.
+    """
+
+    def __init__(self, sock: socket.socket, mine: bytes, theirs: bytes, *, secs: float, peer: str) -> None:
+        self._sock, self._mine, self._theirs, self._secs, self._peer = sock, mine, theirs, secs, peer
+        self._sent = self._received = 0
+
+    def send(self, value: Any) -> None:
+        """Send a JSON value.
+
+        Raises:
+            PeerLost: if the other side is gone, or does not read in time.
+        """
+        self._send(_JSON, memoryview(canonical_json(value)))
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Send bytes, in pieces; the other side knows how many there are.
+
+        Raises:
+            PeerLost: as in `send`.
+        """
+        for start in range(0, len(data), PIECE_BYTES):
+            self._send(_BYTES, data[start : start + PIECE_BYTES])
+
+    def receive(self) -> dict[str, Any]:
+        """Receive a JSON object.
+
+        Raises:
+            PeerRefused: for anything but a frame of the other side with one.
+            PeerLost: if the other side is gone, or late.
+        """
+        payload = bytearray()
+        self._receive(_JSON, payload, None)
+        try:
+            return strict_json(bytes(payload), self._peer)
+        except Exception as error:
+            raise self._refused("a JSON object", error) from error
+
+    def receive_bytes(self, memory: memoryview) -> None:
+        """Receive as many bytes as there are in ``memory``, into it. After an error its contents are undefined.
+
+        Raises:
+            PeerRefused: for another number of bytes, or bytes that the other side has not sent.
+            PeerLost: as in `receive`.
+        """
+        for start in range(0, len(memory), PIECE_BYTES):
+            self._receive(_BYTES, bytearray(), memory[start : start + PIECE_BYTES])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+    def _send(self, kind: bytes, payload: memoryview) -> None:
+        head = _HEAD.pack(kind, len(payload))
+        tag = _tag(self._mine, self._sent, head, payload)
+        self._sent += 1
+        self._sock.settimeout(self._secs)
+        try:
+            for part in (head, payload, tag):
+                self._sock.sendall(part)
+        except OSError as error:
+            raise lost(self._peer, "send", error) from error
+
+    def _receive(self, kind: bytes, payload: bytearray, memory: memoryview | None) -> None:
+        until = time.monotonic() + self._secs
+        head = exactly(self._sock, _HEAD.size, until, self._peer)
+        found, size = _HEAD.unpack(head)
+        if found != kind or size > _LIMITS[kind] or (memory is not None and size != len(memory)):
+            expected = f"at most {_LIMITS[kind]}" if memory is None else str(len(memory))
+            raise self._refused(f"a frame {kind!r} of {expected} bytes", f"{found!r} of {size}")
+        if memory is None:
+            payload.extend(exactly(self._sock, size, until, self._peer))
+        else:
+            read_into(self._sock, memory, until, self._peer)
+        tag = exactly(self._sock, _TAG_BYTES, until, self._peer)
+        if not hmac.compare_digest(tag, _tag(self._theirs, self._received, head, memory or payload)):
+            raise self._refused("bytes that it has sent", "others")
+        self._received += 1
+
+    def _refused(self, expected: str, found: object) -> PeerRefused:
+        return PeerRefused(
+            self._peer, expected=expected, found=found, fix="close it; look at who else can reach this port"
+        )
+
+
+def introduced(sock: socket.socket, token: str, *, is_server: bool, secs: float, peer: str) -> Channel:
+    """Let both sides of a new connection prove that they know the token, without sending it.
+
+    Each sends a random number, and then a keyed digest of both numbers. The keys of the frames come from the token and the numbers, one a direction.
+
+    Args:
+        sock: connected.
+        token: of at least 16 characters; the same on both sides.
+        is_server: whether this side has accepted the connection.
+        secs: how long this, and later each frame, may take.
+        peer: the other side, for messages.
+
+    Raises:
+        PeerRefused: if the other side does not speak this protocol, or does not know the token.
+        PeerLost: if it is gone or late.
+    """
+    secret, until, mine = token.encode(), time.monotonic() + secs, secrets.token_bytes(_NONCE_BYTES)
+    sock.settimeout(secs)
+    try:
+        sock.sendall(MAGIC + mine)
+        hello = exactly(sock, len(MAGIC) + _NONCE_BYTES, until, peer)
+        if hello[: len(MAGIC)] != MAGIC:
+            raise PeerRefused(peer, expected="trainfold's protocol for peers, version 1", found=repr(hello[: len(MAGIC)])[:80],
+                              fix="use the same version on both sides; look at who else can reach this port")  # fmt: skip
+        theirs = hello[len(MAGIC) :]
+        numbers = mine + theirs if is_server else theirs + mine  # those of the server first
+        sides = (b"server", b"client") if is_server else (b"client", b"server")
+        sock.sendall(_proof(secret, sides[0] + numbers))
+        if not hmac.compare_digest(
+            exactly(sock, hashlib.sha256().digest_size, until, peer), _proof(secret, sides[1] + numbers)
+        ):
+            raise PeerRefused(
+                peer,
+                expected="a program that knows the token",
+                found="another one",
+                fix="give both sides the same token",
+            )
+    except OSError as error:
+        raise lost(peer, "answer", error) from error
+    keys = [_proof(secret, b"frames of the " + side + numbers) for side in sides]
+    return Channel(sock, keys[0], keys[1], secs=secs, peer=peer)
+
+
+def check_token(token: object, where: str) -> str:
+    """Check a token.
+
+    Raises:
+        PeerRefused: unless it is a text of at least 16 characters.
+
+    Examples:
+        >>> check_token("a-token-of-some-length", "server") == "a-token-of-some-length"
+        True
+    """
+    if isinstance(token, str) and len(token) >= _LEAST_TOKEN:
+        return token
+    raise PeerRefused(
+        where,
+        expected=f"a token of at least {_LEAST_TOKEN} characters",
+        found="a shorter one" if isinstance(token, str) else type(token).__name__,
+        fix="make one with secrets.token_urlsafe(), and give it to both sides through the environment or a file",
+    )
+
+
+def lost(peer: str, doing: str, error: object) -> PeerLost:
+    """The error if the other side is gone or late."""
+    return PeerLost(
+        peer, expected=f"that it goes on ({doing})", found=error, fix="see whether it still runs, and connect again"
+    )
+
+
+def exactly(sock: socket.socket, size: int, until: float, peer: str) -> bytes:
+    """Exactly so many bytes."""
+    found = bytearray(size)
+    read_into(sock, memoryview(found), until, peer)
+    return bytes(found)
+
+
+def read_into(sock: socket.socket, memory: memoryview, until: float, peer: str) -> None:
+    """Fill the memory, before a time of the monotonic clock."""
+    done = 0
+    while done < len(memory):
+        left = until - time.monotonic()
+        if left <= 0:
+            raise lost(peer, "send", "nothing in time")
+        sock.settimeout(left)
+        try:
+            count = sock.recv_into(memory[done:])
+        except OSError as error:
+            raise lost(peer, "send", error) from error
+        if not count:
+            raise lost(peer, "send", "the end of the connection")
+        done += count
+
+
+def _proof(secret: bytes, text: bytes) -> bytes:
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def _tag(key: bytes, number: int, head: bytes, payload: memoryview | bytearray) -> bytes:
+    tag = hmac.new(
+        key, number.to_bytes(8, "little") + head, hashlib.sha256
+    )  # three times as fast as BLAKE2 where the processor has SHA
+    tag.update(payload)
+    return tag.digest()[:_TAG_BYTES]
