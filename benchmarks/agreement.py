@@ -25,7 +25,7 @@ import trainfold
 from trainfold.backends.ranks.call import Call, Deadline
 from trainfold.backends.ranks.processes.edges import Edges
 from trainfold.backends.ranks.processes.mesh import call_digest, head_bytes
-from trainfold.backends.ranks.processes.tree import HEAD, HEAD_BYTES, SIZE, TreeExchange
+from trainfold.backends.ranks.processes.tree import HEAD, HEAD_BYTES, PIECE_BYTES, SIZE, TreeExchange
 from trainfold.backends.ranks.processes.waiting import look_secs
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.ranks.wire import to_wire
@@ -135,8 +135,9 @@ def tree_secs(size, size_bytes, cores, link):
     tree, each = rank_tree(size, node_ranks=NODE if cores < size else 8), size_bytes + SIZE.size
     hop, work, rate = link
     waits, works, busy = [], [], 0.0
+    begun, late = pieces_of(size * each)
     for hop_secs, message_secs, byte_secs in ((hop, 0.0, 0.0), (0.0, work, 1 / rate)):
-        up, down = {}, {0: 0.0}
+        up, down, last = {}, {0: 0.0}, 0.0
         for place in reversed(list(tree.places())):
             now = 0.0
             for child in sorted(place.children, key=lambda child, up=up: up[child.start]):
@@ -144,15 +145,23 @@ def tree_secs(size, size_bytes, cores, link):
                 now = max(now, up[child.start] + count * hop_secs) + count * message_secs + moved * byte_secs
                 busy += count * message_secs + moved * byte_secs
             up[place.rank] = now
-        count, moved = message(size * each)
         for place in tree.places():
             now = down[place.rank]
             for child in place.children:
-                now += count * message_secs + moved * byte_secs
-                down[child.start] = now + count * hop_secs
-                busy += count * message_secs + moved * byte_secs
-        (works if message_secs else waits).append(up[0] + max(down.values()))
+                now += begun[0] * message_secs + begun[1] * byte_secs
+                down[child.start] = now + begun[0] * hop_secs
+            rest = len(place.children) * (late[0] * message_secs + late[1] * byte_secs)
+            busy += now - down[place.rank] + rest
+            last = max(last, rest)  # of all levels at the same time
+        (works if message_secs else waits).append(up[0] + max(down.values()) + last)
     return waits[0] * max(1, size / cores) + max(works[0], busy / cores)
+
+
+def pieces_of(body):
+    """Return messages and bytes of what comes down: those for which the next level waits, and those that follow while it works."""
+    rest = max(body - (HEAD_BYTES - HEAD.size), 0)
+    first = min(rest, PIECE_BYTES)
+    return (1 + bool(first), HEAD_BYTES + first), (-(-(rest - first) // PIECE_BYTES), rest - first)
 
 
 def mesh_secs(size, size_bytes, cores, link):

@@ -7,7 +7,7 @@ beforehand what another one has.
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Final, final
 
 import attrs
@@ -26,6 +26,7 @@ HEAD_BYTES: Final = (
     4096  # a message, which may hold all that there is to say; a second one takes longer than the rest of this one
 )
 HEAD: Final = struct.Struct("<qqqq")  # number of the call, its digest, whether all below make it, bytes of the body
+PIECE_BYTES: Final = 2**18  # of what comes down: so much of it can be on each level at the same time
 _INLINE: Final = HEAD_BYTES - HEAD.size  # of the body
 SIZE: Final = struct.Struct("<q")
 _NUMBER_BYTES: Final = 8
@@ -110,13 +111,13 @@ class TreeExchange:
         """Overwrite integers with their sums over the ranks."""
         summed, edges = total.view(torch.uint8), self._edges
         parts = [torch.empty_like(total) for _ in edges.down]
-        self._wait([each.receive(part.view(torch.uint8), until.left()) for each, part in zip(edges.down, parts, strict=True)], call, until)  # fmt: skip
+        self._wait(self._received(edges.down, [part.view(torch.uint8) for part in parts], until), call, until)
         for part in parts:
             total += part
         if edges.up is not None:
-            self._wait([edges.up.send(summed, until.left())], call, until)
-            self._wait([edges.up.receive(summed, until.left())], call, until)
-        self._wait([each.send(summed, until.left()) for each in edges.down], call, until)
+            self._wait([self._post(edges.up.send(summed, until.left()))], call, until)
+            self._wait([self._post(edges.up.receive(summed, until.left()))], call, until)
+        self._wait([self._post(each.send(summed, until.left())) for each in edges.down], call, until)
 
     def start(self, call: Call, payload: bytes, timeout_secs: float) -> "_PendingRound":
         """Start to gather whole numbers, which are on their way at once, unless others were started before and are not over."""
@@ -160,7 +161,7 @@ class TreeExchange:
             return
         finally:
             self._now = self._waiting
-        self._flying += [work for work, _ in begun.posted]
+        self._flying += [work for work, _ in begun.posted]  # kept until the next round
         for work, _ in begun.posted:
             release_exchange(work)
 
@@ -181,23 +182,49 @@ class TreeExchange:
             until: the deadline.
             join: puts together what this rank gives and what comes from each child.
         """
+        self._landed, self._flying = self._flying, []
         edges, call, bodies, alike = self._edges, given.call, [given.payload], True
         mine = given.number, call_digest(call) if given.number != _TEXT_ROUND else 0
         for fields, body in self._messages(edges.down, call, until):
             bodies.append(body)
             alike = alike and bool(fields[2]) and fields[:2] == mine
         body = join(bodies) if alike else b""
-        if edges.up is not None:
+        message = HEAD.pack(*mine, alike, len(body)) + body
+        if edges.up is None:
+            head, rest = _halves(message)
+            self._send_down(head, rest, call, until)
+        else:
             if given.posted:
                 self._wait([work for work, _ in given.posted], call, until)
+                head = given.posted[-1][1]
             else:
-                self._send([edges.up], HEAD.pack(*mine, alike, len(body)) + body, call, until)
-            ((fields, body),) = self._messages([edges.up], call, until, [each for _, each in given.posted[1:]])
-            alike = bool(fields[2])
-        self._send(edges.down, HEAD.pack(*mine, alike, len(body)) + body, call, until)
+                self._wait(self._sent([edges.up], *_halves(message), until), call, until)
+                head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+                self._wait([self._post(edges.up.receive(head, until.left()))], call, until)
+            body, alike = self._passed_on(edges.up, head, call, until)
         if not alike:
             raise differing_calls(self._texts(call, until))
         return body
+
+    def _passed_on(self, up: Edge, head: torch.Tensor, call: Call, until: Deadline) -> tuple[bytes, bool]:
+        """What comes from the parent after a head, which goes on to the children, and whether all ranks make the same call."""
+        data = bytes(head.numpy())
+        fields = HEAD.unpack_from(data)
+        rest = torch.empty(max(fields[3] - _INLINE, 0), dtype=torch.uint8)
+        come = [self._post(up.receive(piece, until.left())) for piece in _pieces(rest)]
+        self._send_down(head, rest, call, until, come)
+        return data[HEAD.size : HEAD.size + fields[3]] + bytes(rest.numpy()), bool(fields[2])
+
+    def _send_down(
+        self, head: torch.Tensor, rest: torch.Tensor, call: Call, until: Deadline, come: Sequence[Any] = ()
+    ) -> None:
+        """Send a message to the children, each piece of it when it has come; otherwise its bytes would be on one level at a time."""
+        works = [self._post(each.send(head, until.left())) for each in self._edges.down]
+        for piece, work in zip_longest(_pieces(rest), come):
+            if work is not None:
+                self._wait([work], call, until)
+            works += [self._post(each.send(piece, until.left())) for each in self._edges.down]
+        self._wait(works, call, until)
 
     def _texts(self, call: Call, until: Deadline) -> list[str]:
         """The calls of all ranks. Every rank has heard that they differ, so every rank gets here."""
@@ -214,42 +241,40 @@ class TreeExchange:
         sizes = [body[:end] or bytes(count * SIZE.size) for body, end, count in zip(bodies, ends, counts, strict=True)]
         return b"".join([*sizes, *(body[end:] for body, end in zip(bodies, ends, strict=True))])
 
-    def _messages(
-        self, edges: Sequence[Edge], call: Call, until: Deadline, heads: Sequence[torch.Tensor] = ()
-    ) -> list[tuple[tuple[int, ...], bytes]]:
-        """What comes over these edges: the fields of the head, and the body. Heads that have come already are given."""
-        if not heads:
-            heads = [torch.empty(HEAD_BYTES, dtype=torch.uint8) for _ in edges]
-            self._wait([each.receive(head, until.left()) for each, head in zip(edges, heads, strict=True)], call, until)
+    def _messages(self, edges: Sequence[Edge], call: Call, until: Deadline) -> list[tuple[tuple[int, ...], bytes]]:
+        """What comes over these edges: the fields of the head, and the body."""
+        heads = [torch.empty(HEAD_BYTES, dtype=torch.uint8) for _ in edges]
+        self._wait(self._received(edges, heads, until), call, until)
         found = [(HEAD.unpack_from(data := bytes(head.numpy())), data[HEAD.size :]) for head in heads]
         rests = [torch.empty(max(fields[3] - _INLINE, 0), dtype=torch.uint8) for fields, _ in found]
-        self._wait([each.receive(rest, until.left()) for each, rest in zip(edges, rests, strict=True) if len(rest)], call, until)  # fmt: skip
+        self._wait(self._received(edges, rests, until), call, until)
         return [
             (fields, inline[: fields[3]] + bytes(rest.numpy()))
             for (fields, inline), rest in zip(found, rests, strict=True)
         ]
 
-    def _send(self, edges: Sequence[Edge], message: bytes, call: Call, until: Deadline) -> None:
-        head, rest = padded_bytes(message[:HEAD_BYTES], HEAD_BYTES), message[HEAD_BYTES:]
-        works = [each.send(head, until.left()) for each in edges]
-        if rest and edges:
-            body = padded_bytes(rest, len(rest))
-            works += [each.send(body, until.left()) for each in edges]
-        self._wait(works, call, until)
+    def _received(self, edges: Sequence[Edge], into: Sequence[torch.Tensor], until: Deadline) -> list[Any]:
+        pairs = zip(edges, into, strict=True)
+        return [self._post(each.receive(data, until.left())) for each, data in pairs if len(data)]
+
+    def _sent(self, edges: Sequence[Edge], head: torch.Tensor, rest: torch.Tensor, until: Deadline) -> list[Any]:
+        return [self._post(each.send(data, until.left())) for data in (head, rest) if len(data) for each in edges]
+
+    def _post(self, work: Any) -> Any:
+        """Note an exchange of this round, so that it is kept: see `Waiting.wait`."""
+        self._flying.append(work)
+        return work
 
     def _wait(self, works: Sequence[Any], call: Call, until: Deadline) -> None:
-        """Wait for exchanges that were started together; see `Waiting.wait` for why they are kept.
+        """Wait for exchanges of this round.
 
-        Of those that are abandoned the groups are kept too: one waits for its exchanges when it is freed, and this process may want to end.
+        If they are abandoned, their groups are kept too: one waits for its exchanges when it is freed, and this process may want to end.
         """
-        if not works:
-            return
-        self._landed, self._flying = self._flying, list(works)
         try:
             for work in works:
                 self._now.wait(work, call, until)
         except BaseException:  # interrupts too
-            for each in (*works, self._edges):
+            for each in (*self._flying, self._edges):
                 keep_exchange(each)
             raise
 
@@ -277,6 +302,17 @@ class _PendingRound:
         width = len(begun.payload) // _NUMBER_BYTES
         numbers = np.frombuffer(begun.found or b"", dtype="<i8").reshape(owner._world_size, width)  # noqa: SLF001 - of this module
         return [tuple(row) for row in numbers.tolist()]
+
+
+def _halves(message: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head of a message, and the rest."""
+    rest = torch.frombuffer(bytearray(message[HEAD_BYTES:] or b"0"), dtype=torch.uint8)
+    return padded_bytes(message[:HEAD_BYTES], HEAD_BYTES), rest[: max(len(message) - HEAD_BYTES, 0)]
+
+
+def _pieces(rest: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What comes down at a time."""
+    return [rest[start : start + PIECE_BYTES] for start in range(0, len(rest), PIECE_BYTES)]
 
 
 def _head(number: int, call: Call, payload: bytes) -> torch.Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kit.backends.tree_of_threads import Dead, run_tree, total_of
 
 from trainfold.backends.ranks.call import Call, Deadline
-from trainfold.backends.ranks.processes.tree import HEAD, HEAD_BYTES, SIZE
+from trainfold.backends.ranks.processes.tree import HEAD, HEAD_BYTES, PIECE_BYTES, SIZE
 from trainfold.core.errors import RankFailed, RanksDisagree
 from trainfold.core.layout.agreement.rank_tree import rank_tree
 
@@ -128,8 +128,10 @@ def test_calls_that_differ_are_refused_on_every_rank_with_the_ranks_that_made_th
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 8), (8, 2, 2), (64, 8, 2), (150, 8, 4)])
-@pytest.mark.parametrize("size_bytes", [10, 1_000])
-def test_a_gather_is_two_or_three_messages_an_edge_and_its_bytes_are_those_of_the_ranks(shape, size_bytes):
+@pytest.mark.parametrize("size_bytes", [10, 1_000, 20_000])
+def test_a_gather_is_a_message_or_two_up_and_one_and_the_pieces_down_and_its_bytes_are_those_of_the_ranks(
+    shape, size_bytes
+):
     """C06: counted. What a rank sends and receives follows from its place, and from the number of ranks only by what all gave."""
     tree = tree_of(shape)
 
@@ -140,11 +142,12 @@ def test_a_gather_is_two_or_three_messages_an_edge_and_its_bytes_are_those_of_th
     assert results == [[bytes([rank % 256]) * size_bytes for rank in range(tree.size)]] * tree.size
     each, inline = size_bytes + SIZE.size, HEAD_BYTES - HEAD.size
 
-    def message(ranks):
-        return (1, HEAD_BYTES) if ranks * each <= inline else (2, HEAD_BYTES + ranks * each - inline)
+    def message(ranks, piece=2**60):
+        rest = max(ranks * each - inline, 0)
+        return 1 + -(-rest // piece), HEAD_BYTES + rest
 
     for place, count in zip(tree.places(), counts, strict=True):
-        below, down = [message(child.size) for child in place.children], message(tree.size)
+        below, down = [message(child.size) for child in place.children], message(tree.size, PIECE_BYTES)
         above = [] if place.parent is None else [message(place.branch.size)]
         assert (count.received, count.bytes_received) == tuple(
             map(sum, zip((0, 0), *below, *([down] if above else []), strict=True))
