@@ -209,17 +209,18 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
         warn_of_left_out(texts_of_left_out([found.left_out]), ALONE)
         return found.state
 
-    def read(self, *, view: bool) -> LiveView:
+    def read(self, *, view: bool, is_saved: bool = True) -> LiveView:
         """The run at a boundary, and the optional components that cannot be saved, for which nothing was warned yet.
 
         Args:
             view: True for no copy, valid only during a save call; False for the state that `capture` returns.
+            is_saved: False for a look at the tensors, of which the run need not know.
         """
         self.check_boundary()
         if view:
             self._watch.check_set("live")
         values, named, streams, left_out = read_objects(self._objects, self._parts, self.optional, view=view)
-        state = self._state_of(values if view else {**values, "rng": streams()})
+        state = self._state_of(values if view else {**values, "rng": streams()}, is_saved=is_saved)
         return LiveView(state, named, streams if view else None, left_out)
 
     def restore(
@@ -406,11 +407,12 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
             raise CaptureRefused("live.advance", reasons)
         self._is_tried = True
 
-    def _state_of(self, found: Mapping[str, Any]) -> TrainState:
+    def _state_of(self, found: Mapping[str, Any], *, is_saved: bool) -> TrainState:
         late = self._watch.late_settings()
         state = state_of({**found, **copied_containers(self._pending.values)})
-        self._watch.check_saved(state, self._counters.step, self._selection)
-        if self._data is not None:
+        if is_saved:
+            self._watch.check_saved(state, self._counters.step, self._selection)
+        if is_saved and self._data is not None:
             self._data.was_saved()
         return state.evolve(contract={**late, **self.contract()}, origin=self.origin, stage=self._objects.stage)
 

@@ -179,6 +179,6 @@ def _settings(found: Snapshot, *, own: Collection[str]) -> dict[str, dict[str, J
     }
 
 
-def view_of(run: Live | TrainState) -> LiveView:
+def view_of(run: Live | TrainState, *, is_saved: bool = True) -> LiveView:
     """The view of a live run; a state is its own view."""
-    return run.read(view=True) if isinstance(run, Live) else LiveView(run)
+    return run.read(view=True, is_saved=is_saved) if isinstance(run, Live) else LiveView(run)

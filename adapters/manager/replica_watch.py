@@ -120,7 +120,7 @@ class ReplicaWatch:
         """A comparison that has started. A failure of this rank is a row for the others, who have started theirs."""
         hold = Hold({})
         try:
-            view = view_of(run)
+            view = view_of(run, is_saved=False)
             snapshot = self._contents.described(run, view)
             found = snapshot.replicated()
             plan = to_compare(found, {name: component_of_parts(name) for name in found})
@@ -186,4 +186,4 @@ class ReplicaWatch:
                          "optimizer steps, and call manager.wait_staging() before it does", next(iter(differed))[1], step)  # fmt: skip
 
     def _digests_now(self, run: Live | TrainState) -> Digests:
-        return copies_of(self._contents.described(run, view_of(run)).replicated(), proof=Proof())
+        return copies_of(self._contents.described(run, view_of(run, is_saved=False)).replicated(), proof=Proof())

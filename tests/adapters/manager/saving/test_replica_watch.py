@@ -12,6 +12,8 @@ from kit.system.rank_refusals_cases import PATIENT, disagreements
 from torch import nn
 
 from trainfold.adapters.live.attach import attach
+from trainfold.adapters.live.loop.loop_data import LoopData
+from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.manager import replica_watch
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.hold.hold import Hold
@@ -258,6 +260,33 @@ def test_no_write_between_two_boundaries_is_an_alarm(monkeypatch, caplog, kind):
         assert failure is None
         text = "model.params['weight'] differed between ranks at step 1, and is equal now"
         assert (text in caplog.text) == (kind == "unseen")
+
+
+def test_a_comparison_is_not_taken_for_a_save(monkeypatch):
+    """R07: the search for state that no component saves goes by saves, and so does what a loop is told of its place in an epoch."""
+    looks = []
+    monkeypatch.setattr(RunWatch, "check_saved", lambda *_: looks.append("state"))
+    monkeypatch.setattr(LoopData, "was_saved", lambda _: looks.append("data"))
+    store = MemoryStore()
+
+    def program(world):
+        model = alike(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+        live = attach(model, optimizer, loader=loader)
+        with CheckpointManager(store, every=None, at_end=False, check_replicas=1, collectives=world) as manager:
+            for batch in live.batches(epochs=1):
+                model(batch).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                live.advance()
+                manager.step(live)
+                if (check := manager._saves._replicas._check) is not None:
+                    check.job.wait()
+            return manager._saves._replicas._equal_at
+
+    assert all(run_threads(2, program)), "they have compared"
+    assert looks == []
 
 
 def test_a_restore_gives_up_the_comparison_under_way():
