@@ -263,7 +263,7 @@ def test_no_write_between_two_boundaries_is_an_alarm(monkeypatch, caplog, kind):
 
 
 def test_a_comparison_is_not_taken_for_a_save(monkeypatch):
-    """R07: the search for state that no component saves goes by saves, and so does what a loop is told of its place in an epoch."""
+    """R07: the search for state that no component saves goes by saves, and so does what is known of a loop's place in an epoch."""
     looks = []
     monkeypatch.setattr(RunWatch, "check_saved", lambda *_: looks.append("state"))
     monkeypatch.setattr(LoopData, "was_saved", lambda _: looks.append("data"))
