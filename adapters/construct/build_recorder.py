@@ -138,6 +138,10 @@ class BuildRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
             made.append(self.place(value) if is_tensor and self._number(value) not in known else None)
         written = _tensors(_written(function, args, kwargs))
         writes = {self._number(each) for each in written} | {place.storage for place in made if place is not None}
+        if not writes and not function._schema.returns:  # noqa: SLF001  # as above
+            writes = self.tape.written_with(
+                known
+            )  # a check, such as of a decomposition: it is made again with its values
         if not writes:
             return  # a view
         name = function.__name__.partition(".")[0]

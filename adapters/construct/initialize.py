@@ -14,7 +14,7 @@ from trainfold.adapters.sharded.dtensor import is_dtensor, leaf_of, local_part
 from trainfold.adapters.sharded.parts import part_for
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
-from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.errors import InvalidArgument, InvalidState, error_text
 from trainfold.core.layout.world import Collectives
 from trainfold.core.rng import Key, fold_in, make_key
 from trainfold.core.tensor_memory import byte_view, fill_unset, unset_elements
@@ -171,14 +171,25 @@ def _set_all(slots: Sequence[Slot], key: Key) -> None:
             memory = _memory_of(slot)
             try:
                 value = value_of(recipe.tape, recipe.place, key, memory=memory)
-            except BaseException:
+            except BaseException as error:
                 if memory is not None:
                     fill_unset(memory, slot.tensor.dtype)  # what an interrupted build has left is not its value
+                if isinstance(error, Exception):
+                    raise _not_made(slot, error) from error
                 raise
             if unset_elements(value):
                 raise no_recipe([slot.name], "the build gives a value to only a part of it")
             if memory is None or value.data_ptr() != slot.tensor.data_ptr():
                 local_part(slot.tensor).copy_(part_for(value, leaf_of(slot.tensor, slot.name)))
+
+
+def _not_made(slot: Slot, error: Exception) -> InvalidState:
+    return InvalidState(
+        f"construct.initialize: {slot.name}",
+        expected="a build whose calls succeed on the CPU",
+        found=error_text(error),
+        fix="build the model outside on_meta to see where it fails",
+    )
 
 
 def _memory_of(slot: Slot) -> torch.UntypedStorage | None:

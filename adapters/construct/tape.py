@@ -112,6 +112,11 @@ class Tape:
             self._writers.setdefault(storage, []).append(len(self.calls))
         self.calls.append(call)
 
+    def written_with(self, storages: set[int]) -> set[int]:
+        """Return all storages that the last writers of these have written."""
+        last = (self._writers[each][-1] for each in storages if each in self._writers)
+        return {storage for place in last for storage in self.calls[place].writes}
+
     def calls_for(self, storage: int) -> list[RecordedCall]:
         """Return the calls that the last value of a storage depends on, in their order."""
         found: set[int] = set()

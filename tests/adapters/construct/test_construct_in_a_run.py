@@ -13,6 +13,7 @@ from trainfold.construct import initialize, materialize, on_meta
 from trainfold.core.errors import InvalidState, ResumeRefused
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.optimizer import optimizer
+from trainfold.weights import CheckpointWeights, Frozen
 
 
 class Model(nn.Module):
@@ -111,6 +112,18 @@ def test_a_step_from_values_that_nobody_set_is_seen_whatever_the_optimizer_made_
         live.advance(samples=3)
 
 
+def test_another_nan_is_still_no_value():
+    """I07: such as that of a negation, which is the NaN of no memory that was never written."""
+    model = on_meta(Model)
+    materialize(model, "cpu")
+    live = attach(model)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.neg_()
+    with pytest.raises(InvalidState, match=r"layers\.0\.weight"):
+        live.advance(samples=3)
+
+
 def test_an_attached_average_is_looked_at_too():
     """B13: a copy of the model that was made before the load."""
     model = on_meta(Model)
@@ -123,6 +136,40 @@ def test_an_attached_average_is_looked_at_too():
     initialize(average, seed=0)
     live.capture()
     assert torch.equal(average.module.layers[0].weight, model.layers[0].weight)
+
+
+def test_a_frozen_base_comes_from_outside_and_what_is_trained_is_initialised(tmp_path):
+    """J03, I01: a source supplies what is frozen, `initialize` sets the rest, and a resume needs neither memory nor values twice."""
+    base = built(["linear", "embedding"])
+    with CheckpointManager(tmp_path / "base", components=["model"]) as manager:
+        live = attach(base)
+        live.advance(samples=1)
+        manager.save(live)
+
+    def start():
+        model = on_meta(lambda: Net(["linear", "embedding", "linear"]))
+        for layer in model.layers[:2]:
+            layer.requires_grad_(requires_grad=False)
+        sgd = torch.optim.SGD(model.layers[2].parameters(), lr=0.1)
+        materialize(model, "cpu")
+        source = CheckpointWeights(str(tmp_path / "base"))
+        live = attach(model, sgd, weights=Frozen(source))
+        with CheckpointManager(tmp_path / "tuned", every=1) as manager:
+            manager.restore(live)
+            found = initialize(model, seed=4)
+            while live.progress.step < 1:
+                model.layers[2](torch.ones(2, 3)).sum().backward()
+                sgd.step()
+                sgd.zero_grad()
+                live.advance(samples=2)
+                manager.step(live)
+            manager.finish(live)
+        return found, all_bits(model)
+
+    found, bits = start()
+    assert found == ("layers.2.weight", "layers.2.bias")
+    assert all_bits(base).items() <= bits.items()
+    assert start() == ((), bits)
 
 
 def test_hostile_init_functions_after_a_load_do_not_run(tmp_path):

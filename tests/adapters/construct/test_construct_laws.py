@@ -137,6 +137,71 @@ def test_a_value_in_a_dtype_of_its_own_is_that_of_the_build_cast():
     assert torch.equal(model.layers[0].weight, built(["linear"]).layers[0].weight.to(torch.bfloat16))
 
 
+def test_two_draws_of_one_tensor_are_two():
+    """Each draw of a tensor has a key of its own."""
+    model = on_meta(lambda: nn.ParameterList([nn.Parameter(torch.randn(500) - torch.randn(500))]))
+    materialize(model, "cpu")
+    initialize(model, seed=0)
+    assert float(model[0].detach().std()) == pytest.approx(2**0.5, rel=0.15)
+
+
+class Views(nn.Module):
+    """Two parameters in one storage, one made of values that change later, and a random buffer that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        flat = torch.empty(6).normal_()
+        self.a, self.b = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
+        start = torch.tensor([1.0, 2.0])
+        self.c = nn.Parameter(torch.empty(2).copy_(start))
+        start.zero_()
+        self.register_buffer("projection", torch.randn(4), persistent=False)
+
+
+def test_parts_of_one_memory_are_apart_and_what_is_random_waits_for_the_seed():
+    """I02, I03: what shares memory with a loaded tensor leaves it alone."""
+    model = on_meta(Views)
+    materialize(model, "cpu")
+    assert model.a.untyped_storage().data_ptr() == model.b.untyped_storage().data_ptr()
+    assert unset_elements(model.projection) == 4
+    with torch.no_grad():
+        model.b.fill_(5)
+    assert initialize(model, seed=0) == ("a", "c", "projection")
+    assert model.b.tolist() == [5, 5, 5]
+    assert model.c.tolist() == [1, 2]
+    whole = on_meta(Views)
+    materialize(whole, "cpu")
+    initialize(whole, seed=0)
+    assert all(bits(getattr(whole, name)) == bits(getattr(model, name)) for name in ("a", "projection"))
+
+
+def test_a_parameter_that_was_put_in_afterwards_has_no_recipe():
+    """I04: its shape says that it is another tensor."""
+    model = on_meta(lambda: nn.Linear(2, 2))
+    model.weight = nn.Parameter(torch.empty(5, 2, device="meta"))
+    materialize(model, "cpu")
+    with pytest.raises(InvalidState, match="'weight': nothing has loaded"):
+        initialize(model, seed=0)
+
+
+def test_a_call_that_fails_on_the_cpu_is_named_and_leaves_no_value():
+    """A build may do what only fails with values; what it had written by then is not taken for a value."""
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2, 2))
+            with torch.no_grad():
+                self.weight.fill_(-1)
+                self.weight.add_(torch.linalg.cholesky(self.weight))
+
+    model = on_meta(Root)
+    materialize(model, "cpu")
+    with pytest.raises(InvalidState, match="weight: expected a build whose calls succeed"):
+        initialize(model, seed=0)
+    assert unset_elements(model.weight) == 4
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 

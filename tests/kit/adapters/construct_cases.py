@@ -9,7 +9,20 @@ from torch.nn.utils import parametrizations
 
 from trainfold.construct import initialize, materialize, on_meta
 
-KINDS = ("linear", "norm", "embedding", "rope", "tied", "shared", "weight_norm", "trunc", "clones", "hostile", "half")
+KINDS = (
+    "linear",
+    "norm",
+    "embedding",
+    "rope",
+    "tied",
+    "shared",
+    "weight_norm",
+    "trunc",
+    "clones",
+    "hostile",
+    "half",
+    "double",
+)
 
 
 class Rope(nn.Module):
@@ -78,9 +91,23 @@ class Net(nn.Module):
             "trunc": lambda: _truncated(nn.Linear(3, 4)),
             "clones": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2),
             "hostile": Hostile,
+            "double": _double,
             "half": lambda: nn.Linear(3, 4).to(torch.bfloat16),
         }
         return makers[kind]()
+
+
+def _double():
+    """Built where torch's default dtype is another one, by a division whose result has that dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = nn.Linear(3, 4)
+        found.register_buffer("steps", torch.arange(4) / 3, persistent=False)
+        found.register_buffer("twice", found.steps * 2)
+    finally:
+        torch.set_default_dtype(before)
+    return found
 
 
 def _truncated(layer):
