@@ -15,6 +15,7 @@ from trainfold import CheckpointManager
 from trainfold.adapters.live.attach import attach
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.state import audit
+from trainfold.weights import ByScript
 
 
 class Recurrent(nn.Module):
@@ -166,7 +167,7 @@ def test_what_is_left_out_on_purpose_is_not_named():
     model = Net(lambda net: net.mask.add_(1))
     optimizer = Counting(model.parameters(), lr=0.1)
     ema = Average(model, saves_counter=False)
-    live = attach(model, optimizer, extra={"ema": ema}, strict=True)
+    live = attach(model, optimizer, extra={"ema": ema}, strict=True, weights=ByScript())
     with CheckpointManager(MemoryStore(), every=1, components=["trainer"]) as manager:
         manager.restore(live)
         model(torch.ones(4, 3)).sum().backward()
