@@ -11,7 +11,7 @@ from trainfold.core.errors import CheckpointHostile
 from trainfold.core.json_values import Json, shown
 from trainfold.core.printable import printable
 
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+_NAME = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(f"{DIGEST_PREFIX}[0-9a-f]{{32}}")
 _MAX_COUNT = 2**62
 
@@ -58,7 +58,7 @@ def single_name(value: object, where: str) -> str:
         >>> single_name("model-00000-of-00001.safetensors", "manifest.json")
         'model-00000-of-00001.safetensors'
     """
-    if not isinstance(value, str) or not 0 < len(value) <= 200 or value[0] == "." or not set(value) <= _NAME_CHARACTERS:
+    if not isinstance(value, str) or _NAME.fullmatch(value) is None:
         raise hostile(where, "a plain name in one directory", shown(value))
     return value
 
