@@ -160,12 +160,17 @@ class TorchCollectives:
         board = NoticeBoard(store, self.rank, self.world_size, grace_secs=grace_secs)
         self._waiting = Waiting(board, self.world_size)
 
+        timeout = timedelta(seconds=self._timeout_secs)
+        dist, rank, world_size = (
+            self._dist,
+            self.rank,
+            self.world_size,
+        )  # not `self`, or its sockets would wait for the garbage collector
+
         def mesh() -> Any:
             # Not `new_group`: torch names a group made by its own ranks after the number of groups in this process. The number differs between
             # ranks after one of them has released a group, and it repeats.
-            timeout = timedelta(seconds=self._timeout_secs)
-            prefixed = self._dist.PrefixStore("group", store)
-            return self._dist.ProcessGroupGloo(prefixed, self.rank, self.world_size, timeout)
+            return dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world_size, timeout)
 
         if tree is None:
             self._exchange: Exchange = MeshExchange(self._waiting, mesh() if group is None else group, self.world_size)

@@ -2,14 +2,18 @@
 
 import os
 import signal
+import threading
 import time
+from collections import Counter
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from trainfold.backends.ranks.processes.edges import connect
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.runs.api import save
 from trainfold.core.errors import InvalidArgument, RankFailed
@@ -172,6 +176,62 @@ def test_a_rank_of_a_tree_has_a_socket_for_each_neighbour_and_one_of_a_mesh_for_
     assert [again for _, again, _ in found] == [first for first, _, _ in found]
     assert [with_mesh - first for first, _, with_mesh in found] == [8] * 8
     assert [first for first, _, _ in processes.run(8, sockets_of, "mesh")] == [8] * 8
+
+
+class Counted(dist.Store):
+    """A store that counts the requests of each thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.values, self.requests, self.changed = {}, Counter(), threading.Condition()
+
+    def request(self, keys=()):
+        self.requests[threading.current_thread().name] += 1
+        assert self.changed.wait_for(lambda: all(key in self.values for key in keys), 30)
+
+    def set(self, key, value):
+        with self.changed:
+            self.request()
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key):
+        with self.changed:
+            self.request([key])
+            return self.values[key]
+
+    def wait(self, keys, timeout=None):
+        with self.changed:
+            self.request(keys)
+
+
+def requests_to_connect(size):
+    """Those of each rank of a tree, and of each rank of a mesh; ranks are threads."""
+    tree, found = rank_tree(size, node_ranks=4, fan_out=2), []
+    for way in ("tree", "mesh"):
+        store, made = Counted(), []
+
+        def make(rank, way=way, store=store, made=made):
+            if way == "tree":
+                made.append(connect(dist, store, tree.place(rank), 30.0))
+            else:
+                made.append(dist.ProcessGroupGloo(dist.PrefixStore("mesh", store), rank, size, timedelta(seconds=30)))
+
+        threads = [threading.Thread(target=make, args=(rank,), name=str(rank)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(made) == size
+        found.append([store.requests[str(rank)] for rank in range(size)])
+    return found
+
+
+def test_a_tree_is_connected_by_five_requests_at_each_end_of_an_edge(processes):
+    """C06: each rank of a mesh asks for each other one, so the ranks together make 2 N^2 requests before their first call."""
+    ((tree, mesh),) = processes.run(1, requests_to_connect, 12)
+    assert tree == [5 * place.neighbours for place in rank_tree(12, node_ranks=4, fan_out=2).places()]
+    assert mesh == [2 * 12 + 1] * 12
 
 
 def save_in_a_tree(collectives, run):
