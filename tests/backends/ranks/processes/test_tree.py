@@ -48,14 +48,28 @@ def test_processes_in_a_tree_keep_the_contract(processes, world_size, shape, sto
 # --- ranks that end or hang ------------------------------------------------------------------------------------------
 
 
+def have_ended(processes):
+    """Wait until these processes are gone, for a minute; whether they are."""
+    for _ in range(1200):
+        for each in list(processes):
+            with suppress(ProcessLookupError):
+                os.kill(each, 0)
+                break
+            processes.remove(each)
+        if not processes:
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def play(collectives, how, victim):
-    collectives.gather("all are here")
+    pids = collectives.gather(os.getpid())
     pending = collectives.start_gather([collectives.rank])
     if collectives.rank == victim:
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "hangs":
-            time.sleep(4.0)
+            return have_ended([pid for rank, pid in enumerate(pids) if rank != victim])
         else:
             error = ValueError("its disk is full")
             collectives.fail(error)
@@ -95,7 +109,7 @@ def test_a_rank_of_a_tree_that_ends_or_hangs_is_named_by_all_others(processes, h
     assert told.replace("come to the next boundary", "write its files") in text or told in text, text
     assert [again for _, again in others] == [[True] * 2] * 5
     if how == "hangs":
-        assert all(each.secs < ended[victim].secs for each in ended if each.rank != victim), "they end, and do not wait"
+        assert ended[victim].value is True, "the others end, and do not wait for it"
 
 
 def test_the_end_of_rank_0_which_is_the_root_and_hosts_the_store_is_heard(processes):
@@ -109,11 +123,11 @@ def test_the_end_of_rank_0_which_is_the_root_and_hosts_the_store_is_heard(proces
 
 
 def leave(collectives):
-    collectives.gather("all are here")
+    pids = collectives.gather(os.getpid())
     if collectives.rank == 3:
-        time.sleep(3)
-    else:
-        collectives.start_gather([1])
+        return have_ended(pids[:3])
+    collectives.start_gather([1])
+    return None
 
 
 @pytest.mark.slow(4)
@@ -121,7 +135,7 @@ def test_a_rank_that_leaves_does_not_wait_for_numbers_that_no_rank_reads(process
     """A thread passes them on, and a process waits for its threads: a launcher must see that a rank has ended."""
     ended = processes.outcomes(4, leave, collectives={**PATIENT, "topology": PAIRS}, is_tidy=True)
     assert [rank.code for rank in ended] == [0] * 4
-    assert all(ended[rank].secs < ended[3].secs - 1 for rank in range(3)), [rank.secs for rank in ended]
+    assert ended[3].value is True, "the others end before this one does"
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------
