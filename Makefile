@@ -40,9 +40,9 @@ resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs th
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'
 	$(BIN)/python benchmarks/resume.py
 
-hf: $(DEV)  ## the tests on models of transformers, which it installs (a minute)
+hf: $(DEV)  ## the tests on models of transformers and adapters of peft, which it installs (a minute)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
-	$(PYTEST) -m "" tests/adapters/construct/test_construct_hf.py
+	$(PYTEST) -m "" tests/adapters/construct/test_construct_hf.py tests/adapters/outside/test_lora.py
 
 bench: $(DEV)  ## what it costs: benchmarks/
 	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done

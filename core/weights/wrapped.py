@@ -1,10 +1,11 @@
-"""What is made of sources: `Cast` rounds, `Frozen` is for the frozen parameters alone, and `ByScript` leaves all to the script."""
+"""What is made of sources: `Cast` rounds, `Renamed` has other names, `Frozen` is for the frozen parameters alone, and `ByScript` leaves all to the script."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, final
 
 import attrs
 
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.weights.source import Wanted, WeightSource
 
 if TYPE_CHECKING:
@@ -39,6 +40,54 @@ class Cast:
         for name, tensor in self.source.supply(asked):
             is_other = name in floating and tensor.is_floating_point()
             yield name, tensor.to(torch_dtype(wanted[name].dtype)) if is_other else tensor
+
+
+@final
+@attrs.frozen
+class Renamed:
+    """A source that has other names, such as a base whose layers an adapter has wrapped.
+
+    Attributes:
+        source: of the weights.
+        name_of: returns the name that the source has for a name of the model. Two tensors of the model must not get one name.
+
+    Examples:
+        >>> import torch
+        >>> class Base:
+        ...     def supply(self, wanted):
+        ...         return iter([(name, torch.ones(1)) for name in wanted if name == "q.weight"])
+        >>> source = Renamed(Base(), lambda name: name.removeprefix("base_model.").replace(".base_layer.", "."))
+        >>> dict(source.supply({"base_model.q.base_layer.weight": Wanted("float32", (1,), ((0, 1),))}))
+        {'base_model.q.base_layer.weight': tensor([1.])}
+    """
+
+    source: WeightSource
+    name_of: Callable[[str], str]
+
+    def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield what the source has, under the names of the model.
+
+        Raises:
+            InvalidArgument: if two tensors of the model get one name.
+        """
+        mine: dict[str, str] = {}
+        for name in wanted:
+            theirs = self.name_of(name)
+            if theirs in mine:
+                raise InvalidArgument(
+                    "Renamed.name_of",
+                    expected="another name for each tensor",
+                    found=f"{theirs!r} for {mine[theirs]!r} and {name!r}",
+                    fix="keep in the name what distinguishes the two",
+                )
+            mine[theirs] = name
+        asked = {theirs: _tied_by(self.name_of, wanted[name]) for theirs, name in mine.items()}
+        for theirs, tensor in self.source.supply(asked):
+            yield mine.get(theirs, theirs), tensor
+
+
+def _tied_by(name_of: Callable[[str], str], each: Wanted) -> Wanted:
+    return each if each.tied_to is None else attrs.evolve(each, tied_to=name_of(each.tied_to))
 
 
 @final

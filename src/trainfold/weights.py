@@ -9,7 +9,7 @@ from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
 from trainfold.core.weights.source import Wanted, WeightSource
-from trainfold.core.weights.wrapped import ByScript, Cast, Frozen
+from trainfold.core.weights.wrapped import ByScript, Cast, Frozen, Renamed
 
 __all__ = [
     "ByScript",
@@ -18,6 +18,7 @@ __all__ = [
     "FirstRank",
     "Frozen",
     "HubDirectory",
+    "Renamed",
     "ServedWeights",
     "Wanted",
     "WeightServer",

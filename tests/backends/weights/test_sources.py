@@ -17,13 +17,14 @@ from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointHostile,
     CheckpointMissing,
+    InvalidArgument,
     InvalidState,
     TrainfoldError,
 )
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.core.weights.source import Wanted
-from trainfold.core.weights.wrapped import Cast, Frozen
+from trainfold.core.weights.wrapped import Cast, Frozen, Renamed
 from trainfold.properties.contracts import ContractBroken, check_weight_source
 from trainfold.ranks import SingleProcess
 from trainfold.weights import FirstRank
@@ -63,6 +64,16 @@ def test_each_source_keeps_the_contract(tmp_path):
     check_weight_source(lambda: HubDirectory(hub(tmp_path / "two", files=2)), TENSORS)
     check_weight_source(lambda: FirstRank(CheckpointWeights(run()), SingleProcess()), TENSORS)
     check_weight_source(lambda: Cast(Frozen(CheckpointWeights(run()))), TENSORS)
+    prefixed = {f"module.{name}": each for name, each in TENSORS.items()}
+    check_weight_source(lambda: Renamed(CheckpointWeights(run()), lambda name: name.removeprefix("module.")), prefixed)
+
+
+def test_two_tensors_with_one_name_are_refused():
+    """J03: one of them would get the values of the other."""
+    source = Renamed(CheckpointWeights(run()), lambda name: name[-6:])
+    wanted = {name: Wanted("float32", (1,), ((0, 1),)) for name in ("a.weight", "b.weight")}
+    with pytest.raises(InvalidArgument, match=r"'weight' for 'a\.weight' and 'b\.weight'"):
+        list(source.supply(wanted))
 
 
 def test_the_contract_finds_a_source_that_breaks_it():
