@@ -54,7 +54,7 @@ class _Round:
     posted: "list[tuple[Any, torch.Tensor]]" = attrs.field(factory=list)
     job: Job[None] | None = None
     found: bytes | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @property
     def is_over(self) -> bool:
@@ -156,8 +156,10 @@ class TreeExchange:
         self._now = self._waiting if begun.job is None else self._patient
         try:
             begun.found = self._round(begun, until, b"".join)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            begun.error = error
+        except BaseException as error:
+            begun.error = error  # raised where it is waited for
+            if begun.job is None and not isinstance(error, Exception):
+                raise
             return
         finally:
             self._now = self._waiting
