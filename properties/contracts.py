@@ -6,11 +6,11 @@ runs those of a metric.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from trainfold.backends.stores.protocol import Buffer, Store
+from trainfold.backends.stores.protocol import Buffer, Store, SyncsLater
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointHostile,
@@ -218,6 +218,25 @@ def of_many_commits_one_wins(store: Store) -> None:
     _equal("contents", expected=b"%d" % won[0], found=store.read("step-1/manifest.json"))
 
 
+def files_that_are_synced_later_are_whole_or_gone(store: Store) -> None:
+    """A file of `SyncsLater` has its name after it was finished, and leaves nothing if it was not; a store without that passes."""
+    if not hasattr(type(store), "written_unsynced"):
+        return
+    later = cast("SyncsLater", store)
+    with later.written_unsynced("step-1/dropped", [b"1"], size_bytes=1):
+        pass
+    _equal("size of one that was not finished", expected=None, found=store.size("step-1/dropped"))
+    with ExitStack() as files:
+        finish = [
+            files.enter_context(later.written_unsynced(f"step-1/{name}", [name.encode()], size_bytes=1))
+            for name in "ab"
+        ]
+        for each in finish[::-1]:
+            each()
+        _equal("contents of two", expected=b"ab", found=store.read("step-1/a") + store.read("step-1/b"))
+    _equal("names afterwards", expected=["a", "b"], found=store.list("step-1"))
+
+
 def writers_do_not_disturb_each_other(store: Store) -> None:
     """Threads write different files at once."""
 
@@ -328,6 +347,7 @@ STORE_RULES: Final[tuple[Rule, ...]] = (
     a_commit_happens_once,
     a_commit_replaces_only_what_it_names,
     of_many_commits_one_wins,
+    files_that_are_synced_later_are_whole_or_gone,
     writers_do_not_disturb_each_other,
     hostile_names_are_refused,
     deleting_removes_a_file_or_a_directory,

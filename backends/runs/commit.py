@@ -8,6 +8,7 @@ import attrs
 
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.writes import Writes
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RankFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, index_name
@@ -109,7 +110,7 @@ def proved_bytes(manifest: Manifest, directory: str) -> bytes:
     return data
 
 
-def write_index(manifest: Manifest, plan: SavePlan, store: Store, rank: int) -> IndexRecord | None:
+def write_index(manifest: Manifest, plan: SavePlan, store: Writes, rank: int) -> IndexRecord | None:
     """Write the index of a rank, if it wrote anything or has anything of its own; that of rank 0 is in the root, unless it is large."""
     if plan.world_size == 1 or not (manifest.files or any(each.is_own for each in manifest.components)):
         return None

@@ -35,6 +35,7 @@ from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.writes import Writes
 from trainfold.core.data.batches_read import BatchesRead, batches_in_doubt
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import place
@@ -268,13 +269,19 @@ def run_save(  # noqa: PLR0913 - keywords
     mine: list[Manifest] = []
 
     def write() -> Wrote:
+        with Writes(store) as writes:
+            wrote = write_files(writes)
+            writes.finish()
+        return wrote
+
+    def write_files(writes: Writes) -> Wrote:
         records = {}
         for file in plan.files_of(rank):
             held = {
                 path: leaf if isinstance(leaf, HeldLeaf) else as_tensor(leaf, path)
                 for path, leaf in tensors[file.component].items()
             }
-            wrote = records[file.name] = write_file(file, held, store=store, directory=plan.directory)
+            wrote = records[file.name] = write_file(file, held, store=writes, directory=plan.directory)
             if hold is not None:
                 written = zip(file.tensors, wrote.parts, strict=True)
                 whole = {placed.path: each.digest if placed.held is None else each.whole for placed, each in written}
@@ -286,7 +293,7 @@ def run_save(  # noqa: PLR0913 - keywords
         )
         mine.append(manifest)
         contributions = {each.name: contributions_of(each, manifest, [rank])[rank] for each in manifest.components}
-        return Wrote(manifest.files, write_index(manifest, plan, store, rank), contributions)
+        return Wrote(manifest.files, write_index(manifest, plan, writes, rank), contributions)
 
     def commit() -> tuple[int, dict[str, str]]:
         nonlocal data

@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, TypeAlias, final
 
@@ -148,17 +148,30 @@ class LocalStore:
 
     def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
         """See `Store.write`."""
+        with self.written_unsynced(name, parts, size_bytes=size_bytes) as finish:
+            finish()
+
+    @contextmanager
+    def written_unsynced(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> Iterator[Callable[[], None]]:
+        """See `SyncsLater`."""
         from trainfold.backends.stores.direct_io import write_stream  # late: it imports numpy, and a reader needs none
 
         directory, last = split_name(name)
-        with self._writing(name):
-            make_directories(self._root, directory)
-            with open_directory(self._root, directory) as parent, staged(parent, last) as (fd, temporary):
+        with ExitStack() as opened:
+            with self._writing(name):
+                make_directories(self._root, directory)
+                parent = opened.enter_context(open_directory(self._root, directory))
+                fd, temporary = opened.enter_context(staged(parent, last))
                 given = write_stream(fd, parts, size_bytes=size_bytes)
                 if given != size_bytes:
                     raise wrong_size(self._where(name), planned_bytes=size_bytes, given=f"{given} bytes or more")
-                os.fsync(fd)
-                os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
+
+            def finish() -> None:
+                with self._named_errors(name):
+                    os.fsync(fd)
+                    os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
+
+            yield finish
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Buffer", "Place", "Placeable", "SharedByRanks", "Store"]
+__all__ = ["Buffer", "Place", "Placeable", "SharedByRanks", "Store", "SyncsLater"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -33,6 +33,19 @@ class SharedByRanks(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether ranks that need the same bytes read them once, and send them to each other (ADR-0037)."""
+
+
+class SyncsLater(Protocol):
+    """A `Store` that can make several files durable together, which takes a disk less time. This method is optional; the class must have it."""
+
+    def written_unsynced(
+        self, name: str, parts: Iterable[Buffer], *, size_bytes: int
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Write the bytes of a file as `Store.write` does.
+
+        The context gives a function that makes the file durable under its name. If it was not called, nothing of the file is left
+        when the context ends.
+        """
 
 
 @runtime_checkable

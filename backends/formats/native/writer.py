@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from trainfold.backends.stores.protocol import Buffer, Place, Store
+from trainfold.backends.stores.writes import Writes
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.manifest import PIECE_BYTES
@@ -41,14 +42,14 @@ class PiecewiseTensor(Protocol):
 
 
 def write_file(
-    plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], *, store: Store, directory: str
+    plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], *, store: Store | Writes, directory: str
 ) -> WrittenFile:
-    """Write one file of a save. Its contents are durable on return.
+    """Write one file of a save.
 
     Args:
         plan: the file: its header and the byte range of each tensor.
         tensors: leaf path -> tensor, on any device, or a source, with the dtype and shape of the plan.
-        store: the run.
+        store: the run. The file is durable as soon as its ``write`` says so.
         directory: the directory of the checkpoint.
 
     Returns:

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,20 @@ class ListsInAnyOrder(Liar):
         return self.inner.list(prefix)[::-1]
 
 
+class FinishesWhatIsDropped(Liar):
+    @contextmanager
+    def written_unsynced(self, name, parts, *, size_bytes):
+        self.inner.write(name, parts, size_bytes=size_bytes)
+        yield lambda: None
+
+
+class DropsWhatIsFinished(Liar):
+    @contextmanager
+    def written_unsynced(self, name, parts, *, size_bytes):
+        yield lambda: self.inner.write(name, parts, size_bytes=size_bytes)
+        self.inner.delete(name)
+
+
 class ReservesNothing(Liar):
     def reserve(self, size_bytes):
         pass
@@ -161,6 +176,8 @@ class KeepsTheTimeOfWhatIsDeleted(Liar):
         (KeepsPartsUntilTheEnd, "one buffer can serve for all parts"),
         (ShortReads, "ranges are slices"),
         (ListsInAnyOrder, "names are listed one level at a time"),
+        (FinishesWhatIsDropped, "files that are synced later are whole or gone: .*not finished"),
+        (DropsWhatIsFinished, "files that are synced later are whole or gone: .*names afterwards"),
         (ReservesNothing, r"room is checked before writing: .*expected NoSpace, and nothing was raised"),
         (ReservesByAnotherError, "room is checked before writing: .*expected NoSpace, found SaveFailed"),
         (ReservesInFiles, "room is checked before writing: .*names"),
