@@ -21,7 +21,14 @@ class Problem:
     exit_code: int = attrs.field(default=1, eq=False)
 
     def __str__(self) -> str:
-        text = f"{self.error}: {self.where}: expected {self.expected}, found {self.found}; {self.fix}"
+        return self._printable(f"{self.difference}; {self.fix}")
+
+    @property
+    def difference(self) -> str:
+        """Its text without the fix."""
+        return self._printable(f"{self.error}: {self.where}: expected {self.expected}, found {self.found}")
+
+    def _printable(self, text: str) -> str:
         return printable(text, keep="\n" if self.error in LISTING else "")
 
 

@@ -77,7 +77,7 @@ def _placed(failure: Exception, world: Collectives) -> Exception:
 
 
 def _elsewhere(rank: int, problem: Problem) -> RankFailed:
-    return rank_failed(rank, expected="every rank to succeed", found=str(problem), fix=problem.fix)
+    return rank_failed(rank, expected="every rank to succeed", found=problem.difference, fix=problem.fix)
 
 
 def _problem(error: Exception) -> Problem:

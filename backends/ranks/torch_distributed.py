@@ -31,6 +31,7 @@ from trainfold.backends.ranks.process_group import (
     start_all_to_all,
 )
 from trainfold.backends.ranks.processes.edges import connect
+from trainfold.backends.ranks.processes.left_in_children import keep_in_children
 from trainfold.backends.ranks.processes.mesh import Exchange, MeshExchange, PendingNumbers
 from trainfold.backends.ranks.processes.tree import TreeExchange
 from trainfold.backends.ranks.processes.waiting import Waiting, look_secs
@@ -153,6 +154,7 @@ class TorchCollectives:
             tree: how the ranks are connected; None for a mesh.
             group: the mesh, if there is one; otherwise it is made, in a tree when it is needed.
         """
+        keep_in_children(self)
         store = self._dist.PrefixStore(f"trainfold/{name}", default_store(self._dist))
         self._tree, self._bulletins = tree, 0
         least_secs = _LOOKS_A_ROLL * look_secs(self.world_size)  # or a rank would not have heard of it
@@ -174,6 +176,7 @@ class TorchCollectives:
 
         if tree is None:
             self._exchange: Exchange = MeshExchange(self._waiting, mesh() if group is None else group, self.world_size)
+            keep_in_children(self._exchange)  # as a number that it passes on may be the last that refers to it
             return
         place = tree.place(self.rank)
         edges = connect(self._dist, store, place, self._timeout_secs)
@@ -181,6 +184,7 @@ class TorchCollectives:
         self._exchange = TreeExchange(
             self._waiting, place, edges, self.world_size, mesh if given is None else lambda: given
         )
+        keep_in_children(self._exchange)
 
     def __repr__(self) -> str:
         return f"TorchCollectives(rank={self.rank}, world_size={self.world_size})"
