@@ -6,9 +6,9 @@ from typing import final
 
 import attrs
 
+from trainfold.backends.formats.native.writer import Writes
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.stores.writes import Writes
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RankFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, index_name

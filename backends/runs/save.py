@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import attrs
 
-from trainfold.backends.formats.native.writer import write_file
+from trainfold.backends.formats.native.writer import Writes, write_file
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.hold.held_leaf import HeldLeaf
 from trainfold.backends.hold.hold import Hold
@@ -35,7 +35,6 @@ from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.stores.writes import Writes
 from trainfold.core.data.batches_read import BatchesRead, batches_in_doubt
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import place

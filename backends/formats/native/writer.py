@@ -1,18 +1,22 @@
 """`write_file`: writes one safetensors file of a plan. Bytes are streamed in the order of the plan and hashed while in the cache.
 
+With `Writes`, the files of a rank become durable together. A disk takes about as long to sync one file as several, because what is synced first takes
+the others along, and it does not write while it syncs.
+
 A piece here is a run of consecutive bytes of a tensor, at most `PIECE_BYTES`; in `core.save.file_layout` it is a tensor or a slice.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Protocol, final, runtime_checkable
+from types import TracebackType
+from typing import Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import torch
 import xxhash
 
-from trainfold.backends.stores.protocol import Buffer, Place, Store
-from trainfold.backends.stores.writes import Writes
+from trainfold.backends.stores.protocol import Buffer, Place, Store, SyncsLater
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.manifest import PIECE_BYTES
@@ -42,7 +46,7 @@ class PiecewiseTensor(Protocol):
 
 
 def write_file(
-    plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], *, store: Store | Writes, directory: str
+    plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], *, store: "Store | Writes", directory: str
 ) -> WrittenFile:
     """Write one file of a save.
 
@@ -71,6 +75,82 @@ def write_file(
         plan.size_bytes,
         DIGEST_PREFIX + stream.whole.hexdigest(),
         tuple(stream.parts),
+    )
+
+
+@final
+class Writes:
+    """The files of a block, which are durable after `finish`. Without it, the block leaves none.
+
+    Law: after `finish` the store holds what calls of its ``write`` would have left. A store without `SyncsLater` gets these calls.
+
+    Args:
+        store: where to.
+
+    Examples:
+        >>> from trainfold.stores import MemoryStore
+        >>> store = MemoryStore()
+        >>> with Writes(store) as writes:
+        ...     writes.write("step-1/a", [b"12"], size_bytes=2)
+        ...     writes.finish()
+        >>> store.read("step-1/a")
+        b'12'
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._syncs_later = _syncs_later(type(store))
+        self._opened = ExitStack()
+        self._finish: list[Callable[[], None]] = []
+
+    @property
+    def url(self) -> str:
+        """That of the store."""
+        return self._store.url
+
+    def __enter__(self) -> "Writes":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Drop the files that are not finished."""
+        self._opened.close()
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """Write the bytes of a file, as `Store.write` does.
+
+        Raises:
+            SaveFailed: as from `Store.write`.
+        """
+        if self._syncs_later:
+            file = cast("SyncsLater", self._store).written_unsynced(name, parts, size_bytes=size_bytes)
+            self._finish.append(self._opened.enter_context(file))
+        else:
+            self._store.write(name, parts, size_bytes=size_bytes)
+
+    def finish(self) -> None:
+        """Make all files durable under their names.
+
+        Raises:
+            SaveFailed: as from `Store.write`, for the first file that fails.
+        """
+        for finish in self._finish:
+            finish()
+
+
+def _syncs_later(kind: type) -> bool:
+    """Whether a store has a `SyncsLater.written_unsynced` that goes with its ``write``.
+
+    A class that derives from such a store, or an object that forwards to one, may have a ``write`` of its own, which must be called.
+    """
+    return next(
+        (
+            "written_unsynced" in vars(each)
+            for each in kind.__mro__
+            if vars(each).keys() & {"write", "written_unsynced"}
+        ),
+        False,
     )
 
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfold.backends.formats.native.writer import Writes
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.backends.stores.writes import Writes
 from trainfold.core.errors import SaveFailed
 from trainfold.core.state.state import Progress, TrainState
 
@@ -88,9 +88,20 @@ def test_a_sync_that_fails_names_its_file_and_the_files_after_it_are_dropped(tmp
     assert len(synced) == len(set(synced)) == 2
 
 
-def test_a_store_that_forwards_to_another_has_its_own_write_called(tmp_path):
-    """The inner store could sync later, and the outer one could not see what is written."""
-    store, state = Forwards(LocalStore(tmp_path)), TrainState(trainer=Progress(step=1), extra={"w": torch.ones(3)})
+class Derived(LocalStore):
+    def __init__(self, path):
+        super().__init__(path)
+        self.written = []
+
+    def write(self, name, parts, *, size_bytes):
+        self.written.append(name)
+        super().write(name, parts, size_bytes=size_bytes)
+
+
+@pytest.mark.parametrize("make", [lambda path: Forwards(LocalStore(path)), Derived])
+def test_a_store_with_a_write_of_its_own_has_it_called(tmp_path, make):
+    """The store that it forwards to, or derives from, could sync later, and it would not see what is written."""
+    store, state = make(tmp_path), TrainState(trainer=Progress(step=1), extra={"w": torch.ones(3)})
     save(state, store)
     assert [name.partition("/")[2] for name in store.written] == ["w-00000-of-00001.safetensors"]
     assert torch.equal(load(store, like=state).extra["w"], torch.ones(3))

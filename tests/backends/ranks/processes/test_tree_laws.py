@@ -1,6 +1,7 @@
 """Laws of exchanges in a tree, over threads: what ranks get, what it costs, and what happens if a rank ends at any message."""
 
 import hashlib
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from kit.backends.tree_of_threads import Dead, run_tree, total_of
 
 from trainfold.backends.ranks.call import Call, Deadline
 from trainfold.backends.ranks.processes.tree import HEAD, HEAD_BYTES, PIECE_BYTES, SIZE
+from trainfold.backends.ranks.processes.waiting import look_secs
 from trainfold.core.errors import RankFailed, RanksDisagree
 from trainfold.core.layout.agreement.rank_tree import rank_tree
 
@@ -139,7 +141,9 @@ def test_a_gather_is_a_message_or_two_up_and_one_and_the_pieces_down_and_its_byt
     def play(exchange, rank):
         return exchange.meet(Call("gather"), bytes([rank % 256]) * size_bytes, Deadline(UNTIL))
 
+    began = time.monotonic()
     results, counts, values = run_tree(tree, play)
+    looks = 5 + (time.monotonic() - began) / look_secs(tree.size)
     assert results == [[bytes([rank % 256]) * size_bytes for rank in range(tree.size)]] * tree.size
     each, inline = size_bytes + SIZE.size, HEAD_BYTES - HEAD.size
 
@@ -156,4 +160,4 @@ def test_a_gather_is_a_message_or_two_up_and_one_and_the_pieces_down_and_its_byt
         assert (count.sent, count.bytes_sent) == tuple(
             map(sum, zip((0, 0), *above, *[down for _ in below], strict=True))
         )
-    assert values.requests <= tree.size * 5, "the notice board is looked at now and then, and not for each message"
+    assert values.requests <= tree.size * looks, "the notice board is looked at now and then, and not for each message"
