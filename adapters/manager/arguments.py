@@ -35,6 +35,7 @@ class SaveOptions:
         skips: whether a save does nothing while another one is under way.
         room: how many bytes the copies of an async save may have; None for as many as the state.
         hold_check: whether an async save compares the bytes that it holds with those that it commits.
+        reuses: whether a save refers to an earlier checkpoint for what has not changed.
         check_replicas: how much each save compares of what all ranks should have alike.
         check_every: so many steps lie between comparisons in the background; None for no such ones.
     """
@@ -45,6 +46,7 @@ class SaveOptions:
     skips: bool
     room: int | None
     hold_check: bool
+    reuses: bool
     check_replicas: Level
     check_every: int | None
 
@@ -57,6 +59,7 @@ def save_options(  # noqa: PLR0913 - keywords
     when_busy: object,
     max_extra_bytes: int | None,
     hold_check: object,
+    reuse_unchanged: object,
     check_replicas: object,
 ) -> SaveOptions:
     """The options that these arguments of a manager name.
@@ -72,6 +75,7 @@ def save_options(  # noqa: PLR0913 - keywords
         skips=one_of("when_busy", when_busy, ("wait", "skip")) == "skip",
         room=room_given(max_extra_bytes),
         hold_check=flag("hold_check", hold_check),
+        reuses=flag("reuse_unchanged", reuse_unchanged),
         check_replicas=level,
         check_every=check_every,
     )

@@ -74,6 +74,7 @@ class CheckpointConfig:
         hold_check: whether an asynchronous save looks for writers that neither hooks nor version counters show.
         check_replicas: ``"none"``, ``"quick"``, ``"tensor"`` or ``"full"``: how much is compared of what all ranks should have alike; a number of steps:
             everything, each so many of them.
+        reuse_unchanged: whether a save writes only the leaves that have changed, and refers to an earlier checkpoint for the others.
         when_busy: ``"wait"`` or ``"skip"``: what a save does while another one is under way.
         components: what is saved and restored; None for all.
         policy: what to do about each kind of difference at a resume.
@@ -103,6 +104,7 @@ class CheckpointConfig:
     max_extra_bytes: int | None = None
     hold_check: bool = False
     check_replicas: Level | int = "quick"
+    reuse_unchanged: bool = False
     when_busy: Literal["wait", "skip"] = "wait"
     components: Sequence[str] | None = None
     policy: Mapping[str, DriftAction] | None = None

@@ -18,6 +18,7 @@ from trainfold.adapters.manager.triggers import SaveTriggers
 from trainfold.adapters.parallel.share import share_of_rank
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.formats.native.unread import UnreadTensors
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.runs.best.best_reader import measured_best
 from trainfold.backends.runs.load import Loaded, Quarantine, load_run, plan_load
@@ -33,11 +34,13 @@ from trainfold.core.errors import (
     placed,
 )
 from trainfold.core.format.file_names import step_of
+from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.quarantine import outcome_of
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
+from trainfold.core.save.reuse.base import NO_BASE, base_of
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
@@ -59,6 +62,7 @@ class RunLoader:
         proves: whether the ranks compare what a restore has made.
         descent: the checkpoint that was loaded last, the same on every rank: what the state in memory descends from. None before
             the first load has succeeded. Loading the best weights alone does not change it.
+        source: the manifest of that checkpoint, as this rank has opened it, and its directory, until they are taken.
     """
 
     store: Store
@@ -68,6 +72,7 @@ class RunLoader:
     contract: Mapping[str, Any]
     proves: bool = attrs.field(default=False, kw_only=True)
     descent: ParentCheckpoint | None = attrs.field(default=None, init=False)
+    source: tuple[Manifest | None, str] = attrs.field(default=(None, ""), init=False, repr=False)
 
     def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
         """Decide whether there is something to resume; loads nothing."""
@@ -115,6 +120,7 @@ class RunLoader:
                 if self.proves and self.collectives.world_size > 1:
                     prove_alike(lambda: describe_state(run.read(view=False).state, components=names), self.collectives)
         self.descent = loaded.descent
+        self.source = loaded.manifest, loaded.checkpoint
         return loaded.state
 
     @contextmanager
@@ -296,6 +302,10 @@ class LoadRunner:
         self.due.loaded(step)
         self.first.loaded(run, step)
         self.saves.descends_from = self.loader.descent
+        (manifest, checkpoint), self.loader.source = self.loader.source, (None, "")
+        if self.saves.base is not None:
+            rank = self.loader.collectives.rank
+            self.saves.base = NO_BASE if manifest is None else without_collecting(base_of)(manifest, checkpoint, rank)
         self.events.report("restored", step=step)
         names = self.loader.components
         if names is not None and "trainer" not in names:

@@ -60,6 +60,8 @@ class CheckpointManager:
             version counter shows. It reads the state twice more.
         check_replicas: what is compared of what ranks should have alike. ``"quick"``: all at the first save, then a 16th of each tensor; ``"tensor"``: all
             at each save; ``"full"``: also after each restore; ``"none"``: only structures and contracts. A number: also all, each so many steps, in the background.
+        reuse_unchanged: whether a save writes only the leaves that have changed since the checkpoint before, and refers to that one for the others, such
+            as a frozen base. Such a checkpoint needs the files of the others; retention keeps them.
         when_busy: what a save does while another is under way: ``"wait"`` for it, or ``"skip"``, which leaves its cadence due; best and last wait.
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
@@ -105,6 +107,7 @@ class CheckpointManager:
         max_extra_bytes: int | None = None,
         hold_check: bool = False,
         check_replicas: Level | int = "quick",
+        reuse_unchanged: bool = False,
         when_busy: Literal["wait", "skip"] = "wait",
         components: Sequence[str] | None = None,
         policy: Mapping[str, DriftAction] | None = None,
@@ -127,7 +130,7 @@ class CheckpointManager:
             names, start_over = check_likely(components), given.flag("start_over", start_over)
             policy, agreed = check_policy(policy), checked_contract(mapping_given("contract", contract))
             options = given.save_options(components=names, contract=agreed, mode=mode, when_busy=when_busy, max_extra_bytes=max_extra_bytes,
-                                   hold_check=hold_check, check_replicas=check_replicas)  # fmt: skip
+                                   hold_check=hold_check, check_replicas=check_replicas, reuse_unchanged=reuse_unchanged)  # fmt: skip
             store = open_store(run)
             first = FirstSave(store, world, lease.take(store, world), start_over=start_over, components=names)
             self._events = events = EventLog(store.url, on_event, logs=world.rank == 0)

@@ -58,7 +58,7 @@ class Pruner:
         self._store = store
         self._policy = policy
         self._left_behind = left_behind
-        # file sizes, so that each manifest is read once, and none that was written here: both readers had accepted it before its commit
+        # file sizes, by the names of files in the run, so that each manifest is read once, and none that was written here: both readers had accepted it before its commit
         self._proved: dict[str, Mapping[str, int]] = {}
         self._parts: dict[str, frozenset[str] | None] = {}  # components of partial checkpoints
         self._durable_best: bytes | None = None
@@ -121,9 +121,11 @@ class Pruner:
         if plan.deleted and data is not None and data != self._durable_best:
             self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
             self._durable_best = data
+        spared: set[str] = set()
         for name in plan.deleted:
-            if name in self._store.pointers().values():
-                continue  # since the plan
+            if name in spared or name in self._store.pointers().values():  # since the plan
+                spared.update(plan.refers.get(name, ()))
+                continue
             self._store.delete(f"{name}/")
             self._proved.pop(name, None)
             self._parts.pop(name, None)
@@ -183,10 +185,10 @@ class Pruner:
 
     def _problem(self, inventory: Inventory, name: str) -> Problem | None:
         """Why a checkpoint does not have all its files now: other programs delete too, and one that lost a file protects nothing."""
-        present = frozenset(self._store.list(name))
+        present = self._present(name)
         is_large = len(present) > _MOST_SIZES
         sizes = self._proved.get(name)
-        if sizes is not None and sizes.keys() <= present and (is_large or self._has_sizes(name, sizes)):
+        if sizes is not None and sizes.keys() <= self._present(*_directories(sizes)) and (is_large or self._has_sizes(sizes)):
             return None
         self._proved.pop(name, None)
         entry = examine(self._store, inventory, name, needs=nothing_needed(most_files=0) if is_large else None).entry(
@@ -195,13 +197,23 @@ class Pruner:
         assert entry is not None  # the plan asks for entries only
         if entry.manifest is None or entry.problem is not None:
             return entry.problem
-        lost = set(entry.manifest.names) - present
+        files = {file.path(name) for file in (*entry.manifest.files, *entry.manifest.indexes)}
+        lost = files - self._present(*_directories(files))
         if lost:
-            return problem_of(lost_files(f"{self._store.url}/{name}", lost))
-        self._proved[name] = {file.name: file.size_bytes for file in entry.manifest.files}
+            return problem_of(lost_files(self._store.url, lost))
+        self._proved[name] = {file.path(name): file.size_bytes for file in entry.manifest.files}
         self._parts[name] = parts_of((each.name for each in entry.manifest.components), entry.manifest.omitted)
         return None
 
-    def _has_sizes(self, name: str, sizes: Mapping[str, int]) -> bool:
-        found = side_by_side([partial(self._store.size, f"{name}/{file}") for file in sizes])
+    def _present(self, *directories: str) -> frozenset[str]:
+        """The files of some directories, by their names in the run."""
+        return frozenset(f"{name}/{file}" for name in directories for file in self._store.list(name))
+
+    def _has_sizes(self, sizes: Mapping[str, int]) -> bool:
+        found = side_by_side([partial(self._store.size, file) for file in sizes])
         return found == [*sizes.values()]
+
+
+def _directories(files: Iterable[str]) -> list[str]:
+    """The directories of files: that of a checkpoint, and of those that it refers to."""
+    return sorted({file.partition("/")[0] for file in files})

@@ -28,6 +28,7 @@ from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import error_text, place, placed
 from trainfold.core.layout.world import Collectives
+from trainfold.core.save.reuse.base import NO_BASE, Base
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.contract_kinds import STEP_PREFIX
 from trainfold.core.state.leaves import leaves_in
@@ -73,6 +74,8 @@ class SaveRunner:
 
     Attributes:
         descends_from: the checkpoint that the run continues from, loaded or saved last; None if that is unknown.
+        base: what this rank has stored in the checkpoint that was loaded or saved last, for the next save to refer to; None if each save writes
+            everything.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -89,6 +92,8 @@ class SaveRunner:
         lease: object,
     ) -> None:
         self.descends_from: ParentCheckpoint | None = None
+        # a rehearsal copies checkpoints one by one
+        self.base: Base | None = NO_BASE if options.reuses and rehearsal is None else None
         self._store = store
         self._world = world
         self._options = options
@@ -278,6 +283,7 @@ class SaveRunner:
             finally:
                 del failure, raised  # its traceback leads here
         self.descends_from = self._saved_in[result.run_id] = result.descent
+        self.base = result.base
         if self._world.rank == 0:
             self._retention = lambda: self._events.defer(self._pruner.retain(result))
         self._under_way = None
@@ -330,11 +336,12 @@ class SaveRunner:
         """Save in the caller's thread."""
         try:
             result = save_snapshot(lambda: self._contents.whole_snapshot(run), self._store, collectives=self._world, lock=False,
-                                   descends_from=self.descends_from)  # fmt: skip
+                                   descends_from=self.descends_from, base=self.base)  # fmt: skip
         except Exception as error:
             self._failed(step, error)
             raise
         self.descends_from = self._saved_in[result.run_id] = result.descent
+        self.base = result.base
         self._due.begun(step)
         self._committed(result)
         if self._world.rank == 0:
@@ -388,7 +395,7 @@ class SaveRunner:
             self._due.begun(step)
             self._delete_old()  # before more is written
             save = BackgroundSave(store=self._store, take=take, hold=hold, collectives=self._threads_world, owner=self,
-                                  descends_from=self.descends_from, ready_bytes=self._ready_bytes)  # fmt: skip
+                                  descends_from=self.descends_from, ready_bytes=self._ready_bytes, base=self.base)  # fmt: skip
             job = save.job(after=self._deletion)
             del save  # the thread frees it
             self._under_way = _UnderWay(job, hold, before, raised)

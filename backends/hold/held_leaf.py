@@ -103,6 +103,7 @@ class HeldLeaf:
     end: int = attrs.field(default=attrs.Factory(lambda leaf: leaf.size_bytes, takes_self=True))
     _moving: tuple[Move, int] | None = None
     _array: tuple[torch.Tensor, int, Bytes] | None = None
+    _flat: Bytes | None = None
 
     # --- the owner's thread ------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class HeldLeaf:
 
     def release(self) -> None:
         """Read nothing more from the leaf."""
-        self.live = self.copy = self._array = None
+        self.live = self.copy = self._array = self._flat = None
 
     # --- the writer's thread -----------------------------------------------------------------------------------------
 
@@ -191,13 +192,77 @@ class HeldLeaf:
                 self.release()
         self.handover.owner.ring()
 
+    def peek(self, start: int, memory: memoryview) -> None:
+        """Copy bytes of the leaf as they were when it was held; they can be read again.
+
+        The owner waits while a piece is copied, and not longer: between two pieces, its update copies what is still unread, as it does while the
+        leaf is written.
+
+        Args:
+            start: the first byte, at least ``first``.
+            memory: for as many bytes as are wanted, up to ``end``.
+
+        Raises:
+            SaveFailed: if the leaf was written to without `Hold.protect`.
+        """
+        taken = 0
+        while taken < len(memory):
+            taken += self._peek_at(start + taken, memory[taken:])
+
+    def end_peek(self, *, is_read: bool) -> None:
+        """Free what `peek` needed.
+
+        Args:
+            is_read: whether the leaf was read to its end, and need not be written.
+        """
+        self._flat = None
+        if is_read:
+            with self.handover.mutex:
+                self.release()
+            self.handover.owner.ring()
+
+    def _peek_at(self, start: int, wanted: memoryview) -> int:
+        """Copy some of the bytes from one on, live or copied; return how many. None are, if the memory was replaced meanwhile."""
+        handover, begun = self.handover, None
+        with self._unmoved(start):
+            handover.check(self.name)
+            moving_from = self.moving_from
+            is_copy = start >= self.copied_from
+            source, first = (self.copy, self.copied_from) if is_copy else (self.live, 0)
+            assert source is not None
+            self._check_there(source)
+            address, stop = source.data_ptr(), start + len(wanted)
+            if not is_copy:
+                stop = min(stop, self.copied_from if moving_from is None else moving_from)
+            if self.ring is not None:
+                handover.watch.look_at(self.name)
+                stop = min(stop, start + self.ring.piece_bytes)
+                begun = self.ring.begin(byte_view(source)[start - first : stop - first])
+            else:
+                array = self._array_of(source) if self.is_flat else self._flattened(source)
+                np.copyto(np.frombuffer(wanted[: stop - start], dtype=np.uint8), array[start - first : stop - first])
+                if not is_copy:
+                    handover.watch.look_at(self.name)
+            handover.check(self.name)
+            is_taken = source.data_ptr() == address
+        if begun is not None:
+            begun[1].synchronize()
+            wanted[: stop - start] = memoryview(begun[0].numpy())  # type: ignore[arg-type]  # as in `pieces`
+        return stop - start if is_taken else 0
+
+    def _flattened(self, source: torch.Tensor) -> Bytes:
+        """The bytes of a leaf that are not in order, copied once for a whole peek."""
+        if self._flat is None:
+            self._flat = byte_array(copied_to(Arena(self.size_bytes).take(self.size_bytes), source))
+        return self._flat
+
     @contextmanager
-    def _unmoved(self) -> Iterator[None]:
-        """Wait while the owner copies the next bytes, and keep it from starting such a copy meanwhile."""
+    def _unmoved(self, at: int | None = None) -> Iterator[None]:
+        """Wait while the owner copies the next bytes, or those from one on, and keep it from starting such a copy meanwhile."""
         while True:
             with self.handover.mutex:
                 moving_from = self.moving_from
-                if moving_from is None or (self.is_flat and self.read < moving_from):
+                if moving_from is None or (self.is_flat and (self.read if at is None else at) < moving_from):
                     yield
                     return
             self.handover.writer.wait()

@@ -16,6 +16,7 @@ from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import RankFailed, error_text
 from trainfold.core.layout.world import Collectives
+from trainfold.core.save.reuse.base import Base
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 _LOG = logging.getLogger("trainfold")
@@ -33,6 +34,7 @@ class BackgroundSave:
         hold: of the snapshot's tensors. It is released when the save has ended.
         collectives: the ranks. Nothing else may use them while the save is under way.
         descends_from: the checkpoint that the state comes from; None if it is unknown.
+        base: what the rank has stored before, and may refer to; None to write everything.
         ready_bytes: memory for copies to get ready, such as the last save needed.
         owner: an object to keep alive until the save has ended, because it holds the run's lock.
     """
@@ -43,6 +45,7 @@ class BackgroundSave:
     collectives: Collectives
     descends_from: ParentCheckpoint | None
     ready_bytes: int
+    base: Base | None
     owner: object
 
     def job(self, *, after: Job[Any] | None) -> Job[SaveResult]:
@@ -84,6 +87,7 @@ def _save(work: BackgroundSave) -> SaveResult:
             lock=False,
             hold=hold,
             descends_from=work.descends_from,
+            base=work.base,
         )
     except BaseException as error:
         # logged here too: a program that ends without `close` sees it nowhere else

@@ -8,10 +8,11 @@ import attrs
 
 from trainfold.backends.formats.native.writer import Writes
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RankFailed, TrainfoldError
-from trainfold.core.format.file_names import MANIFEST, index_name
+from trainfold.core.format.file_names import MANIFEST, can_be_referred_to, index_name
 from trainfold.core.format.manifest import (
     HEAD_LIMIT_BYTES,
     INLINE_BYTES,
@@ -21,6 +22,7 @@ from trainfold.core.format.manifest import (
     encode_manifest,
 )
 from trainfold.core.format.manifest_reader import check_root, decode_first_line
+from trainfold.core.save.reuse.base import Base
 from trainfold.core.save.save_plan import SavePlan
 from trainfold.core.save.written import of_this_save, stale_files
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -41,7 +43,9 @@ class SaveResult:
         forks: the points at which its lineage left earlier timelines, as (timeline, step).
         run_id: the id of the run.
         omitted: components that the run has and that were not saved.
-        files: on the committer, the size of each file that the manifest names, and which was there at the commit; empty on other ranks.
+        files: on the committer, the size of each file that the manifest names, by its name in the run, and which was there at the commit; empty on
+            other ranks.
+        base: what this rank has stored, if the next save may refer to it.
     """
 
     run: str
@@ -54,6 +58,7 @@ class SaveResult:
     run_id: str = ""
     omitted: tuple[str, ...] = ()
     files: Mapping[str, int] = attrs.field(factory=dict, repr=False, eq=False)
+    base: Base | None = attrs.field(default=None, repr=False, eq=False)
 
     @property
     def descent(self) -> ParentCheckpoint:
@@ -93,12 +98,18 @@ def clean_up(plan: SavePlan, data: bytes, store: Store) -> None:
 
 
 def after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
-    """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored."""
+    """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored.
+
+    Data files of earlier revisions stay if another checkpoint refers to this directory.
+    """
     with suppress(TrainfoldError, OSError):
         store.point("latest", plan.directory)
-        for stale in stale_files(manifest, store.list(plan.directory)):
+        stale = stale_files(manifest, store.list(plan.directory))
+        if stale and any(plan.directory in entry.refers for entry in read_inventory(store).entries):
+            stale = tuple(name for name in stale if not can_be_referred_to(plan.directory, name))
+        for name in stale:
             with suppress(TrainfoldError, OSError):  # a sidecar's directory, which is deleted with the checkpoint
-                store.delete(f"{plan.directory}/{stale}")
+                store.delete(f"{plan.directory}/{name}")
 
 
 @without_collecting

@@ -33,6 +33,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.indexes.needed import Needs
+from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.outline import announcement_of
 from trainfold.core.format.structure.united_contract import contract_digest
@@ -84,12 +85,14 @@ class Loaded:
         descent: what a state that continues from it descends from.
         checkpoint: its directory.
         left_out: the optional components that are not from the checkpoint; rank 0 has warned of them.
+        manifest: of the checkpoint, as this rank has opened it.
     """
 
     state: TrainState
     descent: ParentCheckpoint
     checkpoint: str
     left_out: frozenset[str] = frozenset()
+    manifest: Manifest | None = None
 
 
 @final
@@ -208,7 +211,7 @@ def load_run(  # noqa: PLR0913 - keywords
                 tell_of_streams(outcome, world)
                 left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
                 descent = ParentCheckpoint(head.timeline, head.step, head.forks)
-                return Loaded(state, descent, outcome.checkpoint, left_out)
+                return Loaded(state, descent, outcome.checkpoint, left_out, outcome.manifest)
             without = after_failure(inventory, request, outcome.checkpoint, failures)
             if without is None:
                 first = next(rank for rank, each in enumerate(told) if each is not None)

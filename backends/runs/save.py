@@ -30,6 +30,7 @@ from trainfold.backends.runs.commit import (
     proved_bytes,
     write_index,
 )
+from trainfold.backends.runs.reuse.unchanged import refer_to_unchanged
 from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.side_by_side import side_by_side
@@ -59,6 +60,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives, World
 from trainfold.core.save.file_layout import TensorPlacement
 from trainfold.core.save.replicas import Proof, absent_optional
+from trainfold.core.save.reuse.base import Base, base_of
 from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.save.written import Wrote, incomplete_file, manifest_of, whole_manifest
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -77,6 +79,7 @@ def save_snapshot(  # noqa: PLR0913 - keywords
     lock: bool = True,
     hold: Hold | None = None,
     descends_from: ParentCheckpoint | None = None,
+    base: Base | None = None,
 ) -> SaveResult:
     """Save a snapshot; it is durable and checked on return.
 
@@ -88,6 +91,8 @@ def save_snapshot(  # noqa: PLR0913 - keywords
         hold: what the tensors are read through; None to read them directly.
         descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown, so that the steps decide. The value
             of rank 0 counts.
+        base: what this rank has stored in a checkpoint of the run before, of which the unchanged leaves are not written again; None to write
+            all of them.
 
     Returns:
         What was saved.
@@ -100,7 +105,7 @@ def save_snapshot(  # noqa: PLR0913 - keywords
     snapshots: list[Snapshot] = []
     try:
         return _saved(
-            take, store, snapshots, collectives=collectives, lock=lock, hold=hold, descends_from=descends_from
+            take, store, snapshots, collectives=collectives, lock=lock, hold=hold, descends_from=descends_from, base=base
         )
     except Exception as error:
         if snapshots:
@@ -123,6 +128,7 @@ def _saved(  # noqa: PLR0913 - keywords
     lock: bool,
     hold: Hold | None,
     descends_from: ParentCheckpoint | None,
+    base: Base | None,
 ) -> SaveResult:
     """`save_snapshot`; appends this rank's snapshot to ``snapshots``."""
     world = World(collectives.rank, collectives.world_size)
@@ -157,6 +163,7 @@ def _saved(  # noqa: PLR0913 - keywords
         check_copies(snapshot.copies, snapshot.contract, snapshot.settings, summaries, collectives)
     plans: list[SavePlan] = []
     old: list[bytes | None] = [None]  # on rank 0, which commits
+    tensors: dict[str, Mapping[str, Any]] = {}
     with ExitStack() as locked:
 
         def planned() -> Head | None:
@@ -164,8 +171,12 @@ def _saved(  # noqa: PLR0913 - keywords
             plan = without_collecting(plan_save)(
                 ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own
             )
+            tensors.update(snapshot.tensors)
             if hold is not None:
                 _read_in_order(hold, plan, snapshot, collectives.rank)
+                tensors.update({name: hold.leaves_of(name) for name in tensors if name not in snapshot.own})
+            if base is not None:
+                plan = refer_to_unchanged(plan, base, tensors, store=store, rank=collectives.rank, hold=hold)
             plans.append(plan)
             return begin(plan) if collectives.rank == 0 else None
 
@@ -181,12 +192,6 @@ def _saved(  # noqa: PLR0913 - keywords
 
         head = on_all_ranks(collectives, planned, doing="plan its files, and begin a checkpoint")[0]
         assert head is not None, "rank 0 begins it"
-        tensors = snapshot.tensors
-        if hold is not None:
-            tensors = {
-                name: leaves if name in snapshot.own else hold.leaves_of(name)
-                for name, leaves in snapshot.tensors.items()
-            }
         return run_save(
             plans[0].revised(head.revision),
             tensors,
@@ -197,6 +202,7 @@ def _saved(  # noqa: PLR0913 - keywords
             omitted=snapshot.omitted,
             replaces=old[0],
             hold=hold,
+            is_base=base is not None,
         )
 
 
@@ -241,6 +247,7 @@ def run_save(  # noqa: PLR0913 - keywords
     omitted: tuple[str, ...] = (),
     replaces: bytes | None = None,
     hold: Hold | None = None,
+    is_base: bool = False,
 ) -> SaveResult:
     """Write the files of a plan and commit the checkpoint. The caller holds the run's lock on rank 0.
 
@@ -254,6 +261,7 @@ def run_save(  # noqa: PLR0913 - keywords
         omitted: components that the state has and the plan does not.
         replaces: the bytes of the present manifest, if the step is saved again; rank 0 needs them.
         hold: what held leaves are read through. Before the commit each rank checks that its leaves did not change.
+        is_base: whether the result has what the rank has stored, so that the next save can refer to it.
 
     Returns:
         What was saved; the same on every rank, but for the sizes of the files, which rank 0 has.
@@ -264,7 +272,7 @@ def run_save(  # noqa: PLR0913 - keywords
         RankFailed: on the other ranks.
     """
     data, files = b"", dict[str, int]()
-    url, rank = f"{store.url}/{plan.directory}", collectives.rank
+    directory, rank = plan.directory, collectives.rank
     mine: list[Manifest] = []
 
     def write() -> Wrote:
@@ -298,13 +306,13 @@ def run_save(  # noqa: PLR0913 - keywords
         nonlocal data
         manifest = without_collecting(whole_manifest)(mine[0], written)
         records: list[FileRecord | IndexRecord] = [*manifest.files, *manifest.indexes]
-        with named_failures(url):
-            names = [each.name for each in records]
-            sizes = side_by_side([partial(store.size, f"{plan.directory}/{name}") for name in names])
-            error = incomplete_file(records, url, dict(zip(names, sizes, strict=True)))
+        with named_failures(f"{store.url}/{directory}"):
+            names = [each.path(directory) for each in records]
+            sizes = side_by_side([partial(store.size, name) for name in names])
+            error = incomplete_file(records, store.url, directory, dict(zip(names, sizes, strict=True)))
             if error is not None:
                 raise error
-            files.update({each.name: each.size_bytes for each in records})
+            files.update({each.path(directory): each.size_bytes for each in records})
         data = proved_bytes(manifest, plan.directory)
         store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
         after_commit(manifest, plan, store)
@@ -318,5 +326,6 @@ def run_save(  # noqa: PLR0913 - keywords
             clean_up(plan, data, store)
         raise
     return SaveResult(
-        store.url, plan.directory, head.step, head.timeline, size_bytes, fingerprints, head.forks, head.run_id, omitted, files
+        store.url, directory, head.step, head.timeline, size_bytes, fingerprints, head.forks, head.run_id, omitted, files,
+        base_of(mine[0], directory, rank) if is_base else None,
     )  # fmt: skip

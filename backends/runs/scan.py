@@ -284,11 +284,12 @@ def _check(error: TrainfoldError | None) -> None:
 
 def _check_files(store: Store, manifest: Manifest, name: str, needs: Needs | None) -> None:
     """Look at the size of each file, and at the first bytes of those that hold tensors."""
-    url = f"{store.url}/{name}"
 
     def check(file: FileCheck) -> None:
-        _check(file.torn(url, store.size(f"{name}/{file.name}")))
+        directory = file.checkpoint or name
+        url = f"{store.url}/{directory}"
+        _check(file.torn(url, store.size(f"{directory}/{file.name}")))
         if file.header_bytes is not None:
-            _check(file.damaged(url, store.read(f"{name}/{file.name}", start=0, stop=HEADER_LENGTH_BYTES)))
+            _check(file.damaged(url, store.read(f"{directory}/{file.name}", start=0, stop=HEADER_LENGTH_BYTES)))
 
     side_by_side([partial(check, file) for file in file_checks(manifest, needs)])

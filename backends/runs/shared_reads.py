@@ -13,7 +13,7 @@ from typing import Final, NoReturn, TypeVar, final
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.protocol import SharedByRanks, Store
-from trainfold.core.format.manifest import PIECE_BYTES, Manifest
+from trainfold.core.format.manifest import PIECE_BYTES, FileRecord, Manifest
 from trainfold.core.layout.shared_reads import ByteSpan, SharedRange, share_ranges
 from trainfold.core.layout.world import Collectives, Exchanges
 from trainfold.core.resume.reads import ReadPlan
@@ -71,7 +71,7 @@ class SharedReads:
 
         def plan_spans() -> list[tuple[int, int, int]]:
             plans.append(make_plan())
-            files = {name: number for number, name in enumerate(_file_order(plans[0], manifest))}
+            files = {file.label: number for number, file in enumerate(_file_order(plans[0], manifest))}
             return sorted((files[name], *span) for name, spans in plans[0].ranges.items() for span in spans)
 
         told = self.on_all_ranks(plan_spans, doing="plan what it reads")
@@ -81,7 +81,7 @@ class SharedReads:
         if not rounds:  # no two ranks need the same
             yield plans[0], self._store
             return
-        names = [f"{plans[0].checkpoint}/{name}" for name in _file_order(plans[0], manifest)]
+        names = [file.path(plans[0].checkpoint) for file in _file_order(plans[0], manifest)]
         shared = SharedStore(self._store, self, names, rounds)
         try:
             yield plans[0], shared  # type: ignore[misc]  # as much of a store as a reader needs
@@ -115,10 +115,10 @@ class SharedReads:
             raise
 
 
-def _file_order(plan: ReadPlan, manifest: Manifest) -> list[str]:
+def _file_order(plan: ReadPlan, manifest: Manifest) -> list[FileRecord]:
     """The files in the order in which they are read: component by component, and by name."""
     places = {name: place for place, name in enumerate(plan.components)}
-    return [file.name for file in sorted(manifest.files, key=lambda file: (places.get(file.component, -1), file.name))]
+    return sorted(manifest.files, key=lambda file: (places.get(file.component, -1), file.path(plan.checkpoint)))
 
 
 @final

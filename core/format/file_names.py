@@ -40,6 +40,16 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
+def can_be_referred_to(directory: str, name: str) -> bool:
+    """Whether another checkpoint may refer to a file: a data file with tensors, in the directory of a step.
+
+    Examples:
+        >>> can_be_referred_to("step-00000120", "model-00000-of-00001.r2.safetensors"), can_be_referred_to("..", "manifest.json")
+        (True, False)
+    """
+    return step_of(directory) is not None and is_data_file(name) and name.endswith(".safetensors")
+
+
 def index_name(rank: int, world_size: int, suffix: str = "") -> str:
     """The name of a rank's index.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import attrs
 
 from trainfold.core.digest import DIGEST_PREFIX, digest_of
-from trainfold.core.format.upgrade import SCHEMA_VERSION
+from trainfold.core.format.upgrade import PLAIN_VERSION
 from trainfold.core.json_values import Json, canonical_json
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
@@ -29,6 +29,7 @@ PIECE_BYTES = 2**20  # a digest covers at most so many bytes, so that a part of 
 INLINE_BYTES = 2**20  # of rank 0's index inside the root, if there are other ranks
 DIGEST_DIGITS = 32  # of a digest without its prefix
 SUMMARY_VERSION = 3  # the first that has one
+REFERENCES_VERSION = 4  # the first that can refer to files of other checkpoints
 INDEX_FORMAT = "trainfold-index"
 TAIL = b',\n"digest":"'
 END = b'"}\n'
@@ -56,7 +57,7 @@ class Head:
     forks: tuple[tuple[int, int], ...] = ()
     parent: str | None = None
     revision: int = 0
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = PLAIN_VERSION
 
 
 @final
@@ -68,23 +69,48 @@ class Summary:
         size_bytes: of all data files.
         omitted: the components that were left out on purpose.
         fingerprints: component -> its fingerprint, in the state's order.
+        refers: the other checkpoints whose files it refers to, in their order.
     """
 
     size_bytes: int
     omitted: tuple[str, ...]
     fingerprints: Mapping[str, str]
+    refers: tuple[str, ...] = ()
 
 
 @final
 @attrs.frozen
 class FileRecord:
-    """A file of a checkpoint: its name, its exact size and the XXH3-128 digest of all its bytes."""
+    """A file with tensors of a checkpoint: its name, its exact size and the XXH3-128 digest of all its bytes.
+
+    Attributes:
+        name: the name in its directory.
+        component: the component whose tensors it holds.
+        rank: the rank that wrote it.
+        size_bytes: its size.
+        digest: of all its bytes.
+        checkpoint: the checkpoint of the same run that it belongs to, which this one refers to; empty for its own.
+    """
 
     name: str
     component: str
     rank: int
     size_bytes: int
     digest: str
+    checkpoint: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, after the name of the other checkpoint if it belongs to one."""
+        return f"{self.checkpoint}/{self.name}" if self.checkpoint else self.name
+
+    def path(self, directory: str) -> str:
+        """Its name in the run.
+
+        Args:
+            directory: of the checkpoint whose manifest lists it.
+        """
+        return f"{self.checkpoint or directory}/{self.name}"
 
 
 @final
@@ -96,6 +122,10 @@ class IndexRecord:
     rank: int
     size_bytes: int
     digest: str
+
+    def path(self, directory: str) -> str:
+        """Its name in the run."""
+        return f"{directory}/{self.name}"
 
 
 @final
@@ -195,7 +225,7 @@ class Manifest:
             weights are external.
         contract: what must be equal for an exact resume.
         versions: library -> version that wrote it.
-        files: every data file.
+        files: every data file, and the files of other checkpoints that it refers to.
         indexes: the indexes of the ranks that have a file of their own for it.
         opened: the ranks whose shards and structures are in it, if a rank has opened only the indexes that it needs; None for all.
         others: the shards of these ranks that it does not need. The tables are without them.
@@ -218,18 +248,29 @@ class Manifest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all its files except the manifest itself."""
-        return (*(file.name for file in self.files), *(index.name for index in self.indexes))
+        """The names of all files in its directory except the manifest itself."""
+        return (*(file.name for file in self.own_files), *(index.name for index in self.indexes))
+
+    @property
+    def own_files(self) -> tuple[FileRecord, ...]:
+        """The data files in its directory."""
+        return tuple(file for file in self.files if not file.checkpoint)
+
+    @property
+    def references(self) -> tuple[FileRecord, ...]:
+        """The files of other checkpoints that it refers to."""
+        return tuple(file for file in self.files if file.checkpoint)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all data files."""
-        return sum(file.size_bytes for file in self.files)
+        """Bytes of all data files in its directory."""
+        return sum(file.size_bytes for file in self.own_files)
 
     @property
     def summary(self) -> Summary:
         """What the first line of its root says."""
-        return Summary(self.size_bytes, self.omitted, {each.name: each.fingerprint for each in self.components})
+        refers = tuple(sorted({file.checkpoint for file in self.references}))
+        return Summary(self.size_bytes, self.omitted, {each.name: each.fingerprint for each in self.components}, refers)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -251,6 +292,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """
     has_index_file = any(index.rank == 0 for index in manifest.indexes)
     summary = {**attrs.asdict(manifest.summary), "omitted": list(manifest.omitted)}
+    refers, references = list(summary.pop("refers")), [attrs.asdict(file) for file in manifest.references]
+    has_references = manifest.head.schema_version >= REFERENCES_VERSION
+    assert has_references or not references, "its maker chooses the version"
+    summary |= {"refers": refers} if has_references else {}
     head = canonical_json({"format": FORMAT, **_head_json(manifest.head), **summary})[:-1]
     layouts = layouts_of(manifest)
     body = {
@@ -258,7 +303,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "contract": dict(manifest.contract),
         "versions": dict(manifest.versions),
         "layouts": [rule.row for rule in layouts],
-        "files": [attrs.asdict(file) for file in manifest.files],
+        "files": [attrs.asdict(file, filter=_is_not_checkpoint) for file in manifest.own_files],
+        **({"references": references} if has_references else {}),
         "indexes": [attrs.asdict(index) for index in manifest.indexes],
         "components": [_component_json(component, layouts) for component in manifest.components],
         "index": None if has_index_file else index_json(manifest, 0),
@@ -286,20 +332,29 @@ def layouts_of(manifest: Manifest) -> "dict[Placement, int]":
 
 def index_json(manifest: Manifest, rank: int) -> dict[str, Json]:
     """The index of a rank, as JSON."""
-    own, shards = {}, {}
+    own: dict[str, Json] = {}
+    shards: dict[str, Json] = {}
+    references: dict[str, Json] = {}
     for component in manifest.components:
         table = component.tensors[rank if component.is_own else 0]
         if component.is_own:
             own[component.name] = {"node": component.nodes[rank], "tensors": _table(table, {})}
-        rows = [
-            _shard_row(number, record, shard, rank)
-            for number, record in enumerate(table)
-            for shard in record.shards
-            if manifest.files[shard.file].rank == rank
-        ]
+        rows: dict[tuple[str, str], list[Json]] = {}
+        for number, record in enumerate(table):
+            for shard in record.shards:
+                file = manifest.files[shard.file]
+                if file.rank == rank:
+                    key = file.checkpoint, file.name if file.checkpoint else ""
+                    rows.setdefault(key, []).append(_shard_row(number, record, shard, rank))
+        if mine := rows.pop(("", ""), None):
+            shards[component.name] = mine
         if rows:
-            shards[component.name] = rows
-    return {"own": own, "shards": shards}
+            references[component.name] = [[*key, each] for key, each in sorted(rows.items())]
+    return {"own": own, "shards": shards, **({"references": references} if references else {})}
+
+
+def _is_not_checkpoint(field: "attrs.Attribute[object]", _: object) -> bool:
+    return field.name != "checkpoint"
 
 
 def _head_json(head: Head) -> dict[str, Json]:

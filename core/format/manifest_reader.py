@@ -7,7 +7,7 @@ from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
 from trainfold.core.format.dtypes import STORED, size_bytes
-from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.format.file_names import MANIFEST, can_be_referred_to, directory_of
 from trainfold.core.format.indexes.summary import summary_of
 from trainfold.core.format.manifest import (
     END,
@@ -55,7 +55,7 @@ _OF_NUMPY = frozenset(
 )
 _HEAD_FIELDS = {"format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision"}
 _INDEXED = range(2, SCHEMA_VERSION + 1)  # the versions with indexes
-_BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "components", "indexes"}
+_BODY_FIELDS = {"world_size", "omitted", "contract", "versions", "files", "references", "components", "indexes"}
 
 
 def decode_manifest(
@@ -214,9 +214,11 @@ def parse_manifest(document: Mapping[str, Any], where: str, *, merged: "Merged |
     """The checked manifest: names stay inside, ranges lie in their files and do not overlap, sizes fit dtypes."""
     document, opened, is_whole, others = (document, None, True, ()) if merged is None else merged
     fields(document, _HEAD_FIELDS | _BODY_FIELDS, where, exact=True)
+    head = read_head(document, where)
     files = tuple(_file(each, where) for each in list_of(document["files"], where))
+    files += tuple(_reference(each, where, directory_of(head.step)) for each in list_of(document["references"], where))
     indexes = tuple(IndexRecord(**each) for each in document["indexes"])  # checked when they were read
-    names = [*(file.name for file in files), *(index.name for index in indexes)]
+    names = [*(file.label for file in files), *(index.name for index in indexes)]
     if len({*names}) != len(names) or MANIFEST in names:
         raise hostile(where, "each file name once", sorted(names)[:8])
     reader = _Tensors(files, where, version=document["schema_version"], is_whole=is_whole)
@@ -227,7 +229,7 @@ def parse_manifest(document: Mapping[str, Any], where: str, *, merged: "Merged |
     if len({component.name for component in components}) != len(components):
         raise hostile(where, "each component once", [component.name for component in components])
     return Manifest(
-        head=read_head(document, where),
+        head=head,
         world_size=world_size,
         components=components,
         omitted=tuple(single_name(name, where) for name in list_of(document["omitted"], where)),
@@ -385,6 +387,16 @@ class _Tensors:
                     end = stop
                 elif start < stop:
                     raise hostile(where, "ranges that do not overlap", f"{start} after {end}")
+
+
+def _reference(document: Json, where: str, own: str) -> FileRecord:
+    """A file of another checkpoint of the run: its name must not lead anywhere else."""
+    row = object_of(document, where)
+    checkpoint = single_name(row.get("checkpoint"), where)
+    found = _file({name: value for name, value in row.items() if name != "checkpoint"}, where)
+    if checkpoint == own or not can_be_referred_to(checkpoint, found.name):
+        raise hostile(where, f"a data file of another checkpoint than {own}", shown([checkpoint, found.name]))
+    return FileRecord(found.name, found.component, found.rank, found.size_bytes, found.digest, checkpoint)
 
 
 def _file(document: Json, where: str) -> FileRecord:

@@ -37,6 +37,12 @@ class Entry:
         """Whether it may be usable: it has a head, and nothing is known against it."""
         return self.head is not None and self.problem is None
 
+    @property
+    def refers(self) -> tuple[str, ...]:
+        """The other checkpoints whose files it refers to, as far as its first line says."""
+        summary = self.summary if self.manifest is None else self.manifest.summary
+        return () if summary is None else summary.refers
+
 
 @final
 @attrs.frozen

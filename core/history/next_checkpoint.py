@@ -21,7 +21,8 @@ def next_checkpoint(
     """The head of the next checkpoint, with a revision that differs from those of all files of the step.
 
     Law: a step that has a manifest gets a higher revision than its files have, so that the old checkpoint stays whole until the new
-    manifest replaces the old one. A step without a manifest has revision 0: what it holds was never a checkpoint.
+    manifest replaces the old one. A step without a manifest has revision 0: what it holds was never a checkpoint. If another checkpoint refers to
+    files of the step, its own are new ones all the same.
 
     Args:
         inventory: the run.
@@ -40,7 +41,8 @@ def next_checkpoint(
         3
     """
     head = next_head(inventory, run_id, step, descends_from=descends_from)
-    if MANIFEST not in files:
+    is_referred = any(directory_of(step) in entry.refers for entry in inventory.entries)
+    if MANIFEST not in files and not is_referred:
         return head
     entry = inventory.entry(directory_of(step))
     known = _revision_in(files) if entry is None or entry.head is None else entry.head.revision

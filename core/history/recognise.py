@@ -71,30 +71,34 @@ class FileCheck:
     Attributes:
         name: the file.
         size_bytes: what the manifest lists.
-        header_bytes: the length of the header, from which other readers find the tensors; None for a file without tensors.
+        header_bytes: the length of the header, from which other readers find the tensors; None for a file without tensors, and for one of
+            another checkpoint, whose first tensor is not known.
+        checkpoint: the other checkpoint to which the file belongs; empty for a file of its own.
     """
 
     name: str
     size_bytes: int
     header_bytes: int | None
+    checkpoint: str = ""
 
     def torn(self, url: str, size_bytes: int | None) -> CheckpointTorn | None:
         """The error for a file that is missing or has another size.
 
         Args:
-            url: the checkpoint, for the message.
+            url: the directory of the file, for the message.
             size_bytes: the size that the file has; None if there is no file.
         """
         if size_bytes == self.size_bytes:
             return None
         found = "no such file" if size_bytes is None else f"{size_bytes} bytes"
-        return CheckpointTorn(f"{url}/{self.name}", expected=f"{self.size_bytes} bytes", found=found, fix=_OLDER)
+        why = ", because a later checkpoint refers to this file" if self.checkpoint else ""
+        return CheckpointTorn(f"{url}/{self.name}", expected=f"{self.size_bytes} bytes{why}", found=found, fix=_OLDER)
 
     def damaged(self, url: str, start: bytes) -> CheckpointDamaged | None:
         """The error for a file whose header has another length.
 
         Args:
-            url: the checkpoint, for the message.
+            url: the directory of the file, for the message.
             start: the first `HEADER_LENGTH_BYTES` of the file.
         """
         found = int.from_bytes(start, "little")
@@ -108,8 +112,8 @@ def lost_files(url: str, names: Collection[str]) -> CheckpointTorn:
     """The error for a checkpoint of which files are gone.
 
     Args:
-        url: the checkpoint.
-        names: of these files; at least one.
+        url: the run.
+        names: of these files in it; at least one.
     """
     found = f"{len(names)} files are gone" if len(names) > 1 else "no such file"
     return CheckpointTorn(f"{url}/{min(names)}", expected="the files that its manifest lists", found=found, fix=_OLDER)
@@ -123,7 +127,7 @@ def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileChe
         needs: what one of several ranks needs, if they look together: its own files, those of components of which ranks have their own, and
             its share of all. None for all files.
     """
-    if needs is not None and needs.most_files is not None and len(manifest.names) <= needs.most_files:
+    if needs is not None and needs.most_files is not None and len(manifest.names) + len(manifest.references) <= needs.most_files:
         needs = None
     opened = manifest.opened
     unopened = [each for each in manifest.indexes if opened is not None and each.rank not in opened]
@@ -137,7 +141,12 @@ def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileChe
     for other in manifest.others:
         first[other.file] = min([first.get(other.file, other.starts[0]), *other.starts])
     files = (
-        FileCheck(file.name, file.size_bytes, first[index] - HEADER_LENGTH_BYTES if index in first else None)
+        FileCheck(
+            file.name,
+            file.size_bytes,
+            first[index] - HEADER_LENGTH_BYTES if index in first and not file.checkpoint else None,
+            file.checkpoint,
+        )
         for index, file in enumerate(manifest.files)
         if needs is None
         or (needs.own is not None and file.component in own)

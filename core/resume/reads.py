@@ -106,7 +106,7 @@ class ReadPlan:
 
     Attributes:
         checkpoint: the directory.
-        files: the name of each file of the checkpoint, in the order of the manifest.
+        files: the name of each file, in the order of the manifest; that of a file of another checkpoint begins with its directory.
         components: component -> its reads, in the order of the plan.
     """
 
@@ -178,7 +178,7 @@ def plan_reads(
             records = saved.tensors[action.part]
             needed = _needed(action, leaves, targets.get(action.name, {}), records, elsewhere)
             components[action.name] = ComponentReads(leaves, tensor_reads(records, needed))
-    return ReadPlan(plan.checkpoint, tuple(file.name for file in manifest.files), components)
+    return ReadPlan(plan.checkpoint, tuple(file.label for file in manifest.files), components)
 
 
 def _needed(

@@ -15,6 +15,7 @@ from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.problem import Problem
 from trainfold.core.save.retention import Retention, RetentionPlan, Saved, plan_left_behind, plan_retention
 from trainfold.core.save.retention_rules import All
+from trainfold.core.save.reuse.referred import referrers_first, references_in, still_needed
 
 UNFINISHED: Final = "a save or a deletion did not finish"
 
@@ -29,17 +30,19 @@ class Pruning:
         left_behind: those that rewinds have left behind.
         torn: the directories of saves and deletions that did not finish.
         left_alone: name -> why it stays although no rule counts it: it is damaged, in quarantine, left behind, or may be a save under way.
+        refers: each checkpoint that refers to files of others -> these.
     """
 
     lineage: RetentionPlan
     left_behind: RetentionPlan
     torn: tuple[str, ...]
     left_alone: Mapping[str, str] = attrs.field(factory=dict)
+    refers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, repr=False)
 
     @property
     def deleted(self) -> tuple[str, ...]:
-        """The checkpoints to delete, those of the lineage first, each oldest first."""
-        return self.lineage.deleted + self.left_behind.deleted
+        """The checkpoints to delete, those of the lineage first, each oldest first; but none before one that refers to it."""
+        return referrers_first(self.lineage.deleted + self.left_behind.deleted, self.refers)
 
     def __str__(self) -> str:
         tables = [str(plan) for plan in (self.lineage, self.left_behind) if plan.kept or plan.deleted]
@@ -126,7 +129,7 @@ def plan_pruning(  # noqa: PLR0913 - keywords
     """Say what may be deleted after a commit.
 
     Laws: only checkpoints that were proved are deleted, and only directories in which every file has a name that a save gives are torn.
-    The checkpoint just written stays, and so do the protected ones. A directory that may be a save under way stays. Each directory of the run
+    The checkpoint just written stays, and so do the protected ones, and those to whose files one that stays refers. A directory that may be a save under way stays. Each directory of the run
     is in the plan once, with the reason. Planning again after the deletion deletes nothing.
 
     Args:
@@ -161,13 +164,25 @@ def plan_pruning(  # noqa: PLR0913 - keywords
         RetentionPlan({}, ()) if left_behind is None else plan_left_behind(left, policy=left_behind, protected=kept)
     )
     torn = tuple(name for name in may_be_torn(inventory, written) if _is_torn(files.get(name, ())))
+    refers, doomed = references_in(inventory), {*mine.deleted, *others.deleted, *torn}
+    needed = still_needed(doomed, [entry.name for entry in inventory.entries if entry.name not in doomed], refers)
+    if needed:
+        mine, others = _without(mine, needed), _without(others, needed)
+        torn = tuple(name for name in torn if name not in needed)
     planned = {*mine.kept, *mine.deleted, *others.kept, *others.deleted, *torn}
     alone = {
-        entry.name: _why_alone(entry, entry.problem or (problems or {}).get(entry.name), written, files.get(entry.name))
+        entry.name: needed.get(entry.name) or _why_alone(entry, entry.problem or (problems or {}).get(entry.name), written, files.get(entry.name))
         for entry in inventory.entries
         if entry.name not in planned
     }
-    return Pruning(mine, others, torn, alone)
+    return Pruning(mine, others, torn, alone, refers)
+
+
+def _without(plan: RetentionPlan, needed: Mapping[str, str]) -> RetentionPlan:
+    """The plan in which what others need stays."""
+    more = {name: (needed[name],) for name in plan.deleted if name in needed}
+    kept = dict(sorted({**plan.kept, **more}.items(), key=lambda pair: step_of(pair[0]) or 0)) if more else plan.kept
+    return RetentionPlan(kept, tuple(name for name in plan.deleted if name not in needed))
 
 
 def held_back(plan: Pruning, newest: str, problem: Problem) -> Pruning:

@@ -12,6 +12,7 @@ import attrs
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.manifest import FileRecord, ShardRecord
 from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
 from trainfold.core.html_table import html_table
@@ -43,6 +44,22 @@ class ComponentPlan:
 
 @final
 @attrs.frozen
+class Reference:
+    """Bytes of a leaf that are not written, because a file of another checkpoint has them.
+
+    Attributes:
+        path: the leaf path.
+        file: the file, with its checkpoint.
+        shard: where they are in it, and their digests; its ``file`` says nothing.
+    """
+
+    path: str
+    file: FileRecord
+    shard: ShardRecord
+
+
+@final
+@attrs.frozen
 class SavePlan:
     """What a save writes. Prints as a table.
 
@@ -53,6 +70,7 @@ class SavePlan:
         components: in the order of the state.
         files: every file of every rank, or of one.
         suffix: what the names of its files have before their extension.
+        references: what this rank does not write, because another checkpoint has it.
     """
 
     step: int
@@ -61,10 +79,11 @@ class SavePlan:
     components: tuple[ComponentPlan, ...]
     files: tuple[FilePlan, ...]
     suffix: str = ""
+    references: tuple[Reference, ...] = attrs.field(default=(), repr=False)
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
+        """The size of all files together, without what is referred to."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -72,8 +91,10 @@ class SavePlan:
         """What the files of all ranks hold, as far as one rank knows it: the headers of its own files, and every tensor of the state once.
 
         Of what each rank has of its own, that of this rank counts alone. So this is never more than what is written, and a rank need not be
-        asked for it.
+        asked for it. If it refers to other checkpoints, it knows of its own files alone.
         """
+        if self.references:
+            return self.size_bytes
         specs = [spec for each in self.components for spec in each.tensors.values()]
         often = Counter(map(id, specs))  # there are many tensors, and few specs
         one_each = dict(zip(map(id, specs), specs, strict=True))
@@ -98,9 +119,23 @@ class SavePlan:
         )
         return attrs.evolve(self, files=tuple(renamed), suffix=suffix)
 
+    def _referred(self) -> list[tuple[str, int, int, int]]:
+        """Of each file of another checkpoint: its name, its rank, and how many tensors and bytes of it this one has."""
+        held: dict[FileRecord, list[ShardRecord]] = {}
+        for each in self.references:
+            held.setdefault(each.file, []).append(each.shard)
+        return [
+            (file.label, file.rank, len(shards), sum(shard.stop - shard.start for shard in shards))
+            for file, shards in held.items()
+        ]
+
     def __str__(self) -> str:
         rows = [
             f"{f.name:44} rank {f.rank:<4} {len(f.tensors):>7} tensors {f.size_bytes:>15,} bytes" for f in self.files
+        ]
+        rows += [
+            f"{name:44} rank {rank:<4} {count:>7} tensors {size:>15,} bytes, not written again"
+            for name, rank, count, size in self._referred()
         ]
         names = ", ".join(component.name for component in self.components)
         return "\n".join([f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes", *rows])
@@ -108,7 +143,8 @@ class SavePlan:
     def _repr_html_(self) -> str:
         names = ", ".join(component.name for component in self.components)
         title = f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes"
-        rows = ((f.name, str(f.rank), str(len(f.tensors)), f"{f.size_bytes:,}") for f in self.files)
+        rows = [(f.name, str(f.rank), str(len(f.tensors)), f"{f.size_bytes:,}") for f in self.files]
+        rows += [(name, str(rank), str(count), f"{size:,}, not written again") for name, rank, count, size in self._referred()]  # fmt: skip
         return html_table(title, ("file", "rank", "tensors", "bytes"), rows)
 
 

@@ -9,6 +9,7 @@ from trainfold.core.errors import SaveFailed
 from trainfold.core.format.file_names import MANIFEST, is_data_file
 from trainfold.core.format.indexes.contributions import Contribution, fingerprint_from
 from trainfold.core.format.manifest import (
+    REFERENCES_VERSION,
     ComponentRecord,
     FileRecord,
     Head,
@@ -17,6 +18,7 @@ from trainfold.core.format.manifest import (
     ShardRecord,
     TensorRecord,
 )
+from trainfold.core.format.upgrade import PLAIN_VERSION
 from trainfold.core.json_values import Json
 from trainfold.core.layout.slices import Box
 from trainfold.core.save.save_plan import ComponentPlan, SavePlan
@@ -60,7 +62,7 @@ class Wrote:
     """What a rank wrote.
 
     Attributes:
-        files: its data files.
+        files: its data files, and those of other checkpoints that it refers to.
         index: its index; None for rank 0, whose index is in the root, and for a rank that has nothing to say.
         contributions: component -> what the rank contributes to its fingerprint.
     """
@@ -89,10 +91,13 @@ def whole_manifest(mine: Manifest, wrote: Sequence[Wrote]) -> Manifest:
         )
         for component in mine.components
     ]
+    files = tuple(file for each in wrote for file in each.files)
+    version = REFERENCES_VERSION if any(file.checkpoint for file in files) else PLAIN_VERSION
     return attrs.evolve(
         mine,
+        head=attrs.evolve(mine.head, schema_version=version),
         components=tuple(components),
-        files=tuple(file for each in wrote for file in each.files),
+        files=files,
         indexes=tuple(each.index for each in wrote if each.index is not None),
     )
 
@@ -127,25 +132,36 @@ def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
             shared = whole if placed.is_of_whole else None
             record = ShardRecord(index, placed.start, placed.stop, placed.box, digest, pieces, shared)
             shards.setdefault((file.component, placed.path), []).append(record)
+    referred = {file: len(files) + number for number, file in enumerate(dict.fromkeys(each.file for each in plan.references))}
+    for each in plan.references:
+        here = each.shard._replace(file=referred[each.file])
+        shards.setdefault((each.file.component, each.path), []).append(here)
+    files += referred
     components = tuple(_component_record(component, shards, rank, plan.world_size) for component in plan.components)
     return Manifest(head, plan.world_size, components, omitted, contract, versions, tuple(files))
 
 
 def incomplete_file(
-    records: Iterable[FileRecord | IndexRecord], url: str, sizes: Mapping[str, int | None]
+    records: Iterable[FileRecord | IndexRecord], url: str, directory: str, sizes: Mapping[str, int | None]
 ) -> SaveFailed | None:
     """The error for a file that is not there in its size before the commit, or None if all are.
 
     Args:
         records: the files that were written.
-        url: the checkpoint, for the message.
-        sizes: file name -> its size; None if there is no file.
+        url: the run, for the message.
+        directory: the checkpoint.
+        sizes: the name of each file in the run -> its size; None if there is no file.
     """
     for file in records:
-        if (size := sizes[file.name]) != file.size_bytes:
+        name = file.path(directory)
+        if (size := sizes[name]) != file.size_bytes:
             found = "no file" if size is None else f"{size} bytes"
-            return SaveFailed(f"{url}/{file.name}", expected=f"{file.size_bytes} bytes before the commit", found=found,
-                              fix="check that all ranks write to the same filesystem")  # fmt: skip
+            fix = (
+                "check that all ranks write to the same filesystem"
+                if name.startswith(f"{directory}/")
+                else "delete no checkpoint while a save refers to it; the next save writes all of it"
+            )
+            return SaveFailed(f"{url}/{name}", expected=f"{file.size_bytes} bytes before the commit", found=found, fix=fix)  # fmt: skip
     return None
 
 

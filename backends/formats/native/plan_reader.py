@@ -120,7 +120,7 @@ class PlanReader:
         return [next(given) if out is None else out for out in found]
 
     def _first_file(self, read: TensorRead) -> str:
-        return f"{self._directory}/{self._files[read.shards[0].file].name}" if read.shards else self._directory
+        return self._files[read.shards[0].file].path(self._directory) if read.shards else self._directory
 
     def _requests(self, read: TensorRead, out: torch.Tensor) -> list[ReadRequest]:
         """The requests that read a tensor into its memory."""
@@ -134,7 +134,7 @@ class PlanReader:
         sizes = tuple(stop - start for start, stop in shard.box)
         starts = tuple(start - low for (start, _), (low, _) in zip(read.box, shard.box, strict=True))
         return ReadRequest(
-            name=f"{self._directory}/{self._files[shard.file].name}",
+            name=self._files[shard.file].path(self._directory),
             start=read.start,
             stop=read.stop,
             dtype=record.dtype,

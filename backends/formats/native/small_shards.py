@@ -111,7 +111,7 @@ class SmallShards:
         part.memory[...] = np.ndarray(part.memory.shape, part.memory.dtype, data)
 
     def _name(self, file: int) -> str:
-        return f"{self._directory}/{self._files[file].name}"
+        return self._files[file].path(self._directory)
 
 
 def _runs(parts: Sequence[_Part]) -> Iterator[list[_Part]]:

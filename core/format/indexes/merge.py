@@ -5,12 +5,13 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
 
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.format.indexes.files import RootFiles
 from trainfold.core.format.indexes.needed import Missing, Needs, TableNeeds, Tables, needs_of_tables, ranks_that_meet
 from trainfold.core.format.indexes.proved import OF_ONE_RANK, ReadIndex, index_of, index_rows
 from trainfold.core.format.indexes.shard_rows import ShardRows
 from trainfold.core.format.indexes.summary import summary_of
 from trainfold.core.format.indexes.tables import ReadTable, table_of_kinds, table_of_rows
-from trainfold.core.format.manifest import SUMMARY_VERSION, OtherShards
+from trainfold.core.format.manifest import REFERENCES_VERSION, SUMMARY_VERSION, OtherShards
 from trainfold.core.format.strict_json import (
     fields,
     hostile,
@@ -60,7 +61,7 @@ def merged(
     """The root with the shards of all ranks in its tables, or of as many ranks as have what is needed.
 
     Args:
-        document: the root, version 2 or 3.
+        document: the root, from version 2 on.
         head_fields: the fields of its head.
         where: its path, for errors.
         read: reads the indexes of other ranks; None for a checkpoint that must have none.
@@ -76,14 +77,15 @@ def merged(
     )  # and with it an index of rank 0 in a file, and kinds of tensors
     if has_summary:
         document = _with_fingerprints(document, where)
-    fields(document, head_fields | _BODY_FIELDS, where, exact=True)
+    more = {"references"} if document["schema_version"] >= REFERENCES_VERSION else set()
+    fields(document, head_fields | _BODY_FIELDS | more, where, exact=True)
     layouts = [_layout(each, where) for each in list_of(document["layouts"], where)]
     rows = index_rows(document, where)
     by_rank = {row["rank"]: row for row in rows}
     if len(by_rank) != len(rows) or (0 in by_rank) != (document["index"] is None and has_summary):
         raise hostile(where, "each rank once among the indexes", [row["rank"] for row in rows][:8])
     row_of_zero = by_rank.pop(0, None)
-    files = _files(document, where)
+    files = RootFiles(document, where)
     described = _described(document["components"], where)
     names = frozenset(each["name"] for each in described)
     table_of: ReadTable = table_of_kinds if has_summary else table_of_rows
@@ -103,19 +105,18 @@ def merged(
             known = object_of(document["index"], where) if row is None else index_of(row, where, read)
         _check_names(rank, known, names, where)
         others.extend(_add_shards(rank, known, tables, files, where, needed))
-        indexes[rank] = {
-            **known,
-            "shards": {name: each for name, each in known["shards"].items() if name not in tables},
+        rest = {
+            key: {name: each for name, each in known.get(key, {}).items() if name not in tables}
+            for key in ("shards", "references")
         }
+        indexes[rank] = {**known, **rest}
 
     add(0)
     if needs is None or needed is None:
         for rank in by_rank:
             add(rank)
     else:
-        writers: dict[str, set[int]] = {}
-        for name, rank in files:
-            writers.setdefault(name, set()).update({rank} & by_rank.keys())
+        writers = {name: ranks & by_rank.keys() for name, ranks in files.writers.items()}
         for rank in sorted(_opened_for_own(document, by_rank, needs) | ranks_that_meet(needed, writers)):
             add(rank)
         missing = Missing(tables, needed)
@@ -127,14 +128,15 @@ def merged(
         _component(each, indexes, told or {}, table_of, by_rank=by_rank, shared=tables, files=files, where=where)
         for each in described
     ]
-    rest = {name: document[name] for name in document if name not in ("layouts", "index")}
+    rest = {"references": [], **{name: document[name] for name in document if name not in ("layouts", "index")}}
     opened = None if len(indexes) == len(by_rank) + 1 else frozenset(indexes)
     return Merged({**rest, "components": components, "indexes": rows}, opened, needs is None, tuple(others))
 
 
 def _check_names(rank: int, index: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    fields(index, {"own", "shards"}, f"{where}: index of rank {rank}", exact=True)
-    unknown = ({*object_of(index["own"], where)} | {*object_of(index["shards"], where)}) - {*known}
+    more = {"references"} & index.keys()
+    fields(index, {"own", "shards"} | more, f"{where}: index of rank {rank}", exact=True)
+    unknown = {name for each in index.values() for name in object_of(each, where)} - {*known}
     if unknown:
         raise hostile(where, f"components among {sorted(known)}", sorted(unknown)[:8])
 
@@ -146,20 +148,8 @@ def _opened_for_own(document: Mapping[str, Any], by_rank: Collection[int], needs
     return mine if needs.own is None or not own - OF_ONE_RANK else mine | ({*by_rank} - needs.own.keys())
 
 
-def _files(document: Mapping[str, Any], where: str) -> dict[tuple[str, int], int]:
-    """(component, rank) -> the index of the file; a rank has one file for each component."""
-    found: dict[tuple[str, int], int] = {}
-    for index, file in enumerate(list_of(document["files"], where)):
-        each = object_of(file, where)
-        key = text_of(each.get("component"), where), int_of(each.get("rank"), where)
-        if key in found:
-            raise hostile(where, "one file for each component and rank", f"two for {key[0][:40]} and rank {key[1]}")
-        found[key] = index
-    return found
-
-
 def _with_fingerprints(document: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A root of version 3 without its summary: a component has its fingerprint itself, as in version 2."""
+    """A root from version 3 on without its summary: a component has its fingerprint itself, as in version 2."""
     given = summary_of(document, where)
     found = [object_of(each, where) for each in list_of(document.get("components"), where)]
     names = [each.get("name") for each in found]
@@ -171,7 +161,12 @@ def _with_fingerprints(document: Mapping[str, Any], where: str) -> dict[str, Any
     if size != given.size_bytes:
         raise hostile(where, f"files of {given.size_bytes} bytes", size)
     components = [each | {"fingerprint": given.fingerprints[each["name"]]} for each in found]
-    rest = {name: value for name, value in document.items() if name not in ("size_bytes", "fingerprints")}
+    references = document.get("references", []) if document["schema_version"] >= REFERENCES_VERSION else []
+    referred = {object_of(each, where).get("checkpoint") for each in list_of(references, where)}
+    if [*given.refers] != sorted(text_of(name, where) for name in referred):
+        raise hostile(where, f"files of the checkpoints {[*given.refers][:8]}", shown([*referred][:8]))
+    summary = ("size_bytes", "fingerprints", *(["refers"] if document["schema_version"] >= REFERENCES_VERSION else []))
+    rest = {name: value for name, value in document.items() if name not in summary}
     return rest | {"components": components}
 
 
@@ -191,20 +186,16 @@ def _add_shards(  # noqa: PLR0913, PLR0917 - private
     rank: int,
     index: Mapping[str, Any],
     tables: Tables,
-    files: Mapping[tuple[str, int], int],
+    files: RootFiles,
     where: str,
     needed: Mapping[str, TableNeeds] | None = None,
 ) -> list[OtherShards]:
     """Add the shards of a rank to tables, as far as they are needed; return the others."""
-    shards, rows = object_of(index.get("shards"), where), ShardRows(rank, where)
+    rows = ShardRows(rank, where)
     found = [
-        rows.add(
-            list_of(shards.get(name, []), where),
-            table,
-            files.get((name, rank)),
-            None if needed is None else needed[name],
-        )
+        rows.add(each, table, file, None if needed is None else needed[name])
         for name, table in tables.items()
+        for file, each in files.rows(index, name, rank)
     ]
     return [each for each in found if each is not None]
 
@@ -217,7 +208,7 @@ def _component(  # noqa: PLR0913 - private
     *,
     by_rank: Collection[int],
     shared: Tables,
-    files: Mapping[tuple[str, int], int],
+    files: RootFiles,
     where: str,
 ) -> dict[str, Any]:
     name = each["name"]

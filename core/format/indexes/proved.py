@@ -61,10 +61,11 @@ def index_of(row: Mapping[str, Any], where: str, read: ReadIndex | None) -> dict
             fix="use an older checkpoint of the run; `trainfold verify` names every damaged file",
         )  # fmt: skip
     document = strict_json(data, place)
-    fields(document, {"format", "rank", "own", "shards"}, place, exact=True)
+    more = {"references"} & document.keys()
+    fields(document, {"format", "rank", "own", "shards"} | more, place, exact=True)
     if document["format"] != INDEX_FORMAT or document["rank"] != row["rank"] or type(document["rank"]) is not int:
         raise hostile(place, f"the index of rank {row['rank']}", shown([document["format"], document["rank"]]))
-    return {"own": document["own"], "shards": document["shards"]}
+    return {name: document[name] for name in ("own", "shards", *more)}
 
 
 def compared_by_all(document: Mapping[str, Any]) -> frozenset[str]:
@@ -114,5 +115,5 @@ def only_own(index: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
     """
     return {
         key: {name: each for name, each in held.items() if name in names} if isinstance(held := index[key], dict) else held
-        for key in ("own", "shards")
+        for key in index
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainfold.core.format.manifest import Summary
+from trainfold.core.format.manifest import REFERENCES_VERSION, Summary
 from trainfold.core.format.strict_json import digest_text, int_of, list_of, object_of, single_name
 
 
@@ -15,11 +15,13 @@ def summary_of(document: Mapping[str, Any], where: str) -> Summary:
 
     Examples:
         >>> summary_of({"size_bytes": 7, "omitted": ["rng"], "fingerprints": {}}, "manifest.json")
-        Summary(size_bytes=7, omitted=('rng',), fingerprints={})
+        Summary(size_bytes=7, omitted=('rng',), fingerprints={}, refers=())
     """
     given = object_of(document.get("fingerprints"), where)
+    refers = document.get("refers") if document.get("schema_version", 0) >= REFERENCES_VERSION else []
     return Summary(
         int_of(document.get("size_bytes"), where),
         tuple(single_name(name, where) for name in list_of(document.get("omitted"), where)),
         {single_name(name, where): digest_text(each, where) for name, each in given.items()},
+        tuple(single_name(name, where) for name in list_of(refers, where)),
     )

@@ -61,7 +61,7 @@ def encode_v1(manifest):
         "omitted": list(manifest.omitted),
         "contract": dict(manifest.contract),
         "versions": dict(manifest.versions),
-        "files": [attrs.asdict(file) for file in manifest.files],
+        "files": [{k: v for k, v in attrs.asdict(file).items() if k != "checkpoint"} for file in manifest.files],
         "components": [
             {
                 "name": component.name,
