@@ -325,6 +325,13 @@ def prune(  # noqa: PLR0913 - one for each option
         _DURATION,
         Parameter(group=_KEEP, help="Of these, keep those saved within this time."),
     ] = None,
+    flatten: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="First write what stays and refers to other checkpoints again, so that it stands alone and the others may go.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, Parameter(negative=(), help="Print what would be deleted, and delete nothing.")] = False,
     json: Json = False,
 ) -> int:
@@ -346,7 +353,7 @@ def prune(  # noqa: PLR0913 - one for each option
         left_behind_last=left_behind_last,
         left_behind_newer_secs=left_behind_newer,
     )
-    return deliver(lambda: prune_run(run, keep, dry_run=dry_run), as_json=json)
+    return deliver(lambda: prune_run(run, keep, dry_run=dry_run, flatten=flatten), as_json=json)
 
 
 @app.command(group=_SHELL)

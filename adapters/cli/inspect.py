@@ -49,6 +49,8 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
     facts = {**{name: _text(value) for name, value in head.items()}, "world_size": str(manifest.world_size)}
     facts |= {f"{library} version": version for library, version in manifest.versions.items()}
     facts |= {"left out": ", ".join(manifest.omitted)} if manifest.omitted else {}
+    refers = manifest.summary.refers
+    facts |= {"refers to": ", ".join(refers)} if refers else {}
     tables = [
         Table(checkpoint.url, ("", ""), tuple(facts.items())),
         Table(
@@ -87,6 +89,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         "contract": dict(manifest.contract),
         "unsaved": unsaved,
         "files": [attrs.asdict(file) for file in manifest.files],
+        "refers": list(manifest.summary.refers),
         "components": [_component_json(component) for component in manifest.components],
         "values": {name: _jsonable(value) for name, value in scalars},
     }
@@ -100,18 +103,23 @@ def file_rows(files: Sequence[FileRecord], *, damaged: Collection[str] = ()) -> 
         files: of a checkpoint.
         damaged: names of files that have a row of their own.
     """
-    sound = [file for file in files if file.name not in damaged]
-    counts, sizes = Counter(file.component for file in sound), Counter[str]()
+    sound = [file for file in files if file.label not in damaged]
+    counts, sizes = Counter(map(_group, sound)), Counter[str]()
     for file in sound:
-        sizes[file.component] += file.size_bytes
+        sizes[_group(file)] += file.size_bytes
     rows: dict[str, tuple[str, str, str]] = {}
     for file in files:
-        if file.name in damaged or counts[file.component] <= _LISTED_FILES:
-            rows[file.name] = (file.name, size_text(file.size_bytes), file.digest)
+        if file.label in damaged or counts[_group(file)] <= _LISTED_FILES:
+            rows[file.label] = (file.label, size_text(file.size_bytes), file.digest)
         else:
-            title = f"{file.component}: {counts[file.component]} files"
-            rows[title] = (title, size_text(sizes[file.component]), "each in --json")
+            title = f"{_group(file)}: {counts[_group(file)]} files"
+            rows[title] = (title, size_text(sizes[_group(file)]), "each in --json")
     return list(rows.values())
+
+
+def _group(file: FileRecord) -> str:
+    """What files that share a row have in common: the component, and the checkpoint if it is another one."""
+    return f"{file.checkpoint}/{file.component}" if file.checkpoint else file.component
 
 
 def _shortened(scalars: list[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -127,7 +135,7 @@ def _tensor_rows(manifest: Manifest) -> list[tuple[str, ...]]:
             record.dtype,
             str(list(record.shape)),
             str(_record_size(record)),
-            " ".join(dict.fromkeys(manifest.files[shard.file].name for shard in record.shards)),
+            " ".join(dict.fromkeys(manifest.files[shard.file].label for shard in record.shards)),
         )
         for component in manifest.components
         for part, table in enumerate(component.tensors)

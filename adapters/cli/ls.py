@@ -28,6 +28,7 @@ _MOST = 16  # checkpoints that are proved; the others are listed by the first li
 _MOST_FILES = 2_000  # whose sizes are asked for
 _MOST_BYTES = 2**25  # of manifests; these are decoded in about two seconds
 _SPARE = ("components", "after", "date", "timeline", "kind", "size", "age")
+_SHOWN = 2  # of the checkpoints to which one refers
 _LATEST = "latest"  # a pointer to the newest one, which the status names already
 
 
@@ -160,6 +161,9 @@ def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
         return (entry.name, *claimed, date, age, "", "", "", status)
     proved = "committed" if entry.manifest is None else "complete"
     status = f"{proved}, left behind by a rewind" if each.is_left_behind else proved
+    status = f"{proved}, resumed next" if is_newest else status
+    if summary is not None and summary.refers:
+        status += f", refers to {_shortened(summary.refers)}"
     return (
         entry.name,
         str(head.step),
@@ -170,8 +174,12 @@ def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
         "" if summary is None else size_text(summary.size_bytes),
         ", ".join(each.kinds),
         "" if summary is None else " ".join(summary.fingerprints),
-        f"{proved}, resumed next" if is_newest else status,
+        status,
     )
+
+
+def _shortened(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if len(names) <= _SHOWN else f"{len(names)} others"
 
 
 def _age_text(secs: float) -> str:
@@ -198,6 +206,7 @@ def _json(each: Listed, now: float) -> dict[str, object]:
         "size_bytes": None if summary is None else summary.size_bytes,
         "kind": None if entry.head is None else "native",
         "omitted": None if summary is None else list(summary.omitted),
+        "refers": None if summary is None else list(summary.refers),
         "names": list(each.named),
         "left_behind": each.is_left_behind,
         "fingerprints": None if summary is None else dict(summary.fingerprints),

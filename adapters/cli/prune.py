@@ -14,16 +14,18 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.reuse.stand_alone import write_all_alone
 from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import InvalidArgument, TrainfoldError
+from trainfold.core.errors import CheckpointError, InvalidArgument, TrainfoldError
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.problem import problem_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import UNFINISHED, Pruning, held_back, newest_complete, newest_to_examine
 from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
+from trainfold.core.save.reuse.stand_alone import to_stand_alone
 
 _COMMAND: Final = "trainfold prune"
 _WAIT: Final = "wait until it ends, or stop it: the lock ends with the process; --dry-run needs no lock"  # no other run can be used here
@@ -60,7 +62,7 @@ class Keep:
     left_behind_newer_secs: float | None = None
 
 
-def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
+def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) -> Answer:
     """Delete what no rule keeps, as a manager does after each save.
 
     The newest complete checkpoint stays, and so does what a pointer or ``best.json`` names. It is read whole before another one is
@@ -71,6 +73,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
         run: the directory.
         keep: the rules; at least one of the present lineage.
         dry_run: whether nothing is deleted. Only a deletion needs the run's lock.
+        flatten: whether the checkpoints that stay and refer to files of others are written again first, so that the others may go.
 
     Returns:
         What stays, and what went or would go. If the newest checkpoint proves damaged, it must not be the only one left: then nothing is
@@ -81,7 +84,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
         RunEmpty: if nothing in the run is complete.
         RunLocked: while another program may save into the run.
         CheckpointError: the matching subclass, if the directory is not a run, or its ``best.json`` cannot be read.
-        SaveFailed: if something cannot be deleted.
+        SaveFailed: if something cannot be deleted, or written again.
     """
     store, inventory = open_run(run)
     policy, left_behind = _policies(store, keep)
@@ -90,6 +93,11 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
     with nullcontext() if dry_run else locked(store, lambda _: _WAIT):
         written = _newest(store, inventory if dry_run else open_run(run)[1])
         plan = pruner.plan(written)
+        alone, wrong = [*to_stand_alone(plan)] if flatten else [], list[CheckpointError]()
+        if alone:
+            if not dry_run:
+                alone, wrong = write_all_alone(store, alone)
+            plan = pruner.plan(written, alone=alone)
         damage = _damage(run, written, plan)
         if damage is not None:
             plan = held_back(plan, written.name, problem_of(damage))
@@ -97,7 +105,9 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool) -> Answer:
         if not dry_run and damage is None:
             pruner.prune(written, events)
     deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)
-    return attrs.evolve(_answer(inventory, plan, deleted, sizes, dry_run=dry_run), error=damage)
+    return attrs.evolve(
+        _answer(inventory, plan, deleted, sizes, alone=alone, dry_run=dry_run), error=damage or next(iter(wrong), None)
+    )
 
 
 def _policies(store: Store, keep: Keep) -> tuple[Retention, Retention | None]:
@@ -168,16 +178,23 @@ def _sizes(store: Store, plan: Pruning) -> dict[str, int]:
     }
 
 
-def _answer(
-    inventory: Inventory, plan: Pruning, deleted: tuple[str, ...], sizes: Mapping[str, int], *, dry_run: bool
+def _answer(  # noqa: PLR0913 - of one call
+    inventory: Inventory,
+    plan: Pruning,
+    deleted: tuple[str, ...],
+    sizes: Mapping[str, int],
+    *,
+    alone: Sequence[str],
+    dry_run: bool,
 ) -> Answer:
     planned = {**plan.lineage.kept, **plan.left_behind.kept}
     kept = {name: ["the newest" if each == _WRITTEN else each for each in why] for name, why in planned.items()}
     verb = "goes" if dry_run else "gone"
-    rows = [(name, "stays", "", "; ".join(why)) for name, why in kept.items()]
+    again = dict.fromkeys(alone, f"; {'would be' if dry_run else 'was'} written again, without references")
+    rows = [(name, "stays", "", "; ".join(why) + again.get(name, "")) for name, why in kept.items()]
     rows += [(name, verb, size_text(sizes[name]), "nothing keeps it") for name in deleted]
     rows += [(name, verb, size_text(sizes[name]), UNFINISHED) for name in plan.torn]
-    rows += [(name, "stays", "", why) for name, why in plan.left_alone.items()]
+    rows += [(name, "stays", "", why + again.get(name, "")) for name, why in plan.left_alone.items()]
     freed = sum(sizes[name] for name in (*deleted, *plan.torn))
     title = f"{inventory.run}: {'would free' if dry_run else 'freed'} {size_text(freed)}"
     data = {
@@ -187,6 +204,7 @@ def _answer(
         "deleted": [{"name": name, "size_bytes": sizes[name]} for name in deleted],
         "torn": [{"name": name, "size_bytes": sizes[name]} for name in plan.torn],
         "left_alone": [{"name": name, "why": why} for name, why in plan.left_alone.items()],
+        "flattened": list(alone),
         "freed_bytes": freed,
     }
     return Answer(data, (Table(title, ("checkpoint", "what", "size", "why"), tuple(rows)),))

@@ -39,7 +39,7 @@ class Advance(Protocol):
 
 @without_collecting
 def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
-    """Read all files of a checkpoint, compare them with the digests in its manifest, and compute its fingerprints from these.
+    """Read all files of a checkpoint, and those of others that it refers to; compare them with the digests in its manifest, and compute its fingerprints from these.
 
     It finds what a load would refuse: also a header of a file that does not fit the manifest, although the file has its digest.
 
@@ -59,12 +59,12 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
     headers = HeaderCheck(checkpoint.store, checkpoint.name, checkpoint.manifest)
     damaged: set[str] = set()  # components with a damaged file
     shards = _shards_by_file(checkpoint.manifest)
-    with _progress(checkpoint.manifest.size_bytes) as advance:
+    with _progress(sum(file.size_bytes for file in checkpoint.manifest.files)) as advance:
         for index, file in enumerate(checkpoint.manifest.files):
             found = _verify_file(checkpoint, file, shards.get(index, []), advance) or _verify_header(headers, index)
             problems += found
             damaged |= {file.component} if found else set()
-            statuses[file.name] = "damaged" if found else "verified"
+            statuses[file.label] = "damaged" if found else "verified"
     components = []
     for component in checkpoint.manifest.components:
         wrong = _verify_fingerprint(checkpoint, component)
@@ -82,7 +82,7 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
         "verified": not problems,
         "size_bytes": checkpoint.manifest.size_bytes,
         "files": [
-            {"name": each.name, "digest": each.digest, "status": statuses[each.name]}
+            {"name": each.label, "digest": each.digest, "status": statuses[each.label]}
             for each in checkpoint.manifest.files
         ],
         "components": [
@@ -118,7 +118,7 @@ def _shards_by_file(manifest: Manifest) -> dict[int, Held]:
 def _verify_file(checkpoint: Checkpoint, file: FileRecord, shards: Held, advance: Advance) -> list[Problem]:
     """The problems of one file: the leaves whose bytes differ, and the file itself."""
     whole = xxhash.xxh3_128()
-    name = f"{checkpoint.name}/{file.name}"
+    name = file.path(checkpoint.name)
     where = f"{checkpoint.store.url}/{name}"
     problems: list[Problem] = []
 
@@ -203,7 +203,7 @@ def _verify_shared(checkpoint: Checkpoint, component: ComponentRecord) -> list[P
         if record.whole_digest:
             whole = xxhash.xxh3_128()
             for shard in record.shards:
-                name = f"{checkpoint.name}/{checkpoint.manifest.files[shard.file].name}"
+                name = checkpoint.manifest.files[shard.file].path(checkpoint.name)
                 for low in range(shard.start, shard.stop, _CHUNK_BYTES):
                     whole.update(checkpoint.store.read(name, start=low, stop=min(low + _CHUNK_BYTES, shard.stop)))
             if _text(whole) != record.whole_digest:

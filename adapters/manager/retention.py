@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -84,17 +84,18 @@ class Pruner:
             )
         return events
 
-    def plan(self, written: Saved) -> Pruning:
+    def plan(self, written: Saved, *, alone: Collection[str] = ()) -> Pruning:
         """Decide what may be deleted now; reads only.
 
         Args:
             written: the newest complete checkpoint of the present lineage.
+            alone: checkpoints that count as if they referred to no others.
 
         Raises:
             CheckpointError: if there is a best that cannot be read.
         """
         inventory = read_inventory(self._store)
-        inventory = with_quarantined(inventory, quarantined(self._store))
+        inventory = with_quarantined(inventory, quarantined(self._store)).standing_alone(alone)
         return self._plan(written, inventory, read_best(self._store), proves=True)
 
     def prune(self, written: Saved, events: list[Event]) -> None:
@@ -188,7 +189,11 @@ class Pruner:
         present = self._present(name)
         is_large = len(present) > _MOST_SIZES
         sizes = self._proved.get(name)
-        if sizes is not None and sizes.keys() <= self._present(*_directories(sizes)) and (is_large or self._has_sizes(sizes)):
+        if (
+            sizes is not None
+            and sizes.keys() <= self._present(*_directories(sizes))
+            and (is_large or self._has_sizes(sizes))
+        ):
             return None
         self._proved.pop(name, None)
         entry = examine(self._store, inventory, name, needs=nothing_needed(most_files=0) if is_large else None).entry(
@@ -197,7 +202,8 @@ class Pruner:
         assert entry is not None  # the plan asks for entries only
         if entry.manifest is None or entry.problem is not None:
             return entry.problem
-        files = {file.path(name) for file in (*entry.manifest.files, *entry.manifest.indexes)}
+        files = {file.path(name) for file in entry.manifest.files}
+        files |= {index.path(name) for index in entry.manifest.indexes}
         lost = files - self._present(*_directories(files))
         if lost:
             return problem_of(lost_files(self._store.url, lost))

@@ -98,18 +98,24 @@ def clean_up(plan: SavePlan, data: bytes, store: Store) -> None:
 
 
 def after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
-    """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored.
+    """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored."""
+    with suppress(TrainfoldError, OSError):
+        store.point("latest", plan.directory)
+        delete_stale(manifest, plan.directory, store)
+
+
+def delete_stale(manifest: Manifest, directory: str, store: Store) -> None:
+    """Delete what the manifest of a checkpoint does not name. Failures are ignored.
 
     Data files of earlier revisions stay if another checkpoint refers to this directory.
     """
     with suppress(TrainfoldError, OSError):
-        store.point("latest", plan.directory)
-        stale = stale_files(manifest, store.list(plan.directory))
-        if stale and any(plan.directory in entry.refers for entry in read_inventory(store).entries):
-            stale = tuple(name for name in stale if not can_be_referred_to(plan.directory, name))
+        stale = stale_files(manifest, store.list(directory))
+        if stale and any(directory in entry.refers for entry in read_inventory(store).entries):
+            stale = tuple(name for name in stale if not can_be_referred_to(directory, name))
         for name in stale:
             with suppress(TrainfoldError, OSError):  # a sidecar's directory, which is deleted with the checkpoint
-                store.delete(f"{plan.directory}/{name}")
+                store.delete(f"{directory}/{name}")
 
 
 @without_collecting

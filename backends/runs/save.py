@@ -105,7 +105,14 @@ def save_snapshot(  # noqa: PLR0913 - keywords
     snapshots: list[Snapshot] = []
     try:
         return _saved(
-            take, store, snapshots, collectives=collectives, lock=lock, hold=hold, descends_from=descends_from, base=base
+            take,
+            store,
+            snapshots,
+            collectives=collectives,
+            lock=lock,
+            hold=hold,
+            descends_from=descends_from,
+            base=base,
         )
     except Exception as error:
         if snapshots:

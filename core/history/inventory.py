@@ -1,6 +1,6 @@
 """`Inventory`: the checkpoints of a run as a value, and the order in which they are preferred."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, final
 
 import attrs
@@ -89,6 +89,16 @@ class Inventory:
     def with_entry(self, entry: Entry) -> "Inventory":
         """The inventory with one entry replaced."""
         return attrs.evolve(self, entries=tuple(entry if old.name == entry.name else old for old in self.entries))
+
+    def standing_alone(self, names: Collection[str]) -> "Inventory":
+        """The inventory in which these checkpoints refer to no others. Their manifests are not in it."""
+        alone = (
+            attrs.evolve(entry, manifest=None, summary=attrs.evolve(entry.summary, refers=()))
+            if entry.name in names and entry.summary is not None
+            else entry
+            for entry in self.entries
+        )
+        return attrs.evolve(self, entries=tuple(alone))
 
 
 def lineage(inventory: Inventory) -> tuple[Entry, ...]:

@@ -127,7 +127,11 @@ def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileChe
         needs: what one of several ranks needs, if they look together: its own files, those of components of which ranks have their own, and
             its share of all. None for all files.
     """
-    if needs is not None and needs.most_files is not None and len(manifest.names) + len(manifest.references) <= needs.most_files:
+    if (
+        needs is not None
+        and needs.most_files is not None
+        and len(manifest.names) + len(manifest.references) <= needs.most_files
+    ):
         needs = None
     opened = manifest.opened
     unopened = [each for each in manifest.indexes if opened is not None and each.rank not in opened]

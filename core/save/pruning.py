@@ -15,9 +15,10 @@ from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.problem import Problem
 from trainfold.core.save.retention import Retention, RetentionPlan, Saved, plan_left_behind, plan_retention
 from trainfold.core.save.retention_rules import All
-from trainfold.core.save.reuse.referred import referrers_first, references_in, still_needed
+from trainfold.core.save.reuse.referred import references_in, referrers_first, still_needed
 
 UNFINISHED: Final = "a save or a deletion did not finish"
+LEFT_BEHIND: Final = "left behind by a rewind, and no rule is for these"
 
 
 @final
@@ -171,7 +172,8 @@ def plan_pruning(  # noqa: PLR0913 - keywords
         torn = tuple(name for name in torn if name not in needed)
     planned = {*mine.kept, *mine.deleted, *others.kept, *others.deleted, *torn}
     alone = {
-        entry.name: needed.get(entry.name) or _why_alone(entry, entry.problem or (problems or {}).get(entry.name), written, files.get(entry.name))
+        entry.name: needed.get(entry.name)
+        or _why_alone(entry, entry.problem or (problems or {}).get(entry.name), written, files.get(entry.name))
         for entry in inventory.entries
         if entry.name not in planned
     }
@@ -234,7 +236,7 @@ def _why_alone(entry: Entry, problem: Problem | None, written: Saved, files: Col
     """Why a directory stays that no rule counts."""
     if problem is None:
         is_behind = entry.head is not None and entry.head.timeline < written.timeline
-        return "left behind by a rewind, and no rule is for these" if is_behind else "not of the present lineage"
+        return LEFT_BEHIND if is_behind else "not of the present lineage"
     if entry.head is not None or problem.error != "CheckpointTorn":
         return f"{_in_words(problem)}; no rule counts it"
     if files is None:

@@ -110,11 +110,11 @@ class SavePlan:
 
         Law: ``plan_save(ranks, step=s).revised(r) == plan_save(ranks, step=s, revision=r)``.
         """
-        suffix = _suffix(revision)
+        suffix = suffix_of(revision)
         if suffix == self.suffix:
             return self
         renamed = (
-            attrs.evolve(each, name=_file_name(each.component, each.rank, self.world_size, suffix))
+            attrs.evolve(each, name=data_file_name(each.component, each.rank, self.world_size, suffix))
             for each in self.files
         )
         return attrs.evolve(self, files=tuple(renamed), suffix=suffix)
@@ -201,9 +201,9 @@ def plan_save(  # noqa: PLR0913 - keywords
             raise structures_differ("components", names, list(described), rank)
     by_component = {name: [described[name] for described in ranks] for name in names}
     components = tuple(_component(name, each, only or 0, own) for name, each in by_component.items())
-    suffix = _suffix(revision)
+    suffix = suffix_of(revision)
     files = [
-        plan_file(_file_name(component.name, rank, len(ranks), suffix), component.name, rank, pieces)
+        plan_file(data_file_name(component.name, rank, len(ranks), suffix), component.name, rank, pieces)
         for component in components
         for rank, pieces in _written(component, by_component[component.name], frozenset(of_rank_zero), only)
     ]
@@ -259,11 +259,13 @@ def _written(
         yield from _some(rank, mine + shared.get(rank, []))
 
 
-def _suffix(revision: int) -> str:
+def suffix_of(revision: int) -> str:
+    """What the names of the files of a revision have before their extension."""
     return f".r{revision}" if revision else ""
 
 
-def _file_name(component: str, rank: int, world_size: int, suffix: str) -> str:
+def data_file_name(component: str, rank: int, world_size: int, suffix: str) -> str:
+    """The name of the file of a component and a rank."""
     return f"{component}-{rank:05d}-of-{world_size:05d}{suffix}.safetensors"
 
 

@@ -132,7 +132,9 @@ def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
             shared = whole if placed.is_of_whole else None
             record = ShardRecord(index, placed.start, placed.stop, placed.box, digest, pieces, shared)
             shards.setdefault((file.component, placed.path), []).append(record)
-    referred = {file: len(files) + number for number, file in enumerate(dict.fromkeys(each.file for each in plan.references))}
+    referred = {
+        file: len(files) + number for number, file in enumerate(dict.fromkeys(each.file for each in plan.references))
+    }
     for each in plan.references:
         here = each.shard._replace(file=referred[each.file])
         shards.setdefault((each.file.component, each.path), []).append(here)

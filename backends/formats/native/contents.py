@@ -54,8 +54,7 @@ def content_sums(
     for path, record in stored_tensors(manifest).items():
         if chosen is None or path in chosen:
             parts = [
-                _sum_of(store, manifest.files[each.file].path(directory), each, record.dtype)
-                for each in record.shards
+                _sum_of(store, manifest.files[each.file].path(directory), each, record.dtype) for each in record.shards
             ]
             found[path] = sum_text(add(parts))
     return found

@@ -28,9 +28,7 @@ class RootFiles:
         for number, file in enumerate(own):
             key = _writer(file, where)
             if key in self._own:
-                raise hostile(
-                    where, "one file for each component and rank", f"two for {key[0][:40]} and rank {key[1]}"
-                )
+                raise hostile(where, "one file for each component and rank", f"two for {key[0][:40]} and rank {key[1]}")
             self._own[key] = number
         has_references = document["schema_version"] >= REFERENCES_VERSION
         others = list_of(document.get("references"), where) if has_references else []

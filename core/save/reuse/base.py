@@ -126,9 +126,7 @@ def there(found: Collection[Candidate], sizes: Mapping[str, int | None]) -> list
         found: from `candidates`.
         sizes: the name of each of their files in the run -> its size; None if there is no such file.
     """
-    return [
-        each for each in found if all(sizes[file.path(file.checkpoint)] == file.size_bytes for file in each.files)
-    ]
+    return [each for each in found if all(sizes[file.path(file.checkpoint)] == file.size_bytes for file in each.files)]
 
 
 def _by_leaf(file: FilePlan) -> dict[str, list[TensorPlacement]]:

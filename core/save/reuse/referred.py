@@ -1,8 +1,21 @@
 """Which checkpoints stay because others refer to their files, and in which order checkpoints may go. Derived from heads alone, never stored."""
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Final
 
 from trainfold.core.history.inventory import Inventory
+
+_WHY: Final = "refers to its files"
+
+
+def is_needed_alone(why: str) -> bool:
+    """Whether a reason is that another checkpoint refers to this one, and nothing else.
+
+    Examples:
+        >>> is_needed_alone("step-00000120 refers to its files")
+        True
+    """
+    return why.endswith(_WHY)
 
 
 def references_in(inventory: Inventory) -> dict[str, tuple[str, ...]]:
@@ -30,7 +43,7 @@ def still_needed(
         name = open_names.pop()
         for target in refers.get(name, ()):
             if target in doomed and target not in found:
-                found[target] = f"{name} refers to its files"
+                found[target] = f"{name} {_WHY}"
                 open_names.append(target)
     return found
 
