@@ -38,7 +38,6 @@ def refer_to_unchanged(  # noqa: PLR0913 - keywords
     store: Store,
     rank: int,
     hold: Hold | None = None,
-    least_bytes: int = LEAST_BYTES,
 ) -> SavePlan:
     """The plan without the leaves that hold what they held in the checkpoint before, and with references to the files that have them.
 
@@ -51,12 +50,11 @@ def refer_to_unchanged(  # noqa: PLR0913 - keywords
         store: the run.
         rank: this rank.
         hold: what held leaves are read through.
-        least_bytes: of a leaf; a smaller one is written again.
 
     Raises:
         SaveFailed: if a held leaf was written to.
     """
-    found = candidates(plan, base, rank, least_bytes=least_bytes)
+    found = candidates(plan, base, rank, least_bytes=LEAST_BYTES)
     if not found:
         return plan
     names = sorted({file.path(file.checkpoint) for each in found for file in each.files})

@@ -20,8 +20,10 @@ from crash.disk.extents import Extents, in_extents
 from crash.disk.frozen_store import files_in, materialise
 from crash.disk.states import after_all, live
 from crash.disk.syscalls import Handler, watched
+from trainfold.adapters.cli.prune import Keep, prune_run
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.best.best_file import save_best
+from trainfold.backends.runs.reuse import unchanged
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.stores import direct_io
 from trainfold.backends.stores.local import LocalStore
@@ -231,6 +233,51 @@ def direct(scene: Scene) -> None:
         second_save(scene)
 
 
+def _partly(step: int, model: int, ema: int) -> TrainState:
+    """The state of a step with the model and the EMA of other steps."""
+    state = state_at(step)
+    return state.evolve(model=state_at(model).model, extra={**state.extra, "ema": state_at(ema).extra["ema"]})
+
+
+@contextmanager
+def _referring(run: str, **options: Any) -> Iterator[trainfold.CheckpointManager]:
+    """A manager whose saves refer to what the EMA and the weights of the model held before; biases are too small."""
+    with (
+        mock.patch.object(unchanged, "LEAST_BYTES", 1000),
+        trainfold.CheckpointManager(run, reuse_unchanged=True, **options) as manager,
+    ):
+        yield manager
+
+
+def references(scene: Scene) -> None:
+    """A manager keeps one, and what it refers to; in the end a whole chain of references goes, those first that refer."""
+    with _referring(scene.run, keep_last=1) as manager:
+        for step, model, ema, gone in ((1, 1, 1, ()), (2, 1, 2, ()), (3, 3, 2, ()), (4, 4, 4, (1, 2, 3))):
+            state = _partly(step, model, ema)
+            with scene.doing(Doing(step, digest_of_state(state), tuple(map(directory_of, gone)))):
+                manager.save(state)
+
+
+def references_rewound(scene: Scene) -> None:
+    """A step is saved again by a later timeline, while another checkpoint refers to its files."""
+    with _referring(scene.run) as manager:
+        for step, model, ema in ((1, 1, 1), (2, 1, 2), (1, 8, 8)):
+            state = _partly(step, model, ema)
+            with scene.doing(Doing(step, digest_of_state(state))):
+                manager.save(state)
+
+
+def flatten(scene: Scene) -> None:
+    """A checkpoint that refers to the one before is written again without references, and the other one goes."""
+    with _referring(scene.run) as manager:
+        for step, model in ((1, 1), (2, 1)):
+            state = _partly(step, model, step)
+            with scene.doing(Doing(step, digest_of_state(state))):
+                manager.save(state)
+    with scene.doing(Doing(2, digest_of_state(_partly(2, 1, 2)), (directory_of(1),))):
+        prune_run(Path(scene.run), Keep(last=1), dry_run=False, flatten=True)
+
+
 SCENARIOS: Final[dict[str, Callable[[Scene], None]]] = {
     each.__name__: each
     for each in (
@@ -245,6 +292,9 @@ SCENARIOS: Final[dict[str, Callable[[Scene], None]]] = {
         long_life,
         two_ranks,
         direct,
+        references,
+        references_rewound,
+        flatten,
     )
 }
 

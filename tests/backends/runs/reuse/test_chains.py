@@ -1,0 +1,112 @@
+"""Law: a chain of saves of which each writes only what has changed loads the same bits as full saves do."""
+
+import pytest
+import trainfold
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kit.backends.reuse_cases import SHAPES, Chain, parts_equal, state_of
+
+from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.runs.scan import read_manifest
+from trainfold.core.save.retention import keep_last
+
+ALL = dict.fromkeys(SHAPES, 0)
+NAMES = st.sets(st.sampled_from(sorted(SHAPES)))
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("save"), NAMES),
+        st.tuples(st.just("again"), NAMES),
+        st.tuples(st.just("rewind"), st.integers(0, 9)),
+        st.tuples(st.just("prune"), st.integers(1, 3)),
+    ),
+    max_size=7,
+)
+
+
+def changed(versions, names):
+    return {name: version + (name in names) for name, version in versions.items()}
+
+
+def follow(chain, moves):
+    """Carry out moves, and check every checkpoint that is left."""
+    step, versions = 1, ALL
+    chain.save(step, versions)
+    for what, how in moves:
+        if what == "save":
+            step, versions = step + 1, changed(versions, how)
+            chain.save(step, versions)
+        elif what == "again":
+            versions = changed(versions, how)
+            chain.save(step, versions)
+        elif what == "rewind":
+            name = (names := chain.names())[how % len(names)]
+            step, versions = int(name.removeprefix("step-")), chain.expected[name]
+            chain.restart(step)
+        else:
+            chain.prune(how, left_behind=keep_last(1))
+            chain.check()
+    chain.check()
+
+
+@settings(max_examples=15, deadline=None)
+@given(moves=MOVES, held=st.booleans())
+@example(moves=[("save", set()), ("save", set(SHAPES)), ("prune", 1), ("save", {"rows"})], held=True)
+@example(moves=[("save", {"rows"}), ("save", {"rows"}), ("rewind", 0), ("again", {"large"}), ("save", set()), ("prune", 1)], held=False)
+def test_a_chain_of_saves_loads_the_bits_that_full_saves_load(moves, held):
+    """Any leaves change, none or all; steps are saved again, the run is rewound, and old checkpoints are deleted in between."""
+    follow(Chain(held=held), moves)
+
+
+@settings(max_examples=5, deadline=None)
+@given(moves=MOVES, cut=st.booleans(), held=st.booleans())
+@example(moves=[("save", {"half"}), ("save", {"large"}), ("prune", 1), ("rewind", 0), ("save", set())], cut=True, held=True)
+@example(moves=[("save", {"large"}), ("save", set()), ("again", {"rows"})], cut=False, held=False)
+def test_a_chain_of_saves_of_several_ranks_loads_the_bits_that_full_saves_load(moves, cut, held):
+    """X04: leaves that ranks hold whole and share the writing of, and leaves that they hold in parts."""
+    follow(Chain(2, cut=cut, held=held), moves)
+
+
+def test_what_has_not_changed_is_not_written_and_what_has_is():
+    chain = Chain()
+    chain.save(1, ALL)
+    chain.save(2, changed(ALL, {"rows"}))
+    (first, _), (second, full) = chain.written_bytes
+    assert first == full > 2**20 > 10 * 4096 > second
+    manifest = read_manifest(chain.store, "step-00000002")
+    assert manifest.head.schema_version == 4 and manifest.summary.refers == ("step-00000001",)
+    chain.save(3, changed(ALL, {"rows"}))
+    # what really has the bytes, and not what refers to them
+    assert read_manifest(chain.store, "step-00000003").summary.refers == ("step-00000001", "step-00000002")
+    chain.save(4, changed(ALL, SHAPES))
+    # of what did change, the EMA is equal to none, and an empty tensor can change nothing
+    assert {file.component for file in read_manifest(chain.store, "step-00000004").references} == {"model"}
+
+
+def test_a_checkpoint_without_references_is_of_version_3():
+    """So older releases read the runs that do not use this."""
+    chain = Chain()
+    chain.save(1, ALL)
+    assert b'"schema_version":3' in chain.store.read("step-00000001/manifest.json")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_other_numbers_of_ranks_load_through_references(world_size):
+    chain = Chain(2, cut=True)
+    chain.save(1, ALL)
+    chain.save(2, wanted := changed(ALL, {"half"}))
+
+    def loaded(ranks):
+        like = state_of(2, ALL, ranks, cut=True)
+        parts_equal(trainfold.load(chain.store, like=like, collectives=ranks), wanted)
+
+    run_threads(world_size, loaded)
+
+
+def test_a_file_that_is_gone_is_not_referred_to():
+    chain = Chain()
+    chain.save(1, ALL)
+    chain.store.delete("step-00000001/")
+    del chain.expected["step-00000001"]
+    chain.save(2, ALL)
+    assert not read_manifest(chain.store, "step-00000002").references
+    chain.check()
