@@ -149,3 +149,20 @@ def test_a_loop_goes_on_from_an_old_position_with_the_batches_and_losses_it_had(
     assert [batch for batch, _ in found] == [batch for batch, _ in expected[step:]]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected[step:]], rel=1e-5)
     assert ("from an older trainfold" in caplog.text) == (step == 2)
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
+def test_a_checkpoint_of_four_ranks_that_refers_to_another_one_loads_with_the_bits_it_had(tmp_path):
+    """R10, X04: references of each rank, as version 4 first had them: to whole tensors, to shares of replicas, and to parts."""
+    shutil.copytree(COMPAT / "v4" / "ranks" / "run", tmp_path / "run", symlinks=True)
+    expected = json.loads((COMPAT / "v4" / "ranks" / "fingerprints.json").read_text())
+    loaded = trainfold.load(tmp_path / "run", like=TrainState(trainer=Progress()), components=["model", "trainer"])
+    found = content_fingerprint(loaded)
+    assert (found["model"], found["trainer"]) == (expected["model"], expected["trainer"])
+    manifest = read_manifest(LocalStore(tmp_path / "run"), "step-00000002")
+    assert manifest.summary.refers == ("step-00000001",)
+    assert {file.rank for file in manifest.references} == {0, 1, 2, 3}
+    assert {component.name: component.fingerprint for component in manifest.components} == expected["recorded"]
+    answer = verify_checkpoint(tmp_path / "run" / "step-00000002", contents=True)
+    assert answer.error is None
+    assert answer.data["components"][0]["contents"] == expected["model"]

@@ -8,9 +8,11 @@ from collections import Counter, OrderedDict
 import numpy as np
 import pytest
 import torch
+from kit.backends.reuse_cases import SHAPES, Chain, whole_state
 
 import trainfold
 from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.layout.shard import Shard
@@ -113,6 +115,15 @@ def test_the_reader_of_the_specification_puts_the_slices_of_many_ranks_together(
     sizes = [path.stat().st_size for path in (tmp_path / "run" / "step-00000001").glob("ema-*")]
     assert max(sizes) < TABLE.nbytes  # each rank wrote a part of it
     assert found["rng"] == [{"rank": 0}, {"rank": 1}]
+
+
+def test_the_reader_of_the_specification_reads_through_references(reader, tmp_path):
+    chain = Chain(2, cut=True, store=LocalStore(tmp_path / "run"))
+    chain.save(1, dict.fromkeys(SHAPES, 0))
+    chain.save(2, {name: int(name == "half") for name in SHAPES})
+    found = reader["read_checkpoint"](tmp_path / "run" / "step-00000002")
+    for name, tensor in whole_state(2, chain.expected["step-00000002"]).model.params.items():
+        assert same_bits(tensor, found["model"]["params"][name]), name
 
 
 def test_the_reader_needs_neither_trainfold_nor_torch(root):
