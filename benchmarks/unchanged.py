@@ -83,7 +83,7 @@ def change_all(model, optimizer):
     """Change every tensor of the model too, from its first element on."""
     optimizer.step()
     with torch.no_grad():
-        torch._foreach_add_([each for each in model.parameters() if not each.requires_grad], 1.0)  # noqa: SLF001
+        torch._foreach_add_([each for each in model.parameters() if not each.requires_grad], 1.0)
 
 
 def main():

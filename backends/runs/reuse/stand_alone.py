@@ -10,7 +10,7 @@ from trainfold.backends.runs.commit import delete_stale, proved_bytes
 from trainfold.backends.runs.scan import read_manifest, read_root
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import DIGEST_PREFIX, digest_of
-from trainfold.core.errors import CheckpointDamaged, CheckpointError, TrainfoldError
+from trainfold.core.errors import CheckpointDamaged, CheckpointError, SaveFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, index_name
 from trainfold.core.format.manifest import INLINE_BYTES, IndexRecord, Manifest, encode_index
 from trainfold.core.save.file_layout import FilePlan
@@ -31,6 +31,8 @@ def write_all_alone(store: Store, names: Sequence[str]) -> tuple[list[str], list
     for name in names:
         try:
             done[name] = write_alone(store, name)
+        except SaveFailed:
+            raise
         except CheckpointError as error:
             wrong.append(error)
     for name, manifest in done.items():

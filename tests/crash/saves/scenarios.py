@@ -23,8 +23,8 @@ from crash.disk.syscalls import Handler, watched
 from trainfold.adapters.cli.prune import Keep, prune_run
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.best.best_file import save_best
-from trainfold.backends.runs.reuse import unchanged
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
+from trainfold.backends.runs.reuse import unchanged
 from trainfold.backends.stores import direct_io
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core import tree

@@ -129,7 +129,7 @@ class Chain:
             entry = examine(self.store, inventory, name).entry(name)
             assert entry.problem is None, entry.problem
             for file in entry.manifest.references:
-                assert not entry.head.step == trainfold.core.format.file_names.step_of(file.checkpoint)
+                assert entry.head.step != trainfold.core.format.file_names.step_of(file.checkpoint)
                 assert self.store.size(file.path(name)) == file.size_bytes
             wanted = self.expected[name]
             like = TrainState(trainer=Progress())

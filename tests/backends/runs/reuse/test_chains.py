@@ -1,11 +1,11 @@
 """Law: a chain of saves of which each writes only what has changed loads the same bits as full saves do."""
 
 import pytest
-import trainfold
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.backends.reuse_cases import SHAPES, Chain, parts_equal, state_of
 
+import trainfold
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.core.save.retention import keep_last
@@ -51,7 +51,10 @@ def follow(chain, moves):
 @settings(max_examples=15, deadline=None)
 @given(moves=MOVES, held=st.booleans())
 @example(moves=[("save", set()), ("save", set(SHAPES)), ("prune", 1), ("save", {"rows"})], held=True)
-@example(moves=[("save", {"rows"}), ("save", {"rows"}), ("rewind", 0), ("again", {"large"}), ("save", set()), ("prune", 1)], held=False)
+@example(
+    moves=[("save", {"rows"}), ("save", {"rows"}), ("rewind", 0), ("again", {"large"}), ("save", set()), ("prune", 1)],
+    held=False,
+)
 def test_a_chain_of_saves_loads_the_bits_that_full_saves_load(moves, held):
     """Any leaves change, none or all; steps are saved again, the run is rewound, and old checkpoints are deleted in between."""
     follow(Chain(held=held), moves)
@@ -59,7 +62,9 @@ def test_a_chain_of_saves_loads_the_bits_that_full_saves_load(moves, held):
 
 @settings(max_examples=5, deadline=None)
 @given(moves=MOVES, cut=st.booleans(), held=st.booleans())
-@example(moves=[("save", {"half"}), ("save", {"large"}), ("prune", 1), ("rewind", 0), ("save", set())], cut=True, held=True)
+@example(
+    moves=[("save", {"half"}), ("save", {"large"}), ("prune", 1), ("rewind", 0), ("save", set())], cut=True, held=True
+)
 @example(moves=[("save", {"large"}), ("save", set()), ("again", {"rows"})], cut=False, held=False)
 def test_a_chain_of_saves_of_several_ranks_loads_the_bits_that_full_saves_load(moves, cut, held):
     """X04: leaves that ranks hold whole and share the writing of, and leaves that they hold in parts."""
@@ -73,7 +78,8 @@ def test_what_has_not_changed_is_not_written_and_what_has_is():
     (first, _), (second, full) = chain.written_bytes
     assert first == full > 2**20 > 10 * 4096 > second
     manifest = read_manifest(chain.store, "step-00000002")
-    assert manifest.head.schema_version == 4 and manifest.summary.refers == ("step-00000001",)
+    assert manifest.head.schema_version == 4
+    assert manifest.summary.refers == ("step-00000001",)
     chain.save(3, changed(ALL, {"rows"}))
     # what really has the bytes, and not what refers to them
     assert read_manifest(chain.store, "step-00000003").summary.refers == ("step-00000001", "step-00000002")

@@ -1,0 +1,127 @@
+"""Commands read through references, say what refers to what, and write checkpoints again so that they stand alone."""
+
+from unittest import mock
+
+import pytest
+import torch
+from kit.adapters import cli_cases
+from kit.adapters.cli_cases import flip
+from kit.backends.reuse_cases import SHAPES, Chain, whole_state
+
+import trainfold
+from trainfold.backends.runs.reuse import stand_alone
+from trainfold.backends.runs.scan import read_manifest
+from trainfold.backends.stores.local import LocalStore
+from trainfold.core.errors import CheckpointDamaged, SaveFailed
+from trainfold.core.state.state import Progress, TrainState
+
+call = cli_cases.call
+answered = cli_cases.answered
+ALL = dict.fromkeys(SHAPES, 0)
+NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
+
+
+def made(path, ranks=1, *, cut=False):
+    chain = Chain(ranks, cut=cut, store=LocalStore(path))
+    for step in (1, 2, 3):
+        chain.save(step, {name: int(name == "half") * step for name in SHAPES})
+    return chain
+
+
+@pytest.fixture
+def chain(tmp_path):
+    return made(tmp_path / "a")
+
+
+@pytest.fixture
+def run(chain, tmp_path):
+    return tmp_path / "a"
+
+
+def test_ls_and_inspect_say_what_a_checkpoint_refers_to(run, call, answered):
+    out, _ = call("ls", run)
+    assert "refers to step-00000001" in out
+    found, _ = answered("ls", run)
+    assert [each["refers"] for each in found["checkpoints"]] == [[], NAMES[:1], NAMES[:1]]
+    out, _ = call("inspect", run / NAMES[1])
+    assert f"{NAMES[0]}/model-00000-of-00001.safetensors" in out
+    found, _ = answered("inspect", run / NAMES[1])
+    assert found["refers"] == NAMES[:1]
+
+
+def test_verify_reads_the_files_of_others(run, call, answered):
+    found, _ = answered("verify", run / NAMES[2], "--contents")
+    assert {each["name"] for each in found["files"]} >= {f"{NAMES[0]}/model-00000-of-00001.safetensors"}
+    flip(run / NAMES[0] / "model-00000-of-00001.safetensors", 100_000)
+    found, _ = answered("verify", run / NAMES[2], code=CheckpointDamaged.exit_code)
+    assert all(NAMES[0] in problem["where"] for problem in found["problems"])
+
+
+def test_diff_compares_a_checkpoint_with_the_one_that_it_refers_to(run, answered):
+    found, _ = answered("diff", run / NAMES[1], run / NAMES[2], code=3)
+    assert {leaf["name"] for leaf in found["leaves"]} == {
+        "model.params['half']",
+        "ema['w']",
+        "trainer.step",
+        "trainer.samples",
+    }
+
+
+def test_prune_keeps_what_is_referred_to_and_says_why(run, chain, answered):
+    found, _ = answered("prune", run, "--keep-last", "1")
+    kept = {each["name"]: each["why"] for each in found["kept"]}
+    assert kept[NAMES[0]] == [f"{NAMES[2]} refers to its files"]
+    assert [each["name"] for each in found["deleted"]] == NAMES[1:2]
+    chain.check()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_flatten_makes_the_newest_stand_alone_so_that_the_others_may_go(ranks, tmp_path, answered):
+    run = tmp_path / "a"
+    chain = made(run, ranks, cut=ranks > 1)
+    before = read_manifest(chain.store, NAMES[2])
+    announced, _ = answered("prune", run, "--keep-last", "1", "--flatten", "--dry-run")
+    assert read_manifest(chain.store, NAMES[2]) == before
+    found, _ = answered("prune", run, "--keep-last", "1", "--flatten")
+    assert found["flattened"] == announced["flattened"] == NAMES[2:]
+    assert found["deleted"] == announced["deleted"]
+    assert chain.names() == NAMES[2:]
+    chain.check()
+    after = read_manifest(chain.store, NAMES[2])
+    assert (after.head.revision, after.head.schema_version, after.references) == (1, 3, ())
+    assert after.summary.fingerprints == before.summary.fingerprints
+    assert answered("verify", run / NAMES[2])[0]["verified"]
+    assert sorted(chain.store.list(NAMES[2])) == sorted((*after.names, "manifest.json"))
+    again, _ = answered("prune", run, "--keep-last", "1", "--flatten")
+    assert again["flattened"] == again["deleted"] == []
+    chain.restart(3)
+    chain.save(4, ALL)
+    chain.check()
+
+
+def test_flatten_refuses_what_is_damaged_and_deletes_nothing_that_it_needs(run, chain, answered):
+    flip(run / NAMES[0] / "model-00000-of-00001.safetensors", 100_000)
+    found, _ = answered("prune", run, "--keep-last", "1", "--flatten", code=CheckpointDamaged.exit_code)
+    assert found["flattened"] == found["deleted"] == []
+    assert chain.names() == NAMES
+    assert not [name for name in chain.store.list(NAMES[2]) if ".r1." in name]
+
+
+def test_flatten_that_fails_leaves_the_old_checkpoint(run, chain, answered):
+    with mock.patch.object(
+        LocalStore, "commit", side_effect=SaveFailed("x", expected="a commit", found="a fault", fix="try again")
+    ):
+        answered("prune", run, "--keep-last", "1", "--flatten", code=SaveFailed.exit_code)
+    assert not [name for name in chain.store.list(NAMES[2]) if ".r1." in name]
+    chain.check()
+    assert chain.names() == NAMES
+    answered("prune", run, "--keep-last", "1", "--flatten")
+    chain.check()
+
+
+def test_a_step_is_written_again_without_other_data_than_it_had(chain):
+    """The contents of the new revision are those of the old one, tensor by tensor."""
+    stand_alone.write_alone(chain.store, NAMES[1])
+    chain.check()
+    state = trainfold.load(chain.store, like=TrainState(trainer=Progress()), step=2)
+    assert torch.equal(state.model.params["half"], whole_state(2, {**ALL, "half": 2}).model.params["half"])
