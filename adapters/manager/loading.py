@@ -40,7 +40,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
-from trainfold.core.save.reuse.base import NO_BASE, base_of
+from trainfold.core.save.reuse.base import NO_BASE, base_from
 from trainfold.core.state.components import validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
@@ -305,7 +305,7 @@ class LoadRunner:
         (manifest, checkpoint), self.loader.source = self.loader.source, (None, "")
         if self.saves.base is not None:
             rank = self.loader.collectives.rank
-            self.saves.base = NO_BASE if manifest is None else without_collecting(base_of)(manifest, checkpoint, rank)
+            self.saves.base = NO_BASE if manifest is None else without_collecting(base_from)(manifest, checkpoint, rank)
         self.events.report("restored", step=step)
         names = self.loader.components
         if names is not None and "trainer" not in names:

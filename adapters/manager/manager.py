@@ -56,12 +56,10 @@ class CheckpointManager:
         mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
         max_extra_bytes: memory that an async save may use beside the state, 8 MiB of it for the writer; None for as much as the state.
             With 0 an update waits until everything is written.
-        hold_check: whether an async save compares the bytes that it holds with those that it commits, to find writers that neither a hook nor a
-            version counter shows. It reads the state twice more.
+        hold_check: whether an async save finds writers that neither a hook nor a version counter shows. It reads the state twice more.
         check_replicas: what is compared of what ranks should have alike. ``"quick"``: all at the first save, then a 16th of each tensor; ``"tensor"``: all
             at each save; ``"full"``: also after each restore; ``"none"``: only structures and contracts. A number: also all, each so many steps, in the background.
-        reuse_unchanged: whether a save writes only the leaves that have changed since the checkpoint before, and refers to that one for the others, such
-            as a frozen base. Such a checkpoint needs the files of the others; retention keeps them.
+        reuse_unchanged: whether a save writes only leaves that have changed, and refers to earlier checkpoints, which then stay, for the others.
         when_busy: what a save does while another is under way: ``"wait"`` for it, or ``"skip"``, which leaves its cadence due; best and last wait.
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
@@ -140,8 +138,7 @@ class CheckpointManager:
             self._asked = asked = UnusedManager(store.url)
             self._saves = SaveRunner(store, world, options, due=due, first=first, events=events, rehearsal=rehearsal, lease=lease,
                                      pruner=Pruner(store, retention, left_behind))  # fmt: skip
-            loader = RunLoader(store, world, names, policy, agreed, proves=options.check_replicas == "full")
-            self._loads = LoadRunner(loader, self._saves, due, first, asked, events, rehearsal)
+            self._loads = LoadRunner(RunLoader(store, world, names, policy, agreed, proves=options.check_replicas == "full"), self._saves, due, first, asked, events, rehearsal)  # fmt: skip
             self._check_run = given.RunCheck(names)
             self._how = f"{store.url!r}, {mode}, {given.cadence_text(every, every_secs)}, keep: {retention}"
         self._lease = lease

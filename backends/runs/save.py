@@ -60,7 +60,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives, World
 from trainfold.core.save.file_layout import TensorPlacement
 from trainfold.core.save.replicas import Proof, absent_optional
-from trainfold.core.save.reuse.base import Base, base_of
+from trainfold.core.save.reuse.base import Base, base_from
 from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.save.written import Wrote, incomplete_file, manifest_of, whole_manifest
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -334,5 +334,5 @@ def run_save(  # noqa: PLR0913 - keywords
         raise
     return SaveResult(
         store.url, directory, head.step, head.timeline, size_bytes, fingerprints, head.forks, head.run_id, omitted, files,
-        base_of(mine[0], directory, rank) if is_base else None,
+        base_from(mine[0], directory, rank) if is_base else None,
     )  # fmt: skip

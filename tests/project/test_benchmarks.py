@@ -28,6 +28,7 @@ KEYS = {
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},
+    "unchanged": {"rows"},
 }
 TARGETS = {
     "agreement": ["a vote", "sockets of rank 0"],
@@ -84,6 +85,7 @@ TARGETS = {
         "1,000 saves",
     ],
     "step": ["time", "first steps too", "peak memory", "same bits"],
+    "unchanged": ["bytes of adapters", "time of adapters", "CPU time if everything"],
 }
 
 

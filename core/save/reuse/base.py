@@ -48,7 +48,7 @@ NO_BASE: Final = Base(0, {})
 """Of the first save of a run."""
 
 
-def base_of(manifest: Manifest, directory: str, rank: int) -> Base:
+def base_from(manifest: Manifest, directory: str, rank: int) -> Base:
     """What a rank has stored in a checkpoint.
 
     Args:

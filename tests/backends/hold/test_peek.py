@@ -1,4 +1,4 @@
-"""A leaf that is looked at before it is written: what is read is what was held, whatever its owner does meanwhile, and it can be read again."""
+"""A leaf that is looked at before it is written: its bytes are those of the call, whatever its owner does meanwhile, and they can be read again."""
 
 import threading
 

@@ -24,9 +24,9 @@ FEWEST = {
     "long_life": (300, 60_000),  # naming a best syncs the named checkpoint, so a crash can lose less
     "two_ranks": (300, 40_000),
     "direct": (250, 18_000),
-    "references": (300, 50_000),
-    "references_rewound": (300, 50_000),
-    "flatten": (300, 50_000),
+    "references": (300, 60_000),
+    "references_rewound": (300, 40_000),
+    "flatten": (300, 40_000),
 }
 
 

@@ -18,7 +18,7 @@ from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard, make_shard
 from trainfold.core.save.retention import Saved, keep_last
-from trainfold.core.save.reuse.base import NO_BASE, base_of
+from trainfold.core.save.reuse.base import NO_BASE, base_from
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 
@@ -109,7 +109,7 @@ class Chain:
     def restart(self, step):
         """Take what the next save refers to from a checkpoint, as a restore does."""
         manifest = read_manifest(self.store, directory_of(step))
-        self.bases = [base_of(manifest, directory_of(step), rank) for rank in range(self.ranks)]
+        self.bases = [base_from(manifest, directory_of(step), rank) for rank in range(self.ranks)]
         head = manifest.head
         self.descent = trainfold.core.state.parent_checkpoint.ParentCheckpoint(head.timeline, head.step, head.forks)
 

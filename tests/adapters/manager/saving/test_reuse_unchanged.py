@@ -14,7 +14,7 @@ from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.runs.snapshot import describe_state
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import CheckpointDamaged
-from trainfold.core.save.reuse.base import base_of
+from trainfold.core.save.reuse.base import base_from
 from trainfold.core.save.save_plan import plan_save
 
 MIB = 2**20
@@ -121,7 +121,7 @@ def test_the_plan_says_what_is_not_written(tmp_path):
 
 def _plan(tmp_path):
     store = LocalStore(tmp_path / "run")
-    base = base_of(read_manifest(store, "step-00000002"), "step-00000002", 0)
+    base = base_from(read_manifest(store, "step-00000002"), "step-00000002", 0)
     state = trainfold.load(store, like=trainfold.TrainState(trainer=trainfold.Progress()))
     snapshot = describe_state(state.evolve(trainer=trainfold.Progress(step=3)))
     plan = plan_save([snapshot.described], step=3, only=0)
