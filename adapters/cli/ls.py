@@ -123,7 +123,7 @@ def _proved(store: Store, inventory: Inventory) -> Inventory:
         if manifest is None:
             continue
         bytes_left -= store.size(f"{entry.name}/{MANIFEST}") or 0
-        files_left -= len(manifest.names)
+        files_left -= len(manifest.names) + len(manifest.references)
         if bytes_left < 0 or files_left < 0:
             break
     return inventory

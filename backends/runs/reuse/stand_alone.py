@@ -25,6 +25,9 @@ def write_all_alone(store: Store, names: Sequence[str]) -> tuple[list[str], list
 
     Returns:
         Those that stand alone now, and what is wrong with the others.
+
+    Raises:
+        SaveFailed: if one cannot be written; those before it stand alone.
     """
     done: dict[str, Manifest] = {}
     wrong = []

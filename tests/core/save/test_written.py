@@ -23,7 +23,7 @@ def test_a_file_that_is_not_there_in_its_size_stops_the_commit_and_is_named():
         FileRecord("ema-00001-of-00002.safetensors", "ema", 1, 8, "xxh3:"),
         IndexRecord("index-00001-of-00002.json", 1, 9, "xxh3:"),
     ]
-    sizes = {file.name: file.size_bytes for file in records}
+    sizes = {file.path("step-00000003"): file.size_bytes for file in records}
     assert incomplete_file(records, "runs/a", "step-00000003", sizes) is None
     for name, size in sizes.items():
         assert "no file" in str(incomplete_file(records, "runs/a", "step-00000003", {**sizes, name: None}))
