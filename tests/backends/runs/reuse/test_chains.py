@@ -8,6 +8,7 @@ from kit.backends.reuse_cases import SHAPES, Chain, parts_equal, state_of
 import trainfold
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.scan import read_manifest
+from trainfold.backends.stores.local import LocalStore
 from trainfold.core.save.retention import keep_last
 
 ALL = dict.fromkeys(SHAPES, 0)
@@ -116,3 +117,16 @@ def test_a_file_that_is_gone_is_not_referred_to():
     chain.save(2, ALL)
     assert not read_manifest(chain.store, "step-00000002").references
     chain.check()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_ranks_that_read_for_each_other_read_through_references(cut, tmp_path):
+    """Files of two checkpoints may have one name: each is read by its own place."""
+    chain = Chain(2, cut=cut, store=LocalStore(tmp_path / "run", is_shared=True))
+    chain.save(1, ALL)
+    chain.save(2, wanted := changed(ALL, {"half", "flags"}))
+
+    def loaded(ranks):
+        parts_equal(trainfold.load(chain.store, like=state_of(2, ALL, ranks, cut=False), collectives=ranks), wanted)
+
+    run_threads(3, loaded)
