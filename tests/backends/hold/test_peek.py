@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainfold.backends.hold.held_leaf import Move
 from trainfold.backends.hold.hold import Hold
 from trainfold.core.errors import SaveFailed
 from trainfold.core.tensor_memory import tensor_bytes
@@ -133,3 +134,39 @@ def test_a_part_of_a_leaf_is_looked_at_and_written():
     tensor.zero_()
     assert peeked(leaf, 16, 8) == before[16:24]
     assert rest(hold) == before[8:24]
+
+
+def test_an_update_cannot_begin_while_a_piece_is_copied(monkeypatch):
+    """Or it would write to bytes that are being compared."""
+    tensor = torch.arange(12.0)
+    hold, leaf = held(tensor)
+    look_at, free = leaf.handover.watch.look_at, []
+
+    def looking(name):
+        other = threading.Thread(target=lambda: free.append(leaf.handover.mutex.acquire(blocking=False)))
+        other.start()
+        other.join()
+        look_at(name)
+
+    monkeypatch.setattr(leaf.handover.watch, "look_at", looking)
+    peeked(leaf, 0, 8)
+    assert free == [False]
+    hold.release()
+
+
+def test_bytes_that_the_owner_is_copying_are_waited_for():
+    tensor = torch.arange(12.0)
+    before = bytes(tensor_bytes(tensor.clone()))
+    hold, leaf = held(tensor)
+    move, found = Move(), []
+    leaf.move(move, 16)
+    assert peeked(leaf, 0, 16) == before[:16]
+    writer = threading.Thread(target=lambda: found.append(peeked(leaf, 8, 16)))
+    writer.start()
+    writer.join(0.1)
+    assert writer.is_alive()
+    move.is_over = True
+    leaf.handover.writer.ring()
+    writer.join(10)
+    assert found == [before[8:24]]
+    hold.release()
