@@ -24,13 +24,18 @@ FEWEST = {
     "long_life": (300, 60_000),  # naming a best syncs the named checkpoint, so a crash can lose less
     "two_ranks": (300, 40_000),
     "direct": (250, 18_000),
-    "references": (300, 60_000),
+    "references": (250, 30_000),
     "references_rewound": (300, 40_000),
     "flatten": (300, 40_000),
 }
 
 
-@pytest.fixture(scope="module", params=SCENARIOS)
+LONG = {"references_rewound"}  # as `rewind` and `save_again`, with files that another checkpoint needs
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SCENARIOS]
+)
 def scene(request):
     """The name and the effects of a scenario, recorded once."""
     return request.param, record(SCENARIOS[request.param])

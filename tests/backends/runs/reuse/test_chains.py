@@ -49,7 +49,7 @@ def follow(chain, moves):
     chain.check()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(moves=MOVES, held=st.booleans())
 @example(moves=[("save", set()), ("save", set(SHAPES)), ("prune", 1), ("save", {"rows"})], held=True)
 @example(
@@ -61,7 +61,7 @@ def test_a_chain_of_saves_loads_the_bits_that_full_saves_load(moves, held):
     follow(Chain(held=held), moves)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(moves=MOVES, cut=st.booleans(), held=st.booleans())
 @example(
     moves=[("save", {"half"}), ("save", {"large"}), ("prune", 1), ("rewind", 0), ("save", set())], cut=True, held=True
