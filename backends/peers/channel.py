@@ -36,11 +36,16 @@ class Channel:
         theirs: the key of those that it receives.
         secs: how long a frame may take.
         peer: the other side, for messages.
+
+    Attributes:
+        sent_bytes: the bytes of all frames sent, with heads and digests.
+        received_bytes: those received.
     """
 
     def __init__(self, sock: socket.socket, mine: bytes, theirs: bytes, *, secs: float, peer: str) -> None:
         self._sock, self._mine, self._theirs, self._secs, self._peer = sock, mine, theirs, secs, peer
         self._sent = self._received = 0
+        self.sent_bytes = self.received_bytes = 0
 
     def send(self, value: Any) -> None:
         """Send a JSON value.
@@ -83,6 +88,20 @@ class Channel:
         for start in range(0, len(memory), PIECE_BYTES):
             self._receive(_BYTES, bytearray(), memory[start : start + PIECE_BYTES])
 
+    def wait(self) -> None:
+        """Wait, for as long as it takes, until the other side sends a frame, which then has its time.
+
+        Raises:
+            PeerLost: if the other side is gone.
+        """
+        self._sock.settimeout(None)
+        try:
+            is_there = self._sock.recv(1, socket.MSG_PEEK)
+        except OSError as error:
+            raise lost(self._peer, "send", error) from error
+        if not is_there:
+            raise lost(self._peer, "send", "the end of the connection")
+
     def close(self) -> None:
         """Close the connection."""
         self._sock.close()
@@ -91,6 +110,7 @@ class Channel:
         head = _HEAD.pack(kind, len(payload))
         tag = _tag(self._mine, self._sent, head, payload)
         self._sent += 1
+        self.sent_bytes += len(head) + len(payload) + len(tag)
         self._sock.settimeout(self._secs)
         try:
             for part in (head, payload, tag):
@@ -113,6 +133,7 @@ class Channel:
         if not hmac.compare_digest(tag, _tag(self._theirs, self._received, head, memory or payload)):
             raise self._refused("bytes that it has sent", "others")
         self._received += 1
+        self.received_bytes += len(head) + size + len(tag)
 
     def _refused(self, expected: str, found: object) -> PeerRefused:
         return PeerRefused(

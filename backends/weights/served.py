@@ -7,6 +7,7 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.backends.peers.channel import Channel, check_token, introduced, lost
+from trainfold.backends.peers.listener import prompt
 from trainfold.backends.weights.server import asked
 from trainfold.core.errors import PeerRefused
 from trainfold.core.format.codec import torch_dtype
@@ -55,22 +56,36 @@ class ServedWeights:
         except OSError as error:
             raise lost(peer, "accept a connection", error) from error
         with sock:
+            prompt(sock)
             channel = introduced(sock, self._token, is_server=False, secs=self._secs, peer=peer)
             channel.send(asked(wanted))
-            while True:
-                message = channel.receive()
-                if "end" in message:
-                    return
-                if "error" in message:
-                    raise PeerRefused(
-                        peer, expected="weights", found=message["error"], fix=str(message.get("fix", "see the server"))
-                    )
-                yield _received(channel, message, wanted, peer)
+            while "end" not in (message := answer(channel, peer)):
+                yield received_tensor(channel, message, wanted, peer)
 
 
-def _received(
+def answer(channel: Channel, peer: str) -> dict[str, Any]:
+    """What the server says next.
+
+    Raises:
+        PeerRefused: if it says that it has failed.
+        PeerLost: if it is gone or late.
+    """
+    message = channel.receive()
+    if "error" in message:
+        fix = str(message.get("fix", "see the server"))
+        raise PeerRefused(peer, expected="weights", found=message["error"], fix=fix)
+    return message
+
+
+def received_tensor(
     channel: Channel, message: Mapping[str, Any], wanted: Mapping[str, Wanted], peer: str
 ) -> tuple[str, torch.Tensor]:
+    """Receive the tensor that a message announces.
+
+    Raises:
+        PeerRefused: if it is not one that is wanted; nothing is allocated then.
+        PeerLost: if the other side is gone or late.
+    """
     name, dtype, shape = (message.get(key) for key in ("name", "dtype", "shape"))
     each = wanted.get(name) if isinstance(name, str) else None
     held = [] if each is None else [stop - start for start, stop in each.box]

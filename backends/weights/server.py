@@ -1,12 +1,10 @@
 """`WeightServer`: gives the tensors of a source to programs that know its token, over TCP."""
 
-import socket
-import socketserver
-import threading
 from collections.abc import Mapping
 from typing import Any, Final, Self, final
 
-from trainfold.backends.peers.channel import check_token, introduced
+from trainfold.backends.peers.channel import Channel
+from trainfold.backends.peers.listener import Listener
 from trainfold.core.errors import PeerLost, PeerRefused, TrainfoldError, error_text
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
@@ -15,6 +13,7 @@ from trainfold.core.weights.source import Wanted, WeightSource
 
 _CLIENTS: Final = 64
 _SECS: Final = 60.0
+_PEER: Final = "a client of the server of weights"
 
 
 @final
@@ -58,33 +57,24 @@ class WeightServer:
         secs: float = _SECS,
         most_clients: int = _CLIENTS,
     ) -> None:
-        secret, slots = check_token(token, "WeightServer.token"), threading.BoundedSemaphore(most_clients)
-
-        class Client(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                if slots.acquire(blocking=False):
-                    try:
-                        _serve(self.request, secret, source, secs)
-                    finally:
-                        slots.release()
-
         self._source = source
-        self._server = _Server((host, port), Client)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), daemon=True, name="trainfold-weights"
+        self._listener = Listener(
+            lambda channel: send_weights(channel, wanted_of(channel.receive(), _PEER), source),
+            token=token,
+            host=host,
+            port=port,
+            secs=secs,
+            most_clients=most_clients,
+            peer=_PEER,
         )
-        self._thread.start()
+        self.port: int = self._listener.port
 
     def __repr__(self) -> str:
-        host, port = self._server.server_address[:2]
-        return f"WeightServer({self._source!r}, {host!r}, {port})"
+        return f"WeightServer({self._source!r}, {self._listener.host!r}, {self.port})"
 
     def close(self) -> None:
         """Stop to accept clients; those that are connected get no more."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._listener.close()
 
     def __enter__(self) -> Self:
         return self
@@ -93,19 +83,12 @@ class WeightServer:
         self.close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
+def send_weights(channel: Channel, wanted: Mapping[str, Wanted], source: WeightSource, **last: Any) -> None:
+    """Send what a source supplies: each tensor after its name, and at the end their number, with ``last``; or the error of the source.
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that is refused or lost is its own trouble, and strangers may connect as often as they like."""
-
-
-def _serve(sock: socket.socket, token: str, source: WeightSource, secs: float) -> None:
-    peer = "a client of the server of weights"
-    channel = introduced(sock, token, is_server=True, secs=secs, peer=peer)
-    wanted = wanted_of(channel.receive(), peer)
+    Raises:
+        PeerLost: if the client is gone.
+    """
     account, count = Account(wanted), 0
     try:
         for name, tensor in source.supply(wanted):
@@ -119,7 +102,7 @@ def _serve(sock: socket.socket, token: str, source: WeightSource, secs: float) -
         fix = error.fix if isinstance(error, TrainfoldError) else "see the program that serves the weights"
         channel.send({"error": error_text(error)[:2000], "fix": fix})
         return
-    channel.send({"end": count})
+    channel.send({"end": count, **last})
 
 
 def asked(wanted: Mapping[str, Wanted]) -> dict[str, Any]:
