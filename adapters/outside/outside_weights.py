@@ -102,6 +102,18 @@ class OutsideWeights:
                 fix="call manager.restore(live) before the loop, or live.take_weights() without a manager",
             )
 
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The tensors of the model now, this rank's part of each by its first name: what is trained, frozen parameters, and buffers."""
+        named = named_shards(self._model)
+        params = {name: leaf_of(each.detach(), f"model.params[{name!r}]") for name, each in named.params.items()}
+        trained = {name: each for name, each in params.items() if named.params[name].requires_grad}
+        frozen = {name: each for name, each in params.items() if name not in trained}
+        return (
+            trained,
+            frozen,
+            {name: leaf_of(each, f"model.buffers[{name!r}]") for name, each in named.buffers.items()},
+        )
+
     def take(self, world: Collectives) -> None:
         """Write what the source supplies into the model; every rank calls, and a failure on one is raised on all.
 

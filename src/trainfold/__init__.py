@@ -16,6 +16,7 @@ The rest is public by subject::
     managers, retention                     when a run is saved, and what stays
     evaluation, metrics                     evaluation in parts
     construct                               a model on the meta device, and values for what no checkpoint has
+    weights, diloco                         weights from outside, and many workers on a slow network
     stores, ranks                           where bytes go, and who takes part
     errors                                  all of them, each with its fix
 
@@ -33,6 +34,7 @@ _MODULES = (
     "accumulation",
     "construct",
     "data",
+    "diloco",
     "errors",
     "evaluation",
     "managers",

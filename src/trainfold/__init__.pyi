@@ -4,6 +4,7 @@ from trainfold import (
     accumulation as accumulation,
     construct as construct,
     data as data,
+    diloco as diloco,
     errors as errors,
     evaluation as evaluation,
     managers as managers,
