@@ -48,6 +48,13 @@ def unit_of(value: Any) -> WorkUnit:
     return WorkUnit(start, stop)
 
 
+def number_of(value: Any) -> int:
+    """A number from 0 on."""
+    if type(value) is not int or value < 0:
+        raise ValueError("a number from 0 on")
+    return value
+
+
 def mark_of(value: Any) -> str:
     """A mark: a short text."""
     if not isinstance(value, str) or len(value) > _LONGEST:

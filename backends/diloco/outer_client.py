@@ -12,6 +12,7 @@ from trainfold.backends.diloco.messages import (
     field,
     mark_of,
     names_of,
+    number_of,
     receive_tensors,
     send_tensors,
     unit_of,
@@ -93,7 +94,7 @@ class OuterClient:
                 return "over"
             if "stale" in message:
                 return "stale"
-            self.round = field(message, "round", int, self._peer)
+            self.round = field(message, "round", number_of, self._peer)
             return field(message, "unit", unit_of, self._peer)
 
         return self._ask(talk)

@@ -50,7 +50,8 @@ class Rounds:
 
     def leave(self, worker: str) -> "Rounds":
         """Do not wait for a worker any more: it has ended. What it has contributed counts; what it trained on is handed out again."""
-        return attrs.evolve(self.without_unit(worker), members=self.members - {worker}, idle=self.idle - {worker})
+        before = self.without_unit(worker)
+        return attrs.evolve(before, members=before.members - {worker}, idle=before.idle - {worker})
 
     def accept(self, worker: str, mark: str, unit: WorkUnit) -> "Rounds | None":
         """Count the unit of a worker in this round; None if it cannot be counted: it is too late, or somebody else has that unit.

@@ -85,6 +85,8 @@ def test_each_sample_counts_once_in_the_state_that_survives(size, total, actions
         else:
             getattr(world, action)(worker)
         assert len(set(world.counted)) == len(world.counted)
+        waits = world.rounds.idle - world.rounds.sent.keys()
+        assert not waits or world.rounds.units.is_exhausted, "somebody waits although there is work"
     world.finish()
     assert sorted(world.counted) == list(range(total))
 
@@ -99,6 +101,15 @@ def test_a_round_waits_for_its_members_and_for_nobody_else():
     late = rounds.close("n")  # at the deadline
     assert late.members == {"a"}
     assert late.units.returned == (WorkUnit(4, 8),)
+
+
+def test_who_waits_for_work_gets_that_of_a_worker_that_ends():
+    """It waited for ever: it was still noted as one for whom there is nothing, so nobody asked it again."""
+    rounds, _ = Rounds(WorkUnits(4, 4), "m").hand_out("a")
+    rounds, none = rounds.hand_out("b")
+    assert (none, rounds.idle) == (None, {"b"})
+    left = rounds.leave("a")
+    assert (left.idle, left.units.returned) == (frozenset(), (WorkUnit(0, 4),))
 
 
 def test_what_is_late_or_of_another_history_is_not_counted():

@@ -1,0 +1,324 @@
+"""The server of rounds: whoever is late, hangs, ends or is hostile loses what it sends, and nobody else loses anything."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainfold
+from trainfold.backends.diloco.messages import VERSION
+from trainfold.backends.diloco.outer_client import OuterClient
+from trainfold.backends.diloco.outer_server import DilocoServer
+from trainfold.backends.peers.channel import introduced
+from trainfold.backends.weights.served import ServedWeights
+from trainfold.core.diloco.outer_step import outer_state
+from trainfold.core.diloco.work_units import WorkUnit
+from trainfold.core.errors import InvalidArgument, PeerLost, PeerRefused, TrainfoldError
+from trainfold.core.weights.source import Wanted
+from trainfold.properties.contracts import check_weight_source
+
+TOKEN = "a token that both sides know"
+PLAIN = trainfold.optimizer(torch.optim.SGD, lr=1.0)
+WANTED = {
+    "weight": Wanted("float32", (1, 3), ((0, 1), (0, 3))),
+    "bias": Wanted("float32", (1,), ((0, 1),)),
+}
+
+
+class Rounds:
+    """A server of a tiny model, whose loop runs in a thread."""
+
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 1)
+        state = outer_state(self.model, optimizer=PLAIN)
+        given = {"unit_samples": 4, "total_samples": 16, "grace_secs": 30.0, "secs": 10.0, "optimizer": PLAIN}
+        self.server = DilocoServer(state, token=TOKEN, **{**given, **options})
+        self.states = []
+        self.thread = threading.Thread(target=lambda: self.states.extend(self.server.rounds()), daemon=True)
+        self.thread.start()
+
+    def client(self, **options):
+        return OuterClient("127.0.0.1", self.server.port, token=TOKEN, **{"secs": 10.0, "retry_secs": 0.0, **options})
+
+    def channel(self):
+        sock = socket.create_connection(("127.0.0.1", self.server.port))
+        channel = introduced(sock, TOKEN, is_server=False, secs=5.0, peer="the server")
+        channel.send({"join": VERSION})
+        assert channel.receive()["joined"] == VERSION
+        return channel
+
+    def work_off(self):
+        """A worker that does all that is left; return the units that it got."""
+        client, found = self.client(), []
+        dict(client.take(WANTED))
+        while (unit := client.work()) != "over":
+            if unit == "stale":
+                dict(client.take(WANTED))
+                continue
+            found.append(unit)
+            client.send(unit, self.local())
+        client.close()
+        return found
+
+    def local(self):
+        return {name: each.detach() for name, each in self.model.named_parameters()}
+
+    def end(self):
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        return self.states[-1]
+
+
+@pytest.fixture
+def rounds(request):
+    made = Rounds(**getattr(request, "param", {}))
+    yield made
+    made.server.close()
+
+
+def units(*starts):
+    return [WorkUnit(start, start + 4) for start in starts]
+
+
+def test_one_worker_does_all(rounds):
+    assert rounds.work_off() == units(0, 4, 8, 12)
+    assert rounds.end().trainer.samples == 16
+
+
+def test_its_weights_keep_the_contract_of_a_source(rounds):
+    """J01: for workers, and for those who only read."""
+    tensors = {name: each.detach() for name, each in rounds.model.named_parameters()}
+    check_weight_source(lambda: ServedWeights("127.0.0.1", rounds.server.port, token=TOKEN), tensors)
+
+
+def stuck(rounds):
+    """A worker that has a unit, and does nothing."""
+    client = rounds.client()
+    dict(client.take(WANTED))
+    return client, client.work()
+
+
+@pytest.mark.parametrize("rounds", [{"grace_secs": 0.3}], indirect=True)
+def test_a_worker_that_is_late_has_weight_zero_and_its_unit_is_handed_out_again(rounds):
+    late, unit = stuck(rounds)
+    assert rounds.work_off() == units(4, 0, 8, 12)
+    assert late.send(unit, rounds.local()) is None
+    assert late.work() == "over"
+    late.close()
+    assert rounds.end().trainer.samples == 16
+
+
+@pytest.mark.parametrize("rounds", [{"grace_secs": 0.3, "total_samples": 4}], indirect=True)
+def test_a_worker_that_hangs_with_the_last_unit_does_not_stop_the_run(rounds):
+    """The others have nothing to send, so no round would ever be over."""
+    late, _ = stuck(rounds)
+    assert rounds.work_off() == units(0)
+    late.close()
+    assert rounds.end().trainer.samples == 4
+
+
+def test_the_unit_of_a_worker_that_ends_is_handed_out_at_once(rounds):
+    client, unit = stuck(rounds)
+    client.close()
+    assert unit in units(0)
+    assert sorted(rounds.work_off()) == units(0, 4, 8, 12)
+
+
+def test_the_end_of_a_connection_does_not_lose_the_work(rounds):
+    """It comes again with the same unit and mark, as after a kill of the server."""
+    client, unit = stuck(rounds)
+    client.close()
+    assert client.send(unit, rounds.local()) is not None
+    client.close()
+    assert rounds.work_off() == units(4, 8, 12)
+
+
+def test_weights_are_there_before_the_loop_and_no_round_is_lost_if_it_is_left(rounds):
+    """A loop may end early, such as for a budget of rounds, and another one goes on."""
+    state = outer_state(rounds.model, optimizer=PLAIN)
+    with DilocoServer(state, token=TOKEN, unit_samples=4, total_samples=16, optimizer=PLAIN, secs=10.0) as server:
+        client = OuterClient("127.0.0.1", server.port, token=TOKEN, secs=10.0, retry_secs=0.0)
+        dict(client.take(WANTED))
+        found = []
+
+        def work():
+            while (unit := client.work()) != "over":
+                found.append(client.send(unit, rounds.local()))
+            client.close()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        for _ in server.rounds():
+            break
+        states = list(server.rounds())
+        thread.join()
+        assert len(states) == 3
+        assert states[-1].trainer.samples == 16
+        assert None not in found
+
+
+SENDS = {
+    "a name that is not due": [{"name": "other", "dtype": "float32", "shape": [1, 3]}],
+    "another shape": [{"name": "weight", "dtype": "float32", "shape": [1 << 40, 3]}],
+    "no dtype": [{"name": "weight", "dtype": "object", "shape": [1, 3]}],
+    "nothing": [{"end": 0}],
+    "no message": [{"x": 1}],
+}
+
+
+@pytest.mark.parametrize("case", SENDS)
+def test_what_a_worker_sends_is_checked_before_memory_is_taken(case, rounds):
+    """U05: it loses its connection, and its unit goes to another."""
+    client, unit = stuck(rounds)
+    client.close()
+    channel = rounds.channel()
+    channel.send({"send": [unit.start, unit.stop], "mark": client.mark})
+    assert "go" in channel.receive()
+    with pytest.raises(PeerLost):
+        for each in SENDS[case]:
+            channel.send(each)
+        channel.receive()
+    channel.close()
+    assert sorted(rounds.work_off()) == units(0, 4, 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(lambda each: each * float("nan"), "not finite"), (lambda each: each.long(), None)]
+)
+def test_what_is_no_number_is_refused_and_the_others_go_on(change, said, rounds):
+    client, unit = stuck(rounds)
+    with pytest.raises(PeerRefused if said else PeerLost, match=said):
+        client.send(unit, {name: change(each) for name, each in rounds.local().items()})
+    client.close()
+    assert sorted(rounds.work_off()) == units(0, 4, 8, 12)
+    assert all(each.isfinite().all() for each in rounds.end().model.params.values())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=8),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=6), each, max_size=3),
+    max_leaves=8,
+)
+ASKS = st.dictionaries(st.sampled_from(["join", "wanted", "work", "send", "mark", "end"]), JSON, max_size=3)
+
+
+def test_no_message_stops_the_server():
+    """U05: whatever a program that knows the token says; afterwards another one does all the work."""
+    rounds = Rounds(secs=0.5)
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(ASKS, min_size=1, max_size=3))
+    def say(messages):
+        channel = rounds.channel()
+        try:
+            for each in messages:
+                channel.send(each)
+            channel._sock.shutdown(socket.SHUT_WR)
+            while True:
+                channel.receive()
+        except TrainfoldError:
+            pass
+        finally:
+            channel.close()
+
+    say()
+    assert sorted(rounds.work_off()) == units(0, 4, 8, 12)
+    rounds.end()
+    rounds.server.close()
+
+
+def test_strangers_get_nothing(rounds):
+    with pytest.raises(TrainfoldError):
+        OuterClient("127.0.0.1", rounds.server.port, token=TOKEN + "!", secs=5.0, retry_secs=0.0).connect()
+    for greeting in (b"GET / HTTP/1.1\r\n\r\n", b""):
+        with socket.create_connection(("127.0.0.1", rounds.server.port)) as stranger:
+            stranger.sendall(greeting)
+    assert rounds.work_off() == units(0, 4, 8, 12)
+
+
+JOINED = {"joined": 1, "fragments": [["bias"], ["weight"]]}
+SAYS = {
+    "another version": ["connect", {"joined": 2}],
+    "fragments that are no names": ["connect", {"joined": 1, "fragments": [[3]]}],
+    "a unit without an end": ["work", JOINED, {"unit": [3], "round": 0}],
+    "a unit that ends before it begins": ["work", JOINED, {"unit": [3, 1], "round": 0}],
+    "no round": ["work", JOINED, {"unit": [0, 4]}],
+    "a round that is no number": ["work", JOINED, {"unit": [0, 4], "round": "1"}],
+    "a tensor that was not asked for": ["take", JOINED, {"name": "x", "dtype": "float32", "shape": [1]}],
+    "a mark that is too long": ["take", JOINED, {"end": 0, "mark": "m" * 100}],
+    "a fragment of another size": ["send", JOINED, {"go": 1}, {"name": "bias", "dtype": "float32", "shape": [1 << 40]}],
+}
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_what_a_server_says_is_checked(case):
+    """U05."""
+    what, *says = SAYS[case]
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        sock, _ = listening.accept()
+        with sock:
+            channel = introduced(sock, TOKEN, is_server=True, secs=5.0, peer="a client")
+            for each in says:
+                channel.send(each)
+            try:
+                while True:
+                    channel.receive()
+            except TrainfoldError:
+                pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    client = OuterClient("127.0.0.1", listening.getsockname()[1], token=TOKEN, secs=5.0, retry_secs=0.0)
+    do = {
+        "connect": client.connect,
+        "work": client.work,
+        "take": lambda: dict(client.take(WANTED)),
+        "send": lambda: client.send(WorkUnit(0, 4), {"bias": torch.ones(1)}),
+    }
+    with pytest.raises(PeerRefused):
+        do[what]()
+    client.close()
+    thread.join()
+    listening.close()
+
+
+def test_a_server_that_stays_away_is_an_error_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    begun = time.monotonic()
+    with pytest.raises(PeerLost, match=f"127.0.0.1:{port}"):
+        OuterClient("127.0.0.1", port, token=TOKEN, secs=5.0, retry_secs=0.3).work()
+    assert 0.1 < time.monotonic() - begun < 5.0
+
+
+@pytest.mark.parametrize("rounds", [{"total_samples": 40}, {"total_samples": 40, "fragments": 2}], indirect=True)
+def test_a_round_sends_the_due_fragment_once_each_way(rounds):
+    """Beside it, less than 600 bytes a tensor: heads, digests, names, the unit."""
+    client = rounds.client()
+    dict(client.take(WANTED))
+    for number in range(4):
+        unit = client.work()
+        before = client.sent_bytes, client.received_bytes
+        due = rounds.server.plan.due(number)
+        local = {name: each for name, each in rounds.local().items() if name in due}
+        assert client.send(unit, local).keys() == local.keys()
+        size = sum(each.nbytes for each in local.values())
+        for now, then in zip((client.sent_bytes, client.received_bytes), before, strict=True):
+            assert size <= now - then < size + 600 * len(local)
+    client.close()
+
+
+def test_numbers_are_checked():
+    state = outer_state(torch.nn.Linear(2, 1))
+    for wrong in ({"unit_samples": 0}, {"total_samples": -1}, {"fragments": 3}, {"grace_secs": 0}):
+        with pytest.raises(InvalidArgument):
+            DilocoServer(state, token=TOKEN, **{"unit_samples": 4, "total_samples": 8, **wrong})
+    with pytest.raises(PeerRefused, match="token"):
+        DilocoServer(state, token="short", unit_samples=4, total_samples=8)

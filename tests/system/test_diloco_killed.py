@@ -1,0 +1,187 @@
+"""Workers and a server of DiLoCo as real processes, killed with SIGKILL: each sample counts once in the weights that are left."""
+
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+import trainfold
+
+TOKEN = "a token that both sides know"
+SAMPLES, UNIT = 144, 4
+
+SERVER = """
+import sys, torch, trainfold
+from trainfold.diloco import DilocoServer, outer_state
+
+run, port, fragments, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+plain = trainfold.optimizer(torch.optim.SGD, lr=1.0)
+model = torch.nn.ParameterDict({name: torch.zeros(SAMPLES) for name in "ab"})
+state = outer_state(model, optimizer=plain)
+with trainfold.CheckpointManager(run, every=every, keep_last=2) as manager:
+    if manager.should_load(state):
+        state = manager.load(state)
+    server = DilocoServer(state, token=TOKEN, unit_samples=UNIT, total_samples=SAMPLES, optimizer=plain, port=port,
+                          fragments=fragments, grace_secs=20.0)
+    with server:
+        print(server.port, flush=True)
+        for state in server.rounds():
+            manager.step(state)
+            print("round", state.trainer.step, flush=True)
+        manager.finish(state)
+"""
+
+WORKER = """
+import sys, time, torch, trainfold
+from trainfold.construct import materialize, on_meta
+from trainfold.diloco import DilocoWorker
+
+def build():
+    return torch.nn.ParameterDict({name: torch.zeros(SAMPLES) for name in "ab"})
+
+run, port = sys.argv[1], int(sys.argv[2])
+model = on_meta(build)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.0)
+materialize(model, "cpu")
+worker = DilocoWorker("127.0.0.1", port, token=TOKEN, retry_secs=60.0)
+live = trainfold.attach(model, optimizer, weights=worker)
+with trainfold.CheckpointManager(run, every=1, keep_last=2) as manager:
+    manager.restore(live)
+    print("begins at", live.progress.step, flush=True)
+    for unit in worker.units(live):
+        for index in unit.positions:
+            for each in model.values():
+                each.grad = torch.zeros(SAMPLES)
+                each.grad[index] = -1.0
+            optimizer.step()
+            live.advance(samples=1)
+            time.sleep(0.005)
+        manager.step(live)
+print("over", worker.sent_bytes, worker.received_bytes, flush=True)
+"""
+
+
+class Programs:
+    """Starts and kills them."""
+
+    def __init__(self, warm_python, folder, *, fragments=1, every=1):
+        self.warm, self.folder, self.options = warm_python, folder, (fragments, every)
+        self.port, self.rounds, self.ends = 0, [], {}
+        self.all = []
+
+    def start(self, code, *arguments):
+        head = f"TOKEN, SAMPLES, UNIT = {TOKEN!r}, {SAMPLES}, {UNIT}\n"
+        command = self.warm.command("-c", head + code, *map(str, arguments))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=self.folder)
+        self.all.append(process)
+        return process
+
+    def server(self):
+        process = self.start(SERVER, self.folder / "server", self.port, *self.options)
+        self.port = int(process.stdout.readline())
+        return process
+
+    def worker(self, name):
+        return self.start(WORKER, self.folder / f"worker-{name}", self.port)
+
+    def end(self):
+        for each in self.all:
+            each.kill()
+            each.wait()
+            each.stdout.close()
+
+
+@pytest.fixture
+def programs(warm_python, tmp_path, request):
+    made = Programs(warm_python, tmp_path, **getattr(request, "param", {}))
+    yield made
+    made.end()
+
+
+def read_until(process, number):
+    """Read the server's lines until a round has ended."""
+    for line in process.stdout:
+        if line.startswith("round") and int(line.split()[1]) >= number:
+            return
+    raise AssertionError("the server has ended")
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def final_state(folder):
+    model = torch.nn.ParameterDict({name: torch.zeros(SAMPLES) for name in "ab"})
+    plain = trainfold.optimizer(torch.optim.SGD, lr=1.0)
+    return trainfold.load(folder / "server", like=trainfold.diloco.outer_state(model, optimizer=plain))
+
+
+def check_each_counted_once(state):
+    """A sample that counted moved its own weight by a share of its round; each once, or another one would be missing."""
+    assert state.trainer.samples == SAMPLES
+    for each in state.model.params.values():
+        assert (each > 0).all(), "a sample was skipped"
+        assert all(any(abs(value - 1 / count) < 1e-9 for count in (1, 2, 3)) for value in each.tolist())
+
+
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
+def test_each_sample_counts_once_whoever_is_killed(seed, programs):
+    """G09, J01, J05: a worker is killed and comes back with its own optimizer, the server is killed and goes on, and all end."""
+    chance = random.Random(seed)
+    server = programs.server()
+    workers = [programs.worker(name) for name in "abc"]
+    begun = [each.stdout.readline() for each in workers]
+    assert begun == ["begins at 0\n"] * 3
+    read_until(server, chance.randint(1, 3))
+    time.sleep(chance.random() * 0.03)
+    kill(workers[1])
+    read_until(server, chance.randint(4, 5))
+    workers[1] = programs.worker("b")
+    assert int(workers[1].stdout.readline().split()[-1]) > 0, "it continues from its own checkpoint"
+    time.sleep(chance.random() * 0.05)
+    kill(server)
+    server = programs.server()
+    assert server.communicate(timeout=60)[0]
+    assert server.returncode == 0
+    for each in workers:
+        assert "over" in each.communicate(timeout=60)[0]
+        assert each.returncode == 0
+    check_each_counted_once(final_state(programs.folder))
+
+
+@pytest.mark.slow(5)
+@pytest.mark.long
+@pytest.mark.parametrize("programs", [{"every": 5}], indirect=True)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_server_had_not_saved_is_trained_again(seed, programs):
+    """It saves every fifth round, so up to four are lost, and their units are handed out again to workers that take the older weights."""
+    server = programs.server()
+    workers = [programs.worker(name) for name in "ab"]
+    read_until(server, 8 + seed)
+    kill(server)
+    server = programs.server()
+    assert "round 6" in server.communicate(timeout=60)[0]
+    for each in workers:
+        assert "over" in each.communicate(timeout=60)[0]
+    check_each_counted_once(final_state(programs.folder))
+
+
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("programs", [{"fragments": 2}], indirect=True)
+def test_each_fragment_has_what_was_trained_when_its_turn_came(programs):
+    """One after the other is exchanged, so a unit is in a fragment after at most as many rounds as there are fragments; the last unit is in one alone."""
+    server = programs.server()
+    workers = [programs.worker(name) for name in "ab"]
+    assert server.communicate(timeout=60)[0]
+    for each in workers:
+        assert "over" in each.communicate(timeout=60)[0]
+    state = final_state(programs.folder)
+    assert state.trainer.samples == SAMPLES
+    moved = [(each > 0).sum().item() for each in state.model.params.values()]
+    assert max(moved) == SAMPLES
+    assert SAMPLES - min(moved) <= 2 * UNIT  # the last round
