@@ -43,6 +43,7 @@ class DilocoWorker:
     ) -> None:
         self._shown = f"DilocoWorker({host!r}, {port})"
         self._client = OuterClient(host, port, token=token, secs=secs, retry_secs=retry_secs)
+        self._is_looping = False  # in `units`, which closes the connection at its end
         self._exchanged: dict[str, torch.Tensor] | None = (
             None  # the weights after an exchange, until the model has them
         )
@@ -73,7 +74,11 @@ class DilocoWorker:
             PeerRefused: if it does not know the token, or serves another model.
         """
         if self._exchanged is None:
-            yield from self._client.take(wanted)
+            try:
+                yield from self._client.take(wanted)
+            finally:
+                if not self._is_looping:
+                    self._client.close()
         else:
             yield from ((name, each) for name, each in self._exchanged.items() if name in wanted)
 
@@ -88,6 +93,7 @@ class DilocoWorker:
             PeerRefused: if it refuses what was sent, such as weights that are not finite.
             InvalidState: if the server exchanges other parameters than those that are trained here, or training has changed a buffer.
         """
+        self._is_looping = True
         try:
             self._check(live)
             assert live.outside is not None
@@ -99,6 +105,7 @@ class DilocoWorker:
                 yield unit
                 self._exchange(live, unit, before)
         finally:
+            self._is_looping = False
             self._client.close()
 
     def _check(self, live: TakesWeights) -> None:
