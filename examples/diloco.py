@@ -42,7 +42,8 @@ class Inner:
 
     def step(self, windows: torch.Tensor) -> None:
         """Train on a batch."""
-        loss_of(self.model, windows).backward()
+        loss: Any = loss_of(self.model, windows)
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -52,6 +53,11 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Return nats per byte."""
     batch = as_batch(windows)
     return functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def windows_at(start: int, count: int) -> torch.Tensor:
+    """Return training windows by their position, counted over all epochs: each epoch has its own order."""
+    return CORPUS.train[torch.from_numpy(CURSOR.advance(start).batch_across(count))]
 
 
 @torch.no_grad()
@@ -97,10 +103,10 @@ def work(run: Path, port: int, name: str) -> None:
     with trainfold.CheckpointManager(run / name, every=STEPS, keep_last=2) as manager:
         manager.restore(live)
         for unit in worker.units(live):
-            samples = CURSOR.advance(unit.start).batch_across(len(unit))
-            for ids in torch.from_numpy(samples).split(BATCH):
-                inner.step(CORPUS.train[ids])
-                live.advance(samples=len(ids))
+            for start in range(unit.start, unit.stop, BATCH):
+                windows = windows_at(start, min(BATCH, unit.stop - start))
+                inner.step(windows)
+                live.advance(samples=len(windows))
             manager.step(live)
             record(
                 run, who="worker", pid=os.getpid(), samples=unit.stop, sent=worker.sent_bytes + worker.received_bytes
@@ -112,10 +118,9 @@ def data_parallel(run: Path, samples: int) -> None:
     torch.manual_seed(0)
     model = build()
     inner = Inner(model)
-    ids = torch.from_numpy(CURSOR.batch_across(samples))
     size = sum(each.numel() for each in model.parameters()) * 4
-    for step, each in enumerate(ids.split(WORKERS * BATCH), start=1):
-        inner.step(CORPUS.train[each])
+    for step in range(1, samples // (WORKERS * BATCH) + 1):
+        inner.step(windows_at((step - 1) * WORKERS * BATCH, WORKERS * BATCH))
         if step % STEPS == 0:
             sent = 2 * (WORKERS - 1) * size * step  # by the three together, in a ring
             record(run, who="data parallel", samples=step * WORKERS * BATCH, loss=held_out(model), sent=sent)

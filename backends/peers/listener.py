@@ -57,7 +57,7 @@ class Listener:
                     slots.release()
 
         self._server = _Server((host, port), Client)
-        self.host: str = self._server.server_address[0]
+        self.host = str(self._server.server_address[0])
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), daemon=True, name="trainfold-listener"

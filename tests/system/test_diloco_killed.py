@@ -1,8 +1,10 @@
 """Workers and a server of DiLoCo as real processes, killed with SIGKILL: each sample counts once in the weights that are left."""
 
+import json
 import random
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -185,3 +187,19 @@ def test_each_fragment_has_what_was_trained_when_its_turn_came(programs):
     moved = [(each > 0).sum().item() for each in state.model.params.values()]
     assert max(moved) == SAMPLES
     assert SAMPLES - min(moved) <= 2 * UNIT  # the last round
+
+
+@pytest.mark.slow(90)
+@pytest.mark.long
+def test_the_example_ends_and_draws(root, tmp_path):
+    """A worker and the server are killed in it; every sample counts."""
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, root / "examples" / "diloco.py", run, "main", "18000"], check=False, timeout=280
+    )
+    assert done.returncode == 0
+    entries = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    last = {each["who"]: each for each in entries}
+    assert last["diloco"]["samples"] == 18000
+    assert last["diloco"]["loss"] < 2.5
+    assert (run / "diloco.png").stat().st_size > 10_000
