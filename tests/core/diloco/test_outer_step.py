@@ -74,6 +74,7 @@ def test_who_is_who_changes_nothing(order, weights, optimizer):
 def test_the_mean_of_any_numbers_does_not_depend_on_their_order(pair):
     one, other = ([(1, torch.tensor([each])) for each in numbers] for numbers in pair)
     assert torch.equal(average(one), average(other))
+    assert torch.equal(average(one), average([(0, torch.tensor([float("nan")])), *one]))
 
 
 @given(st.integers(0, 3), st.lists(st.integers(1, 5), max_size=3))
