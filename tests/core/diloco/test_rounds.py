@@ -58,12 +58,12 @@ class World:
         for _ in range(2 * self.total + 2):
             if self.rounds.is_finished:
                 return
+            for worker in WORKERS:  # those for whom there was no work are asked again then
+                self.die(worker)
             for worker in "xy":
                 self.ask(worker)
                 self.send(worker)
-            for worker in WORKERS:
-                self.die(worker)
-            assert self.rounds.is_over or not self.rounds.sent
+            assert self.rounds.is_over
             self.close(saves=True)
         raise AssertionError("it does not end")
 
