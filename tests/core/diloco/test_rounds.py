@@ -2,7 +2,7 @@
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainfold.core.diloco.rounds import Rounds, resumed
@@ -68,7 +68,12 @@ class World:
         raise AssertionError("it does not end")
 
 
+STARTS = [("ask", "a", True), ("ask", "b", True), ("send", "a", True), ("close", "a", True)]  # b is late
+
+
 @settings(max_examples=400)
+@example(size=1, total=3, actions=[*STARTS, ("kill the server", "a", True)])
+@example(size=1, total=3, actions=[("ask", "a", True), ("late", "a", True), ("send", "a", True)])
 @given(
     size=st.integers(1, 5),
     total=st.integers(1, 40),
