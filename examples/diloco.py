@@ -38,7 +38,7 @@ class Inner:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
         plateau = trainfold.schedules.wsd(warmup_steps=50, decay_steps=0, decay="none")
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, plateau.__call__)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, plateau)
 
     def step(self, windows: torch.Tensor) -> None:
         """Train on a batch."""

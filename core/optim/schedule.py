@@ -21,7 +21,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {  # progress (0 to 1) -> what is
 
 
 @final
-@attrs.frozen
+@attrs.frozen(slots=False)  # `LambdaLR` saves the `__dict__` of what it calls
 class Schedule:
     """A warm-up, a plateau and a decay; make one with `constant`, `linear`, `cosine` or `wsd`.
 

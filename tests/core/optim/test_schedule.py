@@ -53,6 +53,9 @@ def test_a_schedule_has_the_bits_of_lambda_lr(schedule):
         assert inner.param_groups[0]["lr"] == 0.3 * schedule(step)
         inner.step()
         scheduler.step()
+    resumed = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3), schedule)
+    resumed.load_state_dict(scheduler.state_dict())  # torch saves the __dict__ of what it calls
+    assert resumed.get_last_lr() == [0.3 * schedule(25)]
 
 
 def test_a_plateau_lasts_until_the_decay():
