@@ -8,9 +8,9 @@ from typing import Any, Final, Protocol, final, runtime_checkable
 
 import torch
 
+from trainfold.adapters.parallel.stage_norm import StageNorm
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import InvalidArgument, RanksDisagree
-from trainfold.core.format.codec import DENSE
 from trainfold.core.layout.parallelism import Coordinates
 from trainfold.core.layout.stage import Stage, make_stage
 from trainfold.core.layout.world import World
@@ -87,6 +87,7 @@ class PipelineParallelism:
         self._inner = inner
         self._group = stages[0].group
         self._divisors = divisors
+        self._norm = StageNorm(stages, inner, self._group)
 
     def __repr__(self) -> str:
         here = self.coordinates
@@ -135,37 +136,7 @@ class PipelineParallelism:
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm over all stages: with the bits of the whole model's, if its parameters are in the order of the stages and are not cut."""
-        mine = self._norms(gradients)
-        device, count = self._inner.device, self._stages[0].num_stages
-        sizes = torch.zeros(count, dtype=torch.int64, device=device)
-        for index, norms in mine.items():
-            sizes[index] = norms.numel()
-        torch.distributed.all_reduce(sizes, group=self._group)
-        ends = sizes.cumsum(0).tolist()
-        every = torch.zeros(ends[-1], dtype=torch.float64, device=device)
-        for index, norms in mine.items():
-            every[ends[index] - norms.numel() : ends[index]] = norms
-        torch.distributed.all_reduce(every, group=self._group)  # each place has one number and zeros: the sum is exact
-        kinds = [norms.dtype for norms in mine.values() if norms.numel()]
-        total: torch.Tensor = torch.linalg.vector_norm(every.to(kinds[0] if kinds else torch.float32))
-        return total
-
-    def _norms(self, gradients: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Stage -> the norm of each gradient; one norm for all of the rank if some are cut."""
-        if not gradients:
-            return {}
-        if not set(map(type, gradients)) <= DENSE:
-            return {self._stages[0].stage_index: self._inner.norm(gradients).reshape(1)}
-        owner = {
-            id(parameter.grad): stage.stage_index
-            for stage in self._stages
-            for parameter in stage.submod.parameters()
-            if parameter.grad is not None
-        }
-        found: dict[int, list[torch.Tensor]] = {}
-        for gradient, norm in zip(gradients, torch._foreach_norm(gradients), strict=True):  # noqa: SLF001  # what torch's get_total_norm calls
-            found.setdefault(owner.get(id(gradient), self._stages[0].stage_index), []).append(norm)
-        return {index: torch.stack(norms) for index, norms in found.items()}
+        return self._norm.of(gradients)
 
     def from_last_stage(
         self, totals: Totals, *, is_weighted: bool, trouble: RanksDisagree | None

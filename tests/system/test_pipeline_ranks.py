@@ -114,17 +114,156 @@ dist.destroy_process_group()
 """
 
 
+NORMS = """
+import torch, torch.distributed as dist, trainfold
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+DATA = torch.Generator().manual_seed(7)
+GRADIENTS = {name: torch.randn(5, 3, generator=DATA) for name in ("emb.weight", "h.0.weight", "h.1.weight", "h.2.weight", "h.3.weight", "late.weight")}
+
+def part(*names, dtypes={}):
+    found = nn.ModuleDict()
+    for name in names:
+        *path, last, _ = name.split(".")
+        place = found
+        for key in path:
+            place[key] = place[key] if key in place else nn.ModuleDict()
+            place = place[key]
+        place[last] = nn.Linear(3, 5, bias=False, dtype=dtypes.get(name))
+    for name, each in found.named_parameters():
+        each.grad = GRADIENTS[name].to(each.dtype, copy=True)
+    return found
+
+def check(title, modules, order, dtypes={}):
+    whole = part(*order, dtypes=dtypes)
+    expected = torch.nn.utils.get_total_norm([each.grad for each in whole.parameters()])
+    mine = range(rank, len(modules), ranks) if title != "one object" else [(0, 3), (1, 2)][rank]
+    stages = [PipelineStage(modules[index], index, len(modules), torch.device("cpu")) for index in mine]
+    parameters = [each for stage in stages for each in stage.submod.parameters()]
+    live = trainfold.attach(stages, torch.optim.SGD(list(dict.fromkeys(parameters)), lr=0.1))
+    has_last = len(modules) - 1 in mine
+    loss = torch.tensor(1.0) if has_last else None
+    found = live.check(loss, clip_norm=float(expected) / 2)
+    assert found.grad_norm == float(expected), (title, found, expected)
+    nn.utils.clip_grad_norm_(whole.parameters(), float(expected) / 2)
+    named = dict(whole.named_parameters())
+    for stage in stages:
+        for name, each in stage.submod.named_parameters():
+            assert torch.equal(each.grad, named[name].grad), (title, name)
+    print(title, "as the whole", flush=True)
+    return live, stages, loss
+
+tied = ["emb.weight", "h.0.weight"], ["h.1.weight", "emb.weight", "late.weight"]
+live, stages, loss = check("tied", [part(*names) for names in tied], ["emb.weight", "h.0.weight", "h.1.weight", "late.weight"])
+
+# the parameters that have a gradient change: the copy that counts is the first one with a gradient
+whole = part("h.0.weight", "h.1.weight", "emb.weight", "late.weight")
+for module in (whole, *(stage.submod for stage in stages)):
+    for name, each in module.named_parameters():
+        each.grad = None if rank == 0 and name == "emb.weight" and module is not whole else GRADIENTS[name].clone()
+expected = torch.nn.utils.get_total_norm([each.grad for each in whole.parameters()])
+found = live.check(loss)
+assert found.grad_norm == float(expected), (found, expected)
+print("unfrozen as the whole", flush=True)
+
+# a copy that does not count still has to be finite
+for stage in stages:
+    for name, each in stage.submod.named_parameters():
+        each.grad = GRADIENTS[name] * (float("nan") if rank == 1 and name == "emb.weight" else 1)
+try:
+    live.check(loss)
+except trainfold.errors.NonFinite:
+    print("stopped by a copy", flush=True)
+
+shared = [part(*names) for names in (["emb.weight", "h.0.weight"], ["h.1.weight"], ["h.2.weight"], ["h.3.weight", "emb.weight"])]
+shared[3]["emb"] = shared[0]["emb"]
+check("one object", shared, ["emb.weight", "h.0.weight", "h.1.weight", "h.2.weight", "h.3.weight"])
+
+low = {"h.0.weight": torch.bfloat16, "h.1.weight": torch.bfloat16}
+halves = ["h.0.weight", "h.1.weight"], ["h.2.weight", "h.3.weight"]
+check("mixed", [part(*names, dtypes=low) for names in halves], ["h.0.weight", "h.1.weight", "h.2.weight", "h.3.weight"], low)
+low = dict.fromkeys(halves[1], torch.float16) | low
+check("low", [part(*names, dtypes=low) for names in halves], ["h.0.weight", "h.1.weight", "h.2.weight", "h.3.weight"], low)
+dist.destroy_process_group()
+"""
+
+
 def test_losses_norms_and_weights_are_those_of_the_whole_model(warm_python, tmp_path):
     """A09: a loss that is not finite on the last stage stops all; A06: the weight divides once; clipping is by the norm over all stages."""
+    outputs = run(PROGRAM, warm_python, tmp_path)
+    assert all("pass scale_grads=False to the schedule" in output for output in outputs), outputs
+    bare = "live.check of stage 1 of 2: expected gradients, as on other stages, found none"
+    assert all(bare in output for output in outputs), outputs
+    assert [f"h.{index}.weight" in outputs[0] for index in range(4)] == [True, True, False, False]
+    assert [f"h.{index}.weight" in outputs[1] for index in range(4)] == [False, False, True, True]
+    for output in outputs:
+        assert output.count("stopped\n") == output.count("stopped by a gradient\n") == 8, output
+
+
+def test_a_shared_weight_counts_once_and_all_stages_round_the_norm_alike(warm_python, tmp_path):
+    """A09, W24: the norm of stages that share a weight, or have other dtypes, is that of the whole model, and so are clipped gradients."""
+    for output in run(NORMS, warm_python, tmp_path):
+        for title in ("tied", "unfrozen", "one object", "mixed", "low"):
+            assert f"{title} as the whole" in output, output
+        assert "stopped by a copy" in output, output
+
+
+CUT = """
+import torch, torch.distributed as dist, trainfold
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import distribute_tensor
+
+class Part(nn.ModuleDict):
+    def forward(self, x):
+        return x
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shares"))
+index = mesh["stages"].get_local_rank()
+gradients = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+module = Part({name: nn.Linear(4, 4, bias=False) for name in (("0", "1"), ("2", "0", "3"))[index]})
+fully_shard(module, mesh=mesh["shares"])
+for name, each in module.named_parameters():
+    each.grad = distribute_tensor(gradients[int(name[0])], mesh["shares"], each.placements)
+stage = PipelineStage(module, index, 2, torch.device("cpu"), group=mesh["stages"].get_group())
+live = trainfold.attach(stage, torch.optim.SGD(module.parameters(), lr=0.1))
+loss = torch.tensor(1.0) if index else None
+found, expected = live.check(loss).grad_norm, float(torch.stack([each.norm() for each in gradients]).norm())
+assert abs(found - expected) < 1e-5, (found, expected)
+if index:
+    module["0"].weight.grad.to_local().fill_(float("inf"))
+try:
+    live.check(loss)
+except trainfold.errors.NonFinite:
+    print("stopped by a copy", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_a_shared_weight_that_is_cut_counts_once(warm_python, tmp_path):
+    """A09: stages under ``fully_shard``."""
+    outputs = run(CUT, warm_python, tmp_path, ranks=4)
+    assert all("stopped by a copy" in output for output in outputs), outputs
+
+
+def run(text, warm_python, tmp_path, *, ranks=2):
+    """The outputs of the processes that run a program."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(text)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(ranks),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
@@ -133,14 +272,8 @@ def test_losses_norms_and_weights_are_those_of_the_whole_model(warm_python, tmp_
             warm_python.command(program), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]  # fmt: skip
     outputs = [each.communicate(timeout=240)[0] for each in started]
-    assert [each.returncode for each in started] == [0, 0], outputs
-    assert all("pass scale_grads=False to the schedule" in output for output in outputs), outputs
-    bare = "live.check of stage 1 of 2: expected gradients, as on other stages, found none"
-    assert all(bare in output for output in outputs), outputs
-    assert [f"h.{index}.weight" in outputs[0] for index in range(4)] == [True, True, False, False]
-    assert [f"h.{index}.weight" in outputs[1] for index in range(4)] == [False, False, True, True]
-    for output in outputs:
-        assert output.count("stopped\n") == output.count("stopped by a gradient\n") == 8, output
+    assert [each.returncode for each in started] == [0] * ranks, outputs
+    return outputs
