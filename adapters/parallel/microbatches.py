@@ -193,6 +193,8 @@ class Microbatches:
         if trouble is not None:
             raise trouble
         self._loop.weighted.met(is_weighted)
+        if isinstance(ranks, PipelineParallelism):
+            self._loop.schedule.met(ranks.schedule_text)
         if isinstance(ranks, PipelineParallelism) and is_weighted and ranks.schedule_divisor != 1:
             raise InvalidArgument(
                 "live.check.weight",

@@ -122,6 +122,11 @@ class PipelineParallelism:
         """What the schedule has divided the gradients of this rank by: the number of its microbatches, or 1."""
         return max(self._divisors.values(), default=1)
 
+    @property
+    def schedule_text(self) -> str:
+        """What a resume compares of the schedule that has run these stages, in words."""
+        return f"{getattr(self._stages[0], 'chunks', None)} microbatches, gradients / {self.schedule_divisor}"
+
     def gradient_sync(self, *, enabled: bool) -> AbstractContextManager[Any]:
         """As for the modules of the stages."""
         return self._inner.gradient_sync(enabled=enabled)

@@ -10,7 +10,7 @@ from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.errors import InvalidState, RestoreRefused
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import DriftAction, make_drift
-from trainfold.core.state.notes import CLIP_NORM, RAMP, WEIGHTED
+from trainfold.core.state.notes import CLIP_NORM, RAMP, SCHEDULE, WEIGHTED
 
 _VARIES: Final = "live"  # as for a hyperparameter that a scheduler moves
 _NONE: Any = object()
@@ -80,18 +80,24 @@ class LoopSettings:
     Attributes:
         clip_norm: of `Live.check`.
         weighted: whether its loss has a weight.
+        schedule: of the pipeline that it checks: its microbatches, and what it divides gradients by; empty without one.
         ramp: the schedule of `Live.microbatch`, as microbatches of all shares of the data; empty without one.
     """
 
     clip_norm: LoopSetting = attrs.field(factory=lambda: LoopSetting(CLIP_NORM))
     weighted: LoopSetting = attrs.field(factory=lambda: LoopSetting(WEIGHTED))
+    schedule: LoopSetting = attrs.field(factory=lambda: LoopSetting(SCHEDULE, is_whole=True))
     ramp: LoopSetting = attrs.field(factory=lambda: LoopSetting(RAMP, is_whole=True))
 
     def contract(self) -> dict[str, Any]:
         """All of them, as far as the loop has said them."""
-        return self.clip_norm.contract() | self.weighted.contract() | self.ramp.contract()
+        return {key: value for each in self._each for key, value in each.contract().items()}
 
     def restored(self, contract: Mapping[str, Any], step: int, policy: Mapping[str, DriftAction]) -> None:
         """Take over what a checkpoint's contract has."""
-        for each in (self.clip_norm, self.weighted, self.ramp):
+        for each in self._each:
             each.restored(contract, step, policy)
+
+    @property
+    def _each(self) -> tuple[LoopSetting, ...]:
+        return self.clip_norm, self.weighted, self.schedule, self.ramp

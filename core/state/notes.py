@@ -17,8 +17,9 @@ CLIP_NORM: Final = "live.check.clip_norm"  # the key of the contract; restored, 
 
 _ATTACHED: Final = "attached."
 WEIGHTED: Final = "live.check.weight"  # so too: whether there is one
+SCHEDULE: Final = "live.check.schedule"  # so too: the microbatches of a pipeline, and what it divides gradients by
 RAMP: Final = "live.microbatch.of"  # so too, by `Live.microbatch`: the schedule, if it is one
-NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM, WEIGHTED, RAMP})
+NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM, WEIGHTED, SCHEDULE, RAMP})
 
 
 def is_of_each_rank(key: str) -> bool:

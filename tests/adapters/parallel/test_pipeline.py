@@ -1,17 +1,20 @@
 """Stages of a pipeline are attached as `PipelineStage` objects; the ranks save one model. Here ranks are threads, and stages only say where they are."""
 
 import copy
+import warnings
 
 import attrs
 import pytest
 import torch
 from kit.adapters.live_cases import Limit
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import load
+from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.format.fingerprint import fingerprint
@@ -213,3 +216,45 @@ def test_settings_that_replicas_of_a_stage_have_of_their_own_are_spared():
     assert told_at_the_first_save(lambda model, limit: None) == [None] * 4
     assert told_at_the_first_save(other_limit, {"limit.settings": "each_rank"}) == [None] * 4
     assert told_at_the_first_save(other_dropout, {"model.settings": "each_rank"}) == [None] * 4
+
+
+@pytest.fixture
+def process_group():
+    """A world of one process, for schedules."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches", "scaled", "found"),
+    [
+        (ScheduleGPipe, 4, True, None),
+        (Schedule1F1B, 8, True, "8 microbatches, gradients / 8"),
+        (Schedule1F1B, 4, False, "4 microbatches, gradients / 1"),
+    ],
+)
+@pytest.mark.usefixtures("process_group")
+def test_another_schedule_at_a_resume_is_said(kind, microbatches, scaled, found):
+    """A12, N02: other microbatches round the gradients otherwise, and without ``scale_grads`` they are larger."""
+    store = MemoryStore()
+
+    def train(kind, microbatches, *, scaled):
+        stage = PipelineStage(nn.Linear(2, 1), 0, 1, torch.device("cpu"))
+        schedule = kind(stage, microbatches, loss_fn=nn.functional.mse_loss, scale_grads=scaled)
+        live = attach(stage, torch.optim.SGD(stage.submod.parameters(), lr=0.1))
+        with CheckpointManager(store, every=None) as manager:
+            manager.restore(live)
+            schedule.step(torch.ones(8, 2), target=torch.ones(8, 1))
+            live.check(1.0)
+            live.advance(samples=8)
+            manager.save(live)
+
+    train(Schedule1F1B, 4, scaled=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(kind, microbatches, scaled=scaled)
+    said = [str(each.message) for each in caught if issubclass(each.category, ResumeDrift)]
+    assert len(said) == (found is not None), said
+    for text in said:
+        assert f"live.check.schedule: saved 4 microbatches, gradients / 4, wanted {found}" in text
