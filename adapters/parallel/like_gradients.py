@@ -42,7 +42,8 @@ def unlike(marks: Sequence[int], trained: Iterable[torch.nn.Parameter], ranks: P
     else:
         return None
     error = RanksDisagree(where, expected=expected, found=found, fix=fix)
-    place(error, rank=(bare or others)[0] if len(bare or others) == 1 else None)
+    odd, is_rank = bare or others, ranks.coordinates.world.size == len(marks)
+    place(error, rank=odd[0] if is_rank and len(odd) == 1 else None)
     return error
 
 

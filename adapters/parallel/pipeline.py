@@ -154,19 +154,20 @@ class PipelineParallelism:
             trouble: what ranks with the stages of this one have found.
         """
         shares, count = self.coordinates.data.size, self._stages[0].num_stages
-        flags = [float(rank in totals.suspects) for rank in range(shares)]
+        suspects = [float(rank + 1) for rank in totals.suspects]
+        suspects += [0.0] * (shares - len(suspects))
         loss, weight = read([totals.loss, totals.weight])
-        mine = [loss, weight, float(is_weighted), *flags] if self.has_loss else [0.0] * (3 + shares)
+        mine = [loss, weight, float(is_weighted), *suspects] if self.has_loss else [0.0] * (3 + shares)
         here = self._stages[0].stage_index
         troubled = [float(trouble is not None and stage == here) for stage in range(count)]
         told = torch.tensor([*mine, *troubled], dtype=torch.float64, device=self._inner.device)
         torch.distributed.all_reduce(told, group=self._group)
         loss, weight, weighted, *rest = told.tolist()
-        flags, troubled = rest[:shares], rest[shares:]
+        suspects, troubled = rest[:shares], rest[shares:]
         if any(troubled):
             first = next(stage for stage, flag in enumerate(troubled) if flag)
             trouble = self._told(trouble if first == here else None)
-        found = Totals(loss=loss, weight=weight, suspects=[rank for rank, flag in enumerate(flags) if flag])
+        found = Totals(loss=loss, weight=weight, suspects=[int(each) - 1 for each in suspects if each])
         return found, bool(weighted), trouble
 
     def _told(self, trouble: RanksDisagree | None) -> RanksDisagree:

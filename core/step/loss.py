@@ -43,8 +43,8 @@ class Totals:
         weight: the sum of the weights.
         samples: the number of samples.
         metrics: name -> (num, den) sums.
-        suspects: ranks whose loss or gradient is known not to be finite.
-        marks: by rank, which parameters have a gradient there, from `mark_of`; empty if nothing asked for it.
+        suspects: ranks, and not shares of the data, whose loss or gradient is known not to be finite.
+        marks: by share, which parameters have a gradient there, from `mark_of`; empty if nothing asked for it.
     """
 
     loss: Number = 0

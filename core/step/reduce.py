@@ -9,8 +9,7 @@ from functools import lru_cache
 import torch
 
 from trainfold.core.errors import RanksDisagree
-from trainfold.core.layout.parallelism import Parallelism
-from trainfold.core.layout.world import World
+from trainfold.core.layout.parallelism import Coordinates, Parallelism
 from trainfold.core.step.loss import Number, Totals, read
 
 _DIGEST_BYTES = 4  # so that a sum over two million ranks is exact in float64
@@ -99,7 +98,7 @@ def _exchanged(  # noqa: PLR0913 - keywords
         summed: what is summed.
     """
     world, names = parallelism.coordinates.data, sorted(totals.metrics)
-    numbers = _local_numbers(totals, seen, names, world)
+    numbers = _local_numbers(totals, seen, names, parallelism.coordinates)
     if mark is not None:
         numbers += [float(mark if rank == world.rank else 0) for rank in range(world.size)]
     stats = torch.tensor([*numbers, *map(float, present)], dtype=torch.float64)
@@ -150,13 +149,16 @@ def _marks(norm: float | None) -> tuple[int, int]:
     return int.from_bytes(digest[:2], "little"), int.from_bytes(digest[2:], "little")
 
 
-def _local_numbers(totals: Totals, flats: list[torch.Tensor], names: list[str], world: World) -> list[float | int]:
+def _local_numbers(totals: Totals, flats: list[torch.Tensor], names: list[str], here: Coordinates) -> list[float | int]:
     ratios: list[Number] = [number for name in names for number in totals.metrics[name]]
     peaks = [torch.linalg.vector_norm(flat, math.inf) for flat in flats]  # a maximum keeps NaN and inf
     loss, weight, *rest = read([totals.loss, totals.weight, *ratios, *peaks])
     ratio_numbers, peak_numbers = rest[: len(ratios)], rest[len(ratios) :]
     suspect = not all(map(math.isfinite, [loss, weight, *peak_numbers]))
-    flags = [float(suspect and rank == world.rank) for rank in range(world.size)]
+    # a share may be that of other ranks too: it says which rank it is, counted from 1
+    flags = [
+        float(here.world.rank + 1 if suspect and share == here.data.rank else 0) for share in range(here.data.size)
+    ]
     return [loss, weight, totals.samples, float(_digest(tuple(names))), *flags, *ratio_numbers]
 
 
@@ -176,7 +178,7 @@ def _global(summed: list[float], names: list[str], world_size: int, *, has_marks
         weight=weight,
         samples=int(samples),
         metrics={name: (ratios[2 * i], ratios[2 * i + 1]) for i, name in enumerate(names)},
-        suspects=[rank for rank, flag in enumerate(flags) if flag],
+        suspects=[int(flag) - 1 for flag in flags if flag],
         marks=[int(each) for each in marks],
     )
 

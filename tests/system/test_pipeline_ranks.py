@@ -71,7 +71,9 @@ for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInter
         before = [each.detach().clone() for each in parameters]
         try:
             live.check(torch.tensor(float("nan")) if last else None)
-        except trainfold.errors.NonFinite:
+        except trainfold.errors.NonFinite as error:
+            assert "not finite on ranks [1]" in str(error), error
+            assert error.rank == 1, error.rank
             print(kind.__name__, loss_fn.__name__, "stopped", flush=True)
         if not last:
             parameters[0].grad[0] = float("inf")
@@ -192,7 +194,7 @@ dist.destroy_process_group()
 
 
 def test_losses_norms_and_weights_are_those_of_the_whole_model(warm_python, tmp_path):
-    """A09: a loss that is not finite on the last stage stops all; A06: the weight divides once; clipping is by the norm over all stages."""
+    """A09, R09: a loss that is not finite on the last stage stops all, and its rank is named; A06: the weight divides once; clipping is by the norm over all stages."""
     outputs = run(PROGRAM, warm_python, tmp_path)
     assert all("pass scale_grads=False to the schedule" in output for output in outputs), outputs
     bare = "live.check of stage 1 of 2: expected gradients, as on other stages, found none"

@@ -99,6 +99,50 @@ def test_what_is_not_finite_on_one_stage_stops_all(where):
         assert ("not finite on ranks [1]" in text) == (where == "loss")
 
 
+class Peers(Stages):
+    """Two ranks that hold parts of one model have one share of the data, as under tensor parallelism; sums go over the ranks with the same parts."""
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        self.coordinates = Coordinates(self.coordinates.world, World(ranks.rank // 2, ranks.world_size // 2))
+
+    def all_sum(self, tensors):
+        every = self._ranks.gather(tensors)
+        return [sum(each) for each in zip(*every[self._ranks.rank % 2 :: 2], strict=True)]
+
+
+def test_ranks_are_named_and_not_their_shares_of_the_data():
+    """A09, R09: an operator drains the node of the rank that an error names."""
+
+    def train(ranks):
+        model = stage_of(1)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parallelism=Peers(ranks))
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        with pytest.raises(NonFinite) as caught:
+            live.check(math.nan if ranks.rank in (4, 5) else 1.0)
+        return str(caught.value), caught.value.rank
+
+    for rank, (text, named) in enumerate(run_threads(6, train)):
+        assert f"not finite on ranks [{4 + rank % 2}]" in text
+        assert named == 4 + rank % 2
+
+
+def test_a_share_without_gradients_is_not_taken_for_a_rank():
+    """A09, R09: share 2 is on the ranks 4 and 5."""
+
+    def train(ranks):
+        model = stage_of(1)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parallelism=Peers(ranks))
+        for each in model.parameters() if ranks.rank < 4 else ():
+            each.grad = torch.ones_like(each)
+        with pytest.raises(RanksDisagree, match="none on share 2 of 3") as caught:
+            live.check(1.0)
+        return caught.value.rank
+
+    assert run_threads(6, train) == [None] * 6
+
+
 def test_a_rank_without_a_batch_adds_no_loss_and_a_step_without_any_loss_is_refused():
     """A06: with weights, the gradients are those of the samples that there were."""
 
