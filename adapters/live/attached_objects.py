@@ -13,6 +13,7 @@ from trainfold.adapters.components.module import ModulePart
 from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_problems, own_module_parts
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
+from trainfold.adapters.live.module_parts import check_uncounted
 from trainfold.adapters.parallel.end_together import Uneven
 from trainfold.adapters.parallel.pipeline import PipelineParallelism, PipelineStage, noted_divisors, stage_of
 from trainfold.adapters.parallel.share import PositionOfShare
@@ -68,7 +69,7 @@ class AttachedObjects:
                 "attach.optimizer",
                 expected="a torch.optim.Optimizer",
                 found=type(optimizer).__qualname__,
-                fix="attach the optimizer itself, and a wrapper's own state under extra=",
+                fix="attach the optimizer itself, one for the parameters of all modules, and a wrapper's own state under extra=",
             )
         reshard(model, *(each for each in extra.values() if isinstance(each, torch.nn.Module)))
         check_real(model)
@@ -78,6 +79,8 @@ class AttachedObjects:
         self.scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
         self.extra = dict(extra)
         self.stage = stage_of(stages)
+        self._stage_modules = [each.submod for each in stages]
+        check_uncounted(extra, self._stage_modules)
         around = partial(PipelineParallelism, stages, noted_divisors(stages)) if stages else None
         self.ranks = ranks = TrainingRanks(parallelism, model, self.extra, around=around)
         self.sharing = Sharing(sharing, objects=self._maybe_modules(), ranks=lambda: ranks.parallelism)
@@ -216,6 +219,7 @@ class AttachedObjects:
             InvalidArgument: for a name or an object that cannot be attached.
         """
         components_of(TrainState(extra={name: target}))  # checks the name
+        check_uncounted({name: target}, self._stage_modules)
         reshard(*([target] if isinstance(target, torch.nn.Module) else []))
         check_whole([(f"register({name!r})", target)])
         part = self._part(name, target, self.names_of_parameters(named))

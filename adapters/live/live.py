@@ -316,7 +316,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
             if each in taken:
                 raise InvalidArgument("register.name", expected="a new name", found=each, fix="choose another name")
         parts = self._objects.new_parts(name, target, named, declared)
-        settings = attached_settings({name: target}, None)
+        settings = attached_settings({name: target}, None, is_part=self._objects.stage is not None)
         self._pending.give(name, parts, settings)
         self._objects.add(name, target, parts, declared)
         self._extras.update(self._objects.loader_extras())

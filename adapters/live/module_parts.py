@@ -1,12 +1,13 @@
 """`ModuleParts`: several modules as one model, such as the chunks of a pipeline stage on this rank, with the names of the whole model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.printable import with_article
+from trainfold.core.state.fqn import named_tensors
 
 
 @final
@@ -63,3 +64,31 @@ def as_module(model: Any) -> Any:
             fix="pass the modules themselves, each once; other objects belong under extra=",
         )
     return ModuleParts(model)
+
+
+def check_uncounted(extra: Mapping[str, Any], stages: Sequence[torch.nn.Module]) -> None:
+    """Raise for a module that counts the stages of this rank, such as an average of their ``ModuleList``: no other number of stages would have its names.
+
+    Args:
+        extra: the other components of the run.
+        stages: the modules of its stages; none for a whole model.
+
+    Raises:
+        InvalidArgument: naming the first of its tensors.
+    """
+    names = [named_tensors(each).params.keys() for each in stages]
+    for component, module in extra.items():
+        if not names or not isinstance(module, torch.nn.Module):
+            continue
+        counted: dict[str, list[str]] = {}
+        for name in named_tensors(module).params:
+            number, _, rest = name.partition(".")
+            counted.setdefault(number, []).append(rest)
+        for number, rests in counted.items():
+            if number.isdecimal() and set(rests) in names:
+                raise InvalidArgument(
+                    f"extra[{component!r}]",
+                    expected=f"the names of the whole model, such as {rests[0]!r}",
+                    found=f"{number + '.' + rests[0]!r}, with the number of a stage on this rank",
+                    fix="make it of the stages as one module, and register it: AveragedModel(live.modules[0]), live.register",
+                )

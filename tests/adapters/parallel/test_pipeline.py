@@ -9,6 +9,7 @@ import torch
 from kit.adapters.live_cases import Limit
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.optim.swa_utils import AveragedModel
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -160,6 +161,48 @@ def test_the_order_of_the_stages_in_the_list_does_not_matter():
         manager.save(attach(stages))
     state = attach(cut(0, 1)).capture()
     assert fingerprint(load(store, like=state, reset={"rng": "another"}))["model"] == fingerprint(state)["model"]
+
+
+def test_an_average_of_all_stages_of_a_rank_has_the_names_of_the_whole_model():
+    """W18, I05: two stages a rank, then one, then one process that has the whole model."""
+    store = MemoryStore()
+
+    def train(world, count):
+        live = attach(stages_of(world.rank, world.world_size, count))
+        model = live.modules[0]
+        average = AveragedModel(model)
+        live.register("ema", average)
+        with CheckpointManager(store, collectives=world) as manager:
+            manager.restore(live)
+            for each in model.parameters():
+                each.data += 1.0
+            average.update_parameters(model)
+            live.advance(samples=1)
+            manager.save(live)
+        return live.capture().extra["ema"]
+
+    run_threads(2, lambda world: train(world, 4))
+    run_threads(2, lambda world: train(world, 2))
+    (found,) = run_threads(1, lambda world: train(world, 1))
+    assert found.params.keys() == dict(WHOLE.named_parameters()).keys()
+    assert found.buffers["n_averaged"] == 3
+    # the first update copies: the mean of 1, 2 and 3 is added
+    torch.testing.assert_close(found.params["h.4.0.bias"], WHOLE.h["4"][0].bias + 2.0)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_average_of_stages_that_counts_them_is_refused(count):
+    """W24: its names would have the number of a stage on this rank, and fit no other number of stages."""
+    stages = stages_of(0, 2, count)
+    average = AveragedModel(nn.ModuleList([each.submod for each in stages]))
+    said = r"extra\['ema'\].*found '0\.emb\.weight'.*AveragedModel\(live\.modules\[0\]\)"
+    with pytest.raises(InvalidArgument, match=said):
+        attach(stages, extra={"ema": average})
+    live = attach(stages)
+    with pytest.raises(InvalidArgument, match=said):
+        live.register("ema", average)
+    live.register("head", nn.Sequential(nn.Linear(2, 2)))
+    assert attach(cut(0, 1), extra={"head": nn.ModuleList([cut(0, 1)])}).modules  # a whole model may be counted
 
 
 def told_at_the_first_save(change, sharing=None):
