@@ -9,12 +9,14 @@ import torch
 
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.resume_plan import ResumePlan
-from trainfold.core.resume.resumed import seed_of_other_ranks
+from trainfold.core.resume.resumed import drift_of_streams, seed_of_other_ranks
 from trainfold.core.rng import fold_in, make_key, seed_of
 from trainfold.core.state.state import Opaque, TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
 STREAMS_VERSION = 1  # of the form in which a live run saves its streams
+NO_STREAMS: Final = frozenset({"dtensor", "share", "shares"})
+"""What is saved beside streams: whether DTensors have drawn from that of the accelerator; which share of the data the rank read, and of how many."""
 
 
 def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device | None = None) -> dict[str, Any]:
@@ -50,32 +52,31 @@ def derive_streams(seed: int, *, step: int, rank: int = 0, device: torch.device 
     return found
 
 
-def with_derived_streams(state: TrainState, plan: ResumePlan, *, share: int) -> TrainState:
-    """The state with new streams, if those of the checkpoint belong to another number of ranks and the plan lets them go.
+def with_derived_streams(state: TrainState, plan: ResumePlan, *, share: int | None, rank: int) -> TrainState:
+    """The state with new streams, if those of the checkpoint belong to other ranks or shares of the data and the plan lets them go.
 
     Args:
         state: that was resumed; it still has the streams of the script.
         plan: of the resume.
-        share: of the data that this rank reads.
+        share: of the data that this rank reads; None for the one that the streams of the script name, or else one a rank.
+        rank: this rank.
     """
     seed = seed_of_other_ranks(plan)
     if seed is None or not isinstance(state.rng, Opaque):
         return state
-    device = next(
-        (name for name in state.rng.value if name not in ("version", "seed", "python", "numpy", "torch", "dtensor")),
-        None,
-    )
-    streams = derive_streams(seed, step=plan.step, rank=share, device=None if device is None else torch.device(device))
-    others = {name: value for name, value in state.rng.value.items() if name == "dtensor"}
+    others = {name: value for name, value in state.rng.value.items() if name in NO_STREAMS}
+    device = next(iter(state.rng.value.keys() - others.keys() - {"version", "seed", "python", "numpy", "torch"}), None)
+    mine = others.get("share", rank) if share is None else share
+    streams = derive_streams(seed, step=plan.step, rank=mine, device=None if device is None else torch.device(device))
     return state.evolve(rng=Opaque({**streams, **others}))
 
 
 def tell_of_streams(outcome: ResumePlan, world: Collectives) -> None:
     """Log, once a run, that the streams are new ones, if they are."""
-    seed = seed_of_other_ranks(outcome)
-    if seed is not None and world.rank == 0:
+    seed, drift = seed_of_other_ranks(outcome), drift_of_streams(outcome)
+    if seed is not None and drift is not None and world.rank == 0:
         _LOG.warning(
-            "%s: the saved random streams belong to %s and cannot continue on %d; new ones are derived from seed %d, step %d and the share of the "
+            "%s: the saved random streams belong to %s and cannot continue on %s; new ones are derived from seed %d, step %d and the share of the "
             "data that a rank reads: equal on ranks with the same share, and the same at each resume from this checkpoint",
-            f"{outcome.run}/{outcome.checkpoint}", "1 rank" if (saved := outcome.manifest.world_size) == 1 else f"{saved} ranks", world.world_size, seed, outcome.step,
+            f"{outcome.run}/{outcome.checkpoint}", drift.saved.removeprefix("random streams of "), drift.wanted.partition(";")[0], seed, outcome.step,
         )  # fmt: skip

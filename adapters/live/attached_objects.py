@@ -16,7 +16,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart, check_schedul
 from trainfold.adapters.live.module_parts import check_uncounted
 from trainfold.adapters.parallel.end_together import Uneven
 from trainfold.adapters.parallel.pipeline import PipelineParallelism, PipelineStage, noted_divisors, stage_of
-from trainfold.adapters.parallel.share import PositionOfShare
+from trainfold.adapters.parallel.share import PositionOfShare, known_share
 from trainfold.adapters.parallel.sharing import Shared, Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.sharded.dtensor import mesh_of, named_shards, reshard
@@ -198,7 +198,7 @@ class AttachedObjects:
         parts.update({n: part for n, part in extras.items() if n not in parts})
         parts["trainer"] = trainer
         params = list(named["model"].params.values())
-        parts["rng"] = RngPart(bound_device(params), mesh_of(params))
+        parts["rng"] = RngPart(bound_device(params), mesh_of(params), partial(known_share, self.ranks))
         return self.sharing.parts(parts)
 
     def new_sharing(self, name: str, target: Any, declared: Mapping[str, Shared] | None) -> Sharing:

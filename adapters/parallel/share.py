@@ -55,6 +55,16 @@ def shares_of(run: HasParallelism, world: Collectives) -> int:
     return 1 if here is None or here.world.size != world.world_size else here.data.size
 
 
+def known_share(run: HasParallelism) -> tuple[int, int] | None:
+    """The share of the data that this rank reads, and their number, for what is saved of it; None if neither the model nor the caller says it."""
+    here = _coordinates(run)
+    return (
+        None
+        if here is None or (here.world.size == 1 and _is_a_guess(run.parallelism))
+        else (here.data.rank, here.data.size)
+    )
+
+
 @final
 @attrs.frozen
 class PositionOfShare:
@@ -71,10 +81,8 @@ class PositionOfShare:
     def capture(self) -> Opaque:
         """The position, and the share if it is known."""
         found: Opaque = self.part.capture()
-        here = _coordinates(self.ranks)
-        if here is None or (here.world.size == 1 and _is_a_guess(self.ranks.parallelism)):
-            return found
-        return Opaque({**found.value, "share": here.data.rank, "shares": here.data.size})
+        known = known_share(self.ranks)
+        return found if known is None else Opaque({**found.value, "share": known[0], "shares": known[1]})
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Every reason why the position cannot be taken, or the epoch not begun."""

@@ -17,6 +17,7 @@ import torch
 from trainfold.adapters.components.component import Undo, wrong_kind
 from trainfold.adapters.sharded.dtensor import device_of_mesh, has_random_tracker, make_random_tracker
 from trainfold.adapters.streams.stream_states import check_numpy_state, check_python_state, check_torch_state
+from trainfold.backends.derived_streams import NO_STREAMS
 from trainfold.backends.derived_streams import STREAMS_VERSION as VERSION
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.format.codec import DENSE
@@ -136,7 +137,7 @@ def stream_problems(
         ]
     wanted = ["python", "numpy", "torch", *([device.type] if device is not None else [])]
     found: list[TrainfoldError] = []
-    if extra := sorted(map(shown, streams.keys() - {"version", "seed", _TRACKED, *wanted})):
+    if extra := sorted(map(shown, streams.keys() - {"version", "seed", *NO_STREAMS, *wanted})):
         found.append(_not_usable(f"{path}[{extra[0]}]", "no stream of a device that this run is not on"))
     if type(streams.get("seed", 0)) is not int:
         found.append(_not_usable(f"{path}['seed']", "an int", shown(streams["seed"])))
@@ -197,6 +198,10 @@ def _not_usable(where: str, expected: str, found: str = "one") -> InvalidState:
     )
 
 
+def _unknown() -> None:
+    """No share: nothing says how the ranks train."""
+
+
 @final
 @attrs.frozen
 class RngPart:
@@ -205,10 +210,12 @@ class RngPart:
     Attributes:
         device: the accelerator that the model is on, or None.
         mesh: of the model's DTensors, or None.
+        share: returns the share of the data that this rank reads, and their number; None where nothing says it.
     """
 
     device: torch.device | None = None
     mesh: Any = None
+    share: Callable[[], tuple[int, int] | None] = attrs.field(default=_unknown, eq=False)
     may_refuse = False
 
     def capture(self) -> Opaque:
@@ -218,8 +225,10 @@ class RngPart:
     def read(self) -> Callable[[], Opaque]:
         """Read the streams now; the returned function makes the component later, in any thread."""
         streams = read_streams(self.device)
-        tracked = {_TRACKED: True} if has_random_tracker() else {}
-        return lambda: Opaque({**streams(), **tracked})
+        beside: Streams = {_TRACKED: True} if has_random_tracker() else {}
+        if (known := self.share()) is not None:
+            beside["share"], beside["shares"] = known
+        return lambda: Opaque({**streams(), **beside})
 
     def problems(self, saved: Any) -> list[TrainfoldError]:
         """Whether every stream is there and usable."""

@@ -169,7 +169,7 @@ def load_run(  # noqa: PLR0913 - keywords
         collectives: the world; every rank calls.
         quarantine: counts the attempts; None for a reader that may not write into the run. Every reader passes over checkpoints in quarantine,
             unless their step is asked for.
-        share: of the data that this rank reads, for random streams that belong to another number of ranks; None for one a rank.
+        share: of the data that this rank reads, for random streams that belong to other ranks; None for the one that ``like`` names, or else one a rank.
         unread: gets what is left unread; then the caller reads it, and ends the attempt in the quarantine. None to read everything.
         optional: components that the run can do without -> why ``like`` lacks them, or None. If one cannot be restored on some rank, no rank
             restores it, and rank 0 warns.
@@ -207,7 +207,7 @@ def load_run(  # noqa: PLR0913 - keywords
             _end(store, outcome, failures, world, quarantine=quarantine, is_read=unread is None)
             if not failures and state is not None:
                 head = outcome.manifest.head
-                state = with_derived_streams(state, outcome, share=world.rank if share is None else share)
+                state = with_derived_streams(state, outcome, share=share, rank=world.rank)
                 tell_of_streams(outcome, world)
                 left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
                 descent = ParentCheckpoint(head.timeline, head.step, head.forks)
@@ -298,7 +298,7 @@ def _planned(
 ) -> tuple[ResumePlan | Refusal, list[Decided]]:
     """The plan or refusal of this rank, and what each rank has decided.
 
-    An optional component that some rank cannot restore is restored on none.
+    An optional component that some rank cannot restore is restored on none, and if the streams of one rank are not its own, all derive new ones.
     """
     mine: list[ResumePlan | Refusal] = []
 
@@ -308,6 +308,9 @@ def _planned(
 
     while True:
         told = on_all_ranks(world, plan, doing="plan the resume")
+        if not request.new_streams and len({each.new_streams for each in told}) > 1:
+            request = attrs.evolve(request, new_streams=True)
+            continue
         owing = without_optional(told)
         if not owing:
             return mine[0], told

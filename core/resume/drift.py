@@ -22,7 +22,7 @@ KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "external_weights": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved without its model on purpose"),
     "outside_weights": ("refuse", frozenset({"refuse", "warn", "adapt"}), "frozen weights from outside a checkpoint that are not those that the run was trained with"),
     "per_rank": ("refuse", frozenset({"refuse", "warn", "adapt"}), "saved for each rank of another world; adapt keeps the target's"),
-    "streams": ("adapt", frozenset({"refuse", "warn", "adapt"}), "random streams of each rank of another world; new ones are derived from the seed, the step and the share of the data"),
+    "streams": ("adapt", frozenset({"refuse", "warn", "adapt"}), "random streams of each rank of another world, or of other shares of the data; new ones are derived from the seed, the step and the share of the data"),
     "data_ranks": ("refuse", frozenset({"refuse", "warn", "adapt"}), "the place in the data of each rank of another world; with adapt, loaders with a state of their own continue by the index of their share, and others are at their start"),
     "world": ("adapt", frozenset({"refuse", "warn", "adapt"}), "another number of ranks"),
     "versions": ("warn", frozenset({"refuse", "warn", "adapt"}), "another version of torch, numpy or trainfold"),

@@ -9,6 +9,7 @@ from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, Re
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_outcome
 from trainfold.core.problem import Problem, problem_of
+from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.request import ResumeRequest
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 
@@ -25,12 +26,14 @@ class Decided:
         checkpoint: the checkpoint that the decision is about; None if there is none.
         refused: the reasons of a refusal of that checkpoint; empty for a plan, and if no checkpoint was found.
         owing: the optional components that all reasons are about, each with the first reason; empty if there is another reason.
+        new_streams: whether the saved random streams are not those of this rank.
     """
 
     digest: str
     checkpoint: str | None
     refused: str = ""
     owing: Mapping[str, str] = attrs.field(factory=dict)
+    new_streams: bool = False
 
 
 def decided(outcome: ResumePlan | Refusal, optional: Collection[str] = ()) -> Decided:
@@ -40,10 +43,12 @@ def decided(outcome: ResumePlan | Refusal, optional: Collection[str] = ()) -> De
         outcome: the plan or refusal.
         optional: components that the run can do without.
     """
+    drifts = outcome.drifts if isinstance(outcome, ResumePlan) else outcome.reasons
+    new_streams = any(isinstance(each, Drift) and each.kind == "streams" for each in drifts)
     if isinstance(outcome, ResumePlan):
-        return Decided(outcome.digest(), outcome.checkpoint)
+        return Decided(outcome.digest(), outcome.checkpoint, new_streams=new_streams)
     reasons = "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
-    return Decided(f"refused:\n{outcome}", outcome.checkpoint, reasons, outcome.about_optional(optional))
+    return Decided(f"refused:\n{outcome}", outcome.checkpoint, reasons, outcome.about_optional(optional), new_streams)
 
 
 def without_optional(decisions: Sequence[Decided]) -> list[Mapping[str, str]]:

@@ -175,14 +175,18 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
         findings.drift(kind_of_absence(name, manifest), name, saved="nothing", wanted="the component")
         return ComponentAction(name, "keep", note="not saved")
     own = _part_of(saved, wanted, target) if name != "dataset" else _part_of_position(saved, wanted, manifest, target)
-    is_of_others = own is None and _is_of_other_ranks(name, saved, manifest, target)
+    streams_follow_others = name == "rng" and _follow_other_shares(saved, wanted, manifest, target, request)
+    is_of_others = own is None and (streams_follow_others or _is_of_other_ranks(name, saved, manifest, target))
     if is_of_others:
         kind, what = _OF_RANKS.get(name, ("per_rank", ""))
         if name == "rng" and _can_derive(saved, wanted):
             kind = "streams"
         sampler = "; trainfold.data.GlobalBatchSampler continues on any number of ranks" if name == "dataset" else ""
-        theirs, ours = f"{manifest.world_size} ranks", f"{target.world_size} ranks"
-        if name == "dataset" and (old := _shares(saved, manifest)[0]) and (new := _share(wanted, target)):
+        theirs, ours = some_ranks(manifest.world_size), some_ranks(target.world_size)
+        if streams_follow_others and wanted is not None:
+            before, now = _some_shares(saved.nodes[0]), _some_shares(wanted.node)
+            theirs, ours = f"{before} on {theirs}", f"{now} on {ours}{', in another order' if before == now else ''}"
+        elif name == "dataset" and (old := _shares(saved, manifest)[0]) and (new := _share(wanted, target)):
             theirs, ours = f"{old[1]} shares on {theirs}", f"{new[1]} shares on {ours}"
         again = f'{ours}{sampler}; to start it from scratch, reset={{"{name}": "why"}}'
         verdict = findings.drift(kind, name, saved=f"{what}{theirs}", wanted=again)
@@ -269,6 +273,35 @@ def _shares(saved: ComponentRecord, manifest: Manifest) -> list[tuple[int, int] 
 def _share(wanted: Described | None, target: Target) -> tuple[int, int] | None:
     alone = (0, 1) if target.world_size == 1 else None
     return None if wanted is None else share_of_position(wanted.node) or alone
+
+
+def _follow_other_shares(
+    saved: ComponentRecord, wanted: Described | None, manifest: Manifest, target: Target, request: ResumeRequest
+) -> bool:
+    """Whether as many ranks read other shares of the data than those that saved, this rank or another one, so that no rank keeps its random streams.
+
+    A rank sees the streams of its own index only, and says to the others what it has found. Where either side does not know its shares, nothing is known.
+    """
+    if manifest.world_size != target.world_size or wanted is None:
+        return False
+    theirs = share_of_position(saved.nodes[target.rank if len(saved.nodes) > 1 else 0])
+    mine = share_of_position(wanted.node)
+    return theirs is not None and mine is not None and (request.new_streams or theirs != mine)
+
+
+def some_ranks(count: int) -> str:
+    """The number of ranks in words.
+
+    Examples:
+        >>> some_ranks(1), some_ranks(2)
+        ('1 rank', '2 ranks')
+    """
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def _some_shares(node: Json) -> str:
+    count = (share_of_position(node) or (0, 1))[1]
+    return f"{count} share{'' if count == 1 else 's'} of the data"
 
 
 def _can_derive(saved: ComponentRecord, wanted: Described | None) -> bool:

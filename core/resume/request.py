@@ -43,6 +43,7 @@ class ResumeRequest:
         policy: drift kind -> verdict, to replace a default.
         reset: component -> why it starts from scratch on purpose.
         optional: components that the run can do without; they may be reset although neither the run nor the checkpoint has them.
+        new_streams: whether the streams of some rank belong to another share of the data than it reads, so that every rank derives new ones.
     """
 
     step: int | None = None
@@ -50,6 +51,7 @@ class ResumeRequest:
     policy: Mapping[str, DriftAction] = attrs.field(factory=dict)
     reset: Mapping[str, str] = attrs.field(factory=dict)
     optional: frozenset[str] = frozenset()
+    new_streams: bool = False
 
 
 def resume_request(

@@ -9,6 +9,7 @@ import torch
 from trainfold.core.format.structure.ownership import seed_of_streams
 from trainfold.core.format.structure.places import Leaf
 from trainfold.core.optim.slot_layout import beside_params
+from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.state.contract import noted_settings
 from trainfold.core.state.contract_kinds import run_contract
@@ -216,7 +217,11 @@ def _of_stage(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:
 
 
 def seed_of_other_ranks(plan: ResumePlan) -> int | None:
-    """The seed from which a run of another number of ranks derives its random streams; None if it takes the saved ones, or is given others."""
+    """The seed from which a run of other ranks, or of other shares of the data, derives its random streams; None if it takes the saved ones, or is given others."""
     saved = plan.manifest.component("rng")
-    is_needed = any(drift.kind == "streams" for drift in plan.drifts)
-    return seed_of_streams(saved.nodes[0]) if saved is not None and is_needed else None
+    return seed_of_streams(saved.nodes[0]) if saved is not None and drift_of_streams(plan) is not None else None
+
+
+def drift_of_streams(plan: ResumePlan) -> Drift | None:
+    """The difference for which new random streams are derived; None if there is none."""
+    return next((drift for drift in plan.drifts if drift.kind == "streams"), None)

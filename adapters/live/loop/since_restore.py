@@ -14,6 +14,7 @@ from trainfold.adapters.components.scheduler import SchedulerPart
 from trainfold.adapters.live.restore import refusals, write_all
 from trainfold.adapters.own_state.read_back import Difference, first_unequal
 from trainfold.adapters.streams.rng_streams import RngPart, preserved_rng
+from trainfold.backends.derived_streams import NO_STREAMS
 from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core import tree
 from trainfold.core.errors import RestoreRefused
@@ -143,7 +144,11 @@ def small_state(parts: Mapping[str, ComponentAdapter]) -> str:
 
 def moved(before: Opaque, now: Opaque) -> list[str]:
     """The names of the random streams that have moved."""
-    return [name for name, value in before.value.items() if batch_digest(value) != batch_digest(now.value.get(name))]
+    return [
+        name
+        for name, value in before.value.items()
+        if name not in NO_STREAMS and batch_digest(value) != batch_digest(now.value.get(name))
+    ]
 
 
 def _rng(parts: Mapping[str, ComponentAdapter]) -> RngPart:

@@ -66,7 +66,7 @@ def without_value(node: Json) -> Json:
 
 
 def share_of_position(node: Json) -> tuple[int, int] | None:
-    """The share of the data that a loader's position is in, and the number of shares; None if it does not say it.
+    """The share of the data that a loader's position, or random streams, belong to, and the number of shares; None if they do not say it.
 
     Examples:
         >>> position = {"epoch": 1, "batches": 3, "share": 0, "shares": 2}
