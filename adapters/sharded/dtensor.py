@@ -66,13 +66,19 @@ def leaf_of(tensor: torch.Tensor, path: str) -> Any:
     shape, local = found.shape, local_part(found)
     cut = _cut(shape, found.device_mesh, found.placements)
     if cut.problem is None and tuple(local.shape) == cut.sizes:
-        return local if cut.is_whole else Shard(local, tuple(shape), cut.starts, cut.is_copied, cut.placement)
+        return local if cut.is_whole else Shard(local, tuple(shape), cut.starts, _is_copied(cut), cut.placement)
     raise InvalidState(
         path,
         expected="a DTensor of which each rank has a part, as fully_shard (FSDP2) and tensor parallelism make it",
         found=cut.problem or f"{list(local.shape)} of {list(shape)} where {list(cut.sizes)} belong",
         fix="redistribute it before the save: a sum that is still to be made, and a part in a place that no order of axes gives, cannot be saved",
     )
+
+
+def _is_copied(cut: "_Cut") -> bool:
+    """Whether other ranks hold the same part: of the mesh, or of another mesh that cuts as many ranks alike, such as a parameter that no plan of tensor parallelism names."""
+    world: Any = torch.distributed.group.WORLD
+    return cut.replicas > 1 or (world is not None and cut.ranks < world.size())
 
 
 def cut_problem(tensor: Any) -> str | None:
@@ -217,7 +223,8 @@ class _Cut(NamedTuple):
     is_whole: bool = True
     sizes: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
-    is_copied: bool = False  # whether other ranks hold the same part
+    ranks: int = 1  # of its mesh
+    replicas: int = 1  # how many of them hold the same part
     placement: Placement | None = None
 
 
@@ -231,7 +238,7 @@ def _cut(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> _Cut:
     mine = placement.at(tuple(mesh.get_coordinate()))
     box = mine.box(tuple(shape))
     sizes, starts = tuple(stop - start for start, stop in box), tuple(start for start, _ in box)
-    return _Cut(None, not any(cuts), sizes, starts, mine.replicas > 1, placement)
+    return _Cut(None, not any(cuts), sizes, starts, placement.mesh.size, mine.replicas, placement)
 
 
 def _cuts(dimensions: int, sizes: tuple[int, ...], placements: tuple[Any, ...]) -> list[list[int]] | None:

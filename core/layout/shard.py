@@ -19,7 +19,7 @@ class Shard:
         tensor: the values that this rank holds.
         shape: the shape of the global tensor.
         starts: the first index of the slice in each dimension; it ends at ``starts[i] + tensor.shape[i]``.
-        is_copied: whether other ranks hold the same slice. Saves compare its values between these ranks.
+        is_copied: whether other ranks hold the same slice, or may, because the ranks of its placement are not all. Saves compare its values between these ranks.
         placement: the rule by which the tensor is cut, over the ranks of the save; None for a slice of its own kind.
     """
 

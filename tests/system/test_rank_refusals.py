@@ -159,7 +159,7 @@ def test_streams_and_positions_of_ranks_come_back_to_their_rank_or_are_refused(b
     outcomes = thread_outcomes(after, resume)
     assert all(isinstance(outcome.error, ResumeRefused) for outcome in outcomes)
     text = str(outcomes[0].error)
-    assert f"random streams of {before} ranks" in text
+    assert f"random streams of {before} rank{'s' if before > 1 else ''}" in text
     assert ("data_ranks" in text) == (batches > 0)
     reset = {"rng": "another world", **({"dataset": "restart the epoch"} if batches else {})}
     for found in run_threads(after, lambda ranks: resume(ranks, reset=reset)):

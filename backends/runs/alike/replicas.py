@@ -87,6 +87,7 @@ def replicated(
         other ranks hold too, under a name for each set of ranks that do. What only the ranks of a stage hold is under the name of the stage.
     """
     known = sent or {}
+    widest = 0 if stage is None else _widest(tensors)
     found: dict[str, dict[str, Any]] = {}
     for name, each in described.items():
         leaves = tensors[name]
@@ -104,11 +105,32 @@ def replicated(
         found[everywhere] = {path: known.get(path) or leaves[path] for path in each.tensors if path not in parts}
         held: dict[Any, dict[str, torch.Tensor]] = {}
         for path in parts:
-            if isinstance(leaf := leaves[path], Shard) and leaf.is_copied:
+            if (
+                isinstance(leaf := leaves[path], Shard)
+                and leaf.is_copied
+                and (stage is None or _is_of_few(leaf, widest))
+            ):
                 held.setdefault(_holders(leaf), {})[path] = leaf.tensor
         for shards in held.values():
             found[parts_name(name, {path: parts[path] for path in shards})] = shards
     return found
+
+
+def _widest(tensors: Mapping[str, Mapping[str, Any]]) -> int:
+    """The ranks of the widest mesh over which a leaf is cut: all that train these stages."""
+    rules = {
+        leaf.placement
+        for leaves in tensors.values()
+        for leaf in leaves.values()
+        if isinstance(leaf, Shard) and leaf.placement is not None
+    }
+    return max((rule.mesh.size for rule in rules), default=0)
+
+
+def _is_of_few(leaf: Shard, ranks: int) -> bool:
+    """Whether another one of these ranks may hold the same part. The ranks outside are of other stages, which hold other leaves."""
+    rule = leaf.placement
+    return rule is None or rule.mesh.size < ranks or any(rule.mesh.shape[axis] > 1 for axis in rule.replica_axes)
 
 
 def _holders(leaf: Shard) -> Any:

@@ -1,6 +1,7 @@
 """What FSDP2 does with tensors behind the back of a reader: gathered copies, padded memory, replaced memory, updates without a trace."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -331,6 +332,41 @@ def test_replicas_of_a_part_that_have_drifted_apart_are_refused_by_name(processe
             "RanksDisagree: model.params['second.weight']: expected the bits of rank 1, which holds the same part"
         )
         assert "on rank 3" in error
+
+
+def drifted_beside_the_plan(collectives, folder):
+    """Two ranks cut the linears. A norm is in no plan, so that FSDP2 cuts it over a mesh of its own rank alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    parallelize_module(model, mesh["b"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    live = attach(fully_shard(model, mesh=mesh["a"]))
+    flags = {name: leaf.is_copied for name, leaf in live.capture().model.params.items()}
+    if collectives.rank == 1:
+        model[1].weight._local_tensor[2] += 1e-6
+    with CheckpointManager(folder, check_replicas=1, every=None, at_end=False, collectives=collectives) as manager:
+        at_save = refusal(lambda: manager.save(live))
+        in_loop, steps = "nothing", 0
+        while in_loop == "nothing" and steps < 200:  # a comparison ends at a later boundary
+            steps += 1
+            live.advance(samples=1)
+            in_loop = refusal(lambda: manager.step(live))
+            time.sleep(0.01)
+    return flags, at_save, in_loop
+
+
+def test_parameters_that_no_plan_of_tensor_parallelism_names_are_replicas_of_each_other(processes, tmp_path):
+    """B06, R07: their mesh has one rank of each tensor-parallel group, so that nothing in it is a replica, and a drifted bit was saved in silence."""
+    for flags, *errors in processes.run(2, drifted_beside_the_plan, str(tmp_path), collectives=PATIENT):
+        assert flags == {"0.weight": False, "0.bias": False, "1.weight": True, "1.bias": True}
+        for error in errors:
+            assert "model.params['1.weight']" in error
+            assert "on rank 1" in error
 
 
 def from_meta(collectives, folder):

@@ -9,10 +9,12 @@ from kit.system.rank_refusals_cases import disagreements
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import thread_outcomes
 from trainfold.backends.runs.api import save
+from trainfold.backends.runs.snapshot import describe_state
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.stage import make_stage
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 
@@ -65,6 +67,29 @@ def test_parts_that_some_ranks_have_alike_are_compared_although_these_ranks_diff
     text = disagreements(outcomes)
     assert text.startswith(f"model.params[{name!r}]: expected the bits of rank {first}, which holds the same part")
     assert f"on rank {last}" in text
+
+
+@pytest.mark.parametrize(("stage", "compared"), [(None, {"w", "norm"}), (make_stage([1], 2), {"norm"})])
+def test_of_the_parts_of_a_stage_those_are_compared_that_another_rank_of_the_stage_may_hold(stage, compared):
+    """B06: ranks 4 to 7 train a stage. A digest of what each rank of it alone holds would cost time and be compared with none."""
+    params = {
+        name: Shard(
+            WHOLE[:3],
+            (6, 4),
+            (0, 0),
+            is_copied=True,
+            placement=make_placement(make_mesh(shape, first=4, strides=strides), cuts),
+        )
+        for name, shape, strides, cuts in (("w", (2, 2), (2, 1), [[0], [1]]), ("norm", (2,), (2,), [[0]]))
+    }
+    state = TrainState(model=ModelState(params=Leaves(params), buffers=Leaves()), trainer=Progress(step=1), stage=stage)
+    found = {
+        path
+        for name, leaves in describe_state(state).replicated().items()
+        for path in leaves
+        if name.startswith("model")
+    }
+    assert found == {f"model.params[{name!r}]" for name in compared}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
