@@ -1,7 +1,7 @@
 """`united_run`: what ranks hold of a model in stages, put together: each rank sends its description, where no earlier rank has the same."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 
@@ -12,9 +12,13 @@ from trainfold.core.format.structure.outline import Announcement, by_rule, descr
 from trainfold.core.format.structure.unite import NAMES_FIX, is_by_name, leaves_of_several, unite
 from trainfold.core.format.structure.united_contract import PartOfRun, of_all_stages, shown_as_whole, united_contract
 from trainfold.core.json_values import Json
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.layout.stage import Stage, ranks_by_stage
 from trainfold.core.layout.world import Collectives, World
 from trainfold.core.save.replicas import contracts_differ, differing, first_disagreement, structures_differ
+
+_SHOWN: Final = 4  # parts of a weight, in an error
 
 
 @final
@@ -25,13 +29,13 @@ class UnitedRun:
     Attributes:
         described: component -> its description; the same on every rank for what is spread, and this rank's for anything else.
         contract: of the whole.
-        several: leaf path -> a rank of each part of the pipeline that has it, where several have it.
+        several: leaf path -> the ranks of each part of the pipeline that has it, where several have it.
         spread: the components that are spread over stages.
     """
 
     described: Mapping[str, Described]
     contract: Mapping[str, Json]
-    several: Mapping[str, tuple[int, ...]]
+    several: Mapping[str, tuple[tuple[int, ...], ...]]
     spread: frozenset[str]
 
     def without_spread(self, announced: Sequence[Announcement]) -> list[Announcement]:
@@ -162,11 +166,12 @@ def _check_contracts(
 
 
 def check_several(
-    several: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Mapping[str, Any]], world: Collectives
+    several: Mapping[str, tuple[tuple[int, ...], ...]], tensors: Mapping[str, Mapping[str, Any]], world: Collectives
 ) -> None:
     """Raise on every rank unless a leaf that several parts of the pipeline have has the same value on all; all ranks call.
 
-    Such a leaf is a weight that stages share. It may also be a name that two stages have for different tensors.
+    Such a leaf is a weight that stages share. It may also be a name that two stages have for different tensors. One that stages cut over
+    their ranks is compared part by part; of one that is whole on every rank of a stage, the first rank says the value.
 
     Args:
         several: from `united_run`.
@@ -178,16 +183,40 @@ def check_several(
     """
     if not several:
         return
-    mine = {path: leaf for each in tensors.values() for path, leaf in each.items()}
-    digests = {
-        path: leaf_digest(mine[path], path) for path in leaves_of_several(mine, several) if world.rank in several[path]
+    leaves = {path: leaf for each in tensors.values() for path, leaf in each.items()}
+    firsts = {path: {ranks[0] for ranks in parts} for path, parts in several.items()}
+    mine = {
+        path: _part(leaves[path], path)
+        for path in leaves_of_several(leaves, several)
+        if isinstance(leaves[path], Shard) or world.rank in firsts[path]
     }
-    told = world.gather(digests, doing="compare what stages share", is_vote=True)
-    for path, ranks in several.items():
-        first, *others = ranks
-        odd = [rank for rank in others if told[rank][path] != told[first][path]]
-        if odd:
-            raise RanksDisagree(
-                path, expected=f"one tensor of this name: the bits that rank {first} has, because its stage has it too",
-                found=f"others on rank {odd[0]}", fix=NAMES_FIX,
-            )  # fmt: skip
+    told = world.gather(mine, doing="compare what stages share", is_vote=True)
+    for path, parts in several.items():
+        held = [{told[rank][path][0]: (told[rank][path][1], rank) for rank in reversed(ranks) if path in told[rank]} for ranks in parts]  # fmt: skip
+        first, *others = held
+        for other in others:
+            if first.keys() != other.keys():
+                raise _cut_differently(path, first, other)
+            for box, (digest, rank) in first.items():
+                if other[box][0] != digest:
+                    raise RanksDisagree(
+                        path, expected=f"one tensor of this name: the bits that rank {rank} has, because its stage has it too",
+                        found=f"others on rank {other[box][1]}", fix=NAMES_FIX,
+                    )  # fmt: skip
+
+
+def _part(leaf: Any, path: str) -> tuple[Box, str]:
+    """What a rank holds of a leaf, and the digest of that."""
+    if isinstance(leaf, Shard):
+        return leaf.box, leaf_digest(leaf.tensor, path)
+    return whole_box(tuple(leaf.shape)), leaf_digest(leaf, path)
+
+
+def _cut_differently(path: str, mine: Mapping[Box, Any], theirs: Mapping[Box, Any]) -> RanksDisagree:
+    (one, first), (other, rank) = (
+        (sorted(held)[:_SHOWN], min(rank for _, rank in held.values())) for held in (mine, theirs)
+    )
+    return RanksDisagree(
+        path, expected=f"the parts that stages cut it into alike: {one} on the ranks from {first}",
+        found=f"{other} on the ranks from {rank}", fix="cut a weight that stages share in the same way on each stage, over as many ranks",
+    )  # fmt: skip

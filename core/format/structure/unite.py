@@ -31,11 +31,11 @@ class United:
 
     Attributes:
         described: of the whole, the same on every rank.
-        several: leaf path -> a rank of each part that has it, where several have it: their values must be equal.
+        several: leaf path -> the ranks of each part that has it, where several have it: their values must be equal.
     """
 
     described: Described
-    several: Mapping[str, tuple[int, ...]]
+    several: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def is_by_name(node: Json) -> bool:
@@ -78,9 +78,9 @@ class _Union:
         self._index = {path: index for index, path in enumerate(self._holders)}
 
     @property
-    def several(self) -> dict[str, tuple[int, ...]]:
+    def several(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         return {
-            path: tuple(self._parts[number][0][0] for number in numbers)
+            path: tuple(tuple(self._parts[number][0]) for number in numbers)
             for path, numbers in self._holders.items()
             if len(numbers) > 1
         }
@@ -208,11 +208,11 @@ def _all_of(tuples: Sequence[Any]) -> Json:
     return {"tuple": list(items.values())}
 
 
-def leaves_of_several(paths: Collection[str], several: Mapping[str, tuple[int, ...]]) -> list[str]:
+def leaves_of_several(paths: Collection[str], several: Mapping[str, object]) -> list[str]:
     """The leaves of a rank that other parts have too, in the order of the whole.
 
     Examples:
-        >>> leaves_of_several(["model.params['b']"], {"model.params['a']": (0, 1), "model.params['b']": (0, 1)})
+        >>> leaves_of_several(["model.params['b']"], {"model.params['a']": ((0,), (1,)), "model.params['b']": ((0,), (1,))})
         ["model.params['b']"]
     """
     return [path for path in several if path in paths]

@@ -8,12 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core import tree
 from trainfold.core.errors import RanksDisagree, ResumeRefused
 from trainfold.core.format.fingerprint import content_fingerprint, fingerprint
+from trainfold.core.layout.mesh import make_mesh
+from trainfold.core.layout.placement import make_placement
+from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.stage import make_stage
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
@@ -304,3 +307,40 @@ def test_a_component_that_only_some_stages_have_is_refused():
     first, second = halves(whole_state())
     with pytest.raises(RanksDisagree, match=r"components: .*attach the same components on every rank of the pipeline"):
         saved_by(first.evolve(dataset={"n": 1}), second)
+
+
+def cut_stage(rank, cuts, *, drift=None):
+    """Two stages of two ranks each share one weight, which each stage cuts over its ranks; one has a weight of its own beside it."""
+    stage, names = rank // 2, ["emb.weight", *(["h.0.weight"] if rank < 2 else [])]
+    rule = make_placement(make_mesh((2,), first=2 * stage), cuts[stage])
+    box = rule.box((4, 2), (rank % 2,))
+    part = torch.arange(8.0).reshape(4, 2)[tuple(slice(low, high) for low, high in box)].clone()
+    part[-1, -1] += drift == rank
+    params = {name: Shard(part, (4, 2), tuple(low for low, _ in box), not any(cuts[stage]), rule) for name in names}
+    return TrainState(ModelState(Leaves(params), Leaves({})), trainer=Progress(step=1), stage=make_stage([stage], 2))
+
+
+@pytest.mark.parametrize("drift", [None, *range(4)])
+def test_a_weight_that_stages_share_is_compared_in_all_its_parts(drift):
+    """I05: fully_shard cuts the weight in each stage; the parts of the first rank of each stage were compared, and no others."""
+    store, rows = MemoryStore(), [[0], []]
+    outcomes = thread_outcomes(
+        4, lambda ranks: save(cut_stage(ranks.rank, [rows, rows], drift=drift), store, collectives=ranks)
+    )
+    if drift is None:
+        assert [each.error for each in outcomes] == [None] * 4
+        return
+    (text,) = {str(each.error) for each in outcomes if isinstance(each.error, RanksDisagree)}
+    assert len(outcomes) == 4
+    assert text.startswith("model.params['emb.weight']: expected one tensor of this name")
+    assert f"bits that rank {drift % 2} has" in text
+    assert f"on rank {drift % 2 + 2}" in text
+
+
+def test_stages_that_cut_a_shared_weight_differently_are_refused():
+    """I05: their parts cannot be compared, and which of them is saved would depend on the order of the stages."""
+    outcomes = thread_outcomes(
+        4, lambda ranks: save(cut_stage(ranks.rank, [[[0], []], [[], [0]]]), MemoryStore(), collectives=ranks)
+    )
+    assert all(isinstance(each.error, RanksDisagree) for each in outcomes), outcomes
+    assert "model.params['emb.weight']: expected the parts that stages cut it into alike" in str(outcomes[3].error)
