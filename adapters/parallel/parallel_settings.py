@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from trainfold.adapters.sharded.dtensor import is_dtensor
 from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factors, fsdp2_modules, param_groups
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json
@@ -16,7 +17,7 @@ _COMMUTES: Final = 2  # a sum over two ranks has no order, and its half is exact
 
 
 def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
-    """Return contract key -> plain value: the mesh of the ranks, what wraps the module, mixed precision, the sizes of buckets, communication hooks and a divisor of gradients.
+    """Return contract key -> plain value: the mesh of the ranks that read different data, what wraps the module, mixed precision, the sizes of buckets, communication hooks and a divisor of gradients.
 
     Args:
         module: a module that is wrapped, sharded, or neither.
@@ -29,8 +30,10 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
     wrappers = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
     groups = param_groups(fsdp2_modules([module]))
     found: dict[str, Json] = {}
-    if groups or wrappers:
-        mesh = [*data_mesh(groups).shape] if groups else [wrappers[0].process_group.size()]
+    if (
+        groups or wrappers or any(map(is_dtensor, module.parameters()))
+    ):  # all ranks of tensor parallelism alone read the same data
+        mesh = [*data_mesh(groups).shape] if groups else [wrappers[0].process_group.size()] if wrappers else [1]
         found[RANKS] = mesh
         if math.prod(mesh) > _COMMUTES:
             found[WRAPPER] = "FSDP2" if groups else "DDP"

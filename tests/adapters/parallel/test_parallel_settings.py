@@ -39,6 +39,14 @@ def ddp(hook=None, **options):
     return model
 
 
+def tensor_parallel():
+    """All ranks read the same data."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(Model(), init_device_mesh("cpu", (2,)), {"first": ColwiseParallel()})
+
+
 def back(collectives, folder):
     """FSDP2 in place of DDP, and DDP with other buckets."""
     drifts_of(collectives, folder, ddp(), saves=True)
@@ -89,6 +97,10 @@ def changes(collectives, folder):
         drifts_of(collectives, folder + "-divided", parts(divided=(0, 8)), saves=True)
         assert drifts_of(collectives, folder + "-divided", parts(divided=(0, 8))) == []
         found["ninth divided"] = drifts_of(collectives, folder + "-divided", parts(divided=(0, 9)))
+        found["tp"] = drifts_of(collectives, folder, tensor_parallel())
+        drifts_of(collectives, folder + "-tp", tensor_parallel(), saves=True)
+        assert drifts_of(collectives, folder + "-tp", tensor_parallel()) == []
+        found["tp back"] = drifts_of(collectives, folder + "-tp", sharded(size))
         found["hook"] = drifts_of(collectives, folder, ddp(fp16_compress_hook))
         divided = sharded(size)
         divided.set_gradient_divide_factor(4.0)  # of the root alone
@@ -114,13 +126,15 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
             assert not drifts, "one rank says it"
             continue
         more = {
-            2: {"hook", "divided", "part divided", "ninth part", "ninth divided"},
+            2: {"hook", "tp", "tp back", "divided", "part divided", "ninth part", "ninth divided"},
             3: {"ddp", "back", "buckets", "unused"},
             4: {"ddp", "back", "buckets", "unused", "mesh"},
         }
         assert drifts.keys() == {"half", *more[world_size]}
         assert "attached.model.(precision): saved nothing, wanted param bfloat16, reduce float32" in drifts["half"][0]
         if world_size == 2:
+            assert "attached.model.(ranks): saved [2], wanted [1]" in drifts["tp"][0]
+            assert "attached.model.(ranks): saved [1], wanted [2]" in drifts["tp back"][0]
             assert "attached.model.(hooks): saved nothing, wanted ['fp16_compress_hook']" in drifts["hook"][0]
             assert "attached.model.(divisor): saved nothing, wanted 4.0" in drifts["divided"][0]
             assert "attached.model.(divisor): saved nothing, wanted [4.0, None]" in drifts["part divided"][0]
