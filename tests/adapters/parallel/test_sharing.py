@@ -197,7 +197,7 @@ def test_a_state_of_ones_own_declares_the_same(tmp_path):
     with pytest.raises(ResumeRefused, match="own: saved 4 ranks, wanted 1 rank"):
         trainfold.load(tmp_path, like=alone)
     trainfold.save(alone, tmp_path / "alone")
-    with pytest.raises(ResumeRefused, match="saved 1 ranks, wanted 2 ranks"):
+    with pytest.raises(ResumeRefused, match="saved 1 rank, wanted 2 ranks"):
         run_threads(2, lambda ranks: trainfold.load(tmp_path / "alone", like=alone, collectives=ranks))
 
     def odd(ranks):
