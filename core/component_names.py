@@ -23,12 +23,15 @@ def is_extra_name(name: object) -> bool:
     return isinstance(name, str) and name.isidentifier() and name not in {*BUILTIN_COMPONENTS, "extra", "manifest"}
 
 
-def torn_pairs(names: Collection[str] | None, *, present: Collection[str]) -> tuple[InvalidArgument, ...]:
+def torn_pairs(
+    names: Collection[str] | None, *, present: Collection[str], where: str = "components"
+) -> tuple[InvalidArgument, ...]:
     """What a selection tears apart: of two components that mean something only together, it has one.
 
     Args:
         names: the selection; None for all.
         present: the components that there are. One that is not there cannot be missed.
+        where: the argument, for the message.
 
     Examples:
         >>> [error.fix for error in torn_pairs(["dataset"], present=["trainer", "dataset"])]
@@ -38,7 +41,7 @@ def torn_pairs(names: Collection[str] | None, *, present: Collection[str]) -> tu
     """
     return tuple(
         InvalidArgument(
-            "components",
+            where,
             expected=f"{needed} with {name}",
             found=sorted(names),
             fix=f"select {needed} too, or leave {name} out: {reason}",

@@ -61,7 +61,7 @@ class FirstSave:
         self._store = store
         self._world = world
         self._held = held
-        self._is_export = components is not None and "trainer" not in components
+        self._components = components
         self._restored: weakref.ref[Live] | None = None
         self._loaded_at: int | None = None
 
@@ -95,7 +95,7 @@ class FirstSave:
                 return None
             if self.start_over:
                 return BEGINNING
-            if run_id not in runs and runs and self._are_exports():
+            if run_id not in runs and runs and self._are_exports(run):
                 return None
             if run_id not in runs:
                 raise RunNotRestored(
@@ -117,9 +117,10 @@ class FirstSave:
             return self._restored is not None and self._restored() is run
         return self._loaded_at is not None and (run.trainer is None or run.trainer.step > self._loaded_at)
 
-    def _are_exports(self) -> bool:
+    def _are_exports(self, run: Live | TrainState) -> bool:
         """Whether neither the manager nor any checkpoint has counters: weights saved beside the run of a loop that was resumed."""
-        if not self._is_export:
+        selections = (self._components, run.components if isinstance(run, Live) else None)
+        if all(each is None or "trainer" in each for each in selections):
             return False
         manifests = (read_manifest(self._store, name) for name in self._held.checkpoints)
         return all(each.name != "trainer" for manifest in manifests for each in manifest.components)

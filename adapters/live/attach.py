@@ -26,6 +26,7 @@ def attach(  # noqa: PLR0913 - keywords
     scheduler: Any = None,
     loader: Any = None,
     extra: Mapping[str, Any] | None = None,
+    components: Sequence[str] | None = None,
     strict: bool = False,
     unsaved: Collection[str] = (),
     optional: Collection[str] = (),
@@ -46,6 +47,8 @@ def attach(  # noqa: PLR0913 - keywords
             Several by name, in a dict: iterate over ``live.batches(name)``.
         extra: the run's other components by name: modules, optimizers, random generators, anything with ``state_dict`` and
             ``load_state_dict``, or a pair of functions ``(get, set)`` for a tree.
+        components: which components are saved and restored, by managers and by `Live.restore`; None for all. A manager may select fewer. Where
+            ``model`` is left out of a run that continues, ``weights`` says where it comes from. `Live.capture` still returns all.
         strict: refuse a save (`HiddenStateRefused`) instead of warning (`HiddenState`) if the attached objects hold state
             that changes with training and that no component saves.
         unsaved: such state that need not be saved, by the names that the warning lists, such as ``"model.history"``.
@@ -69,6 +72,7 @@ def attach(  # noqa: PLR0913 - keywords
     Raises:
         InvalidArgument: for an object whose state cannot be known, or an optimizer whose scheduler is certainly not
             attached. If that is not certain, a warning names it after a resume that has restarted it.
+        UnknownComponent: for a name in ``components`` that is neither built in nor under ``extra``.
         InvalidState: if the optimizer holds a tensor that the model does not have, or the model has no values yet.
         UnsupportedLeaf: for a hyperparameter that is not plain, because a resume could not compare it.
 
@@ -87,4 +91,4 @@ def attach(  # noqa: PLR0913 - keywords
     feed = None if loader is None else feeds_of(loader)
     watch = RunWatch(objects, loader, unsaved=unsaved, is_strict=strict)
     outside = None if weights is None else OutsideWeights(weights, module, objects.stage)
-    return Live(objects, feed, watch, optional_given(optional, objects.extra), outside)
+    return Live(objects, feed, watch, optional_given(optional, objects.extra), outside, components=components)

@@ -17,6 +17,7 @@ from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
 from trainfold.adapters.outside.outside_weights import OutsideWeights
+from trainfold.adapters.outside.selects_components import SelectsComponents
 from trainfold.adapters.outside.takes_weights import TakesWeights
 from trainfold.adapters.parallel.end_together import end_together
 from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
@@ -30,18 +31,19 @@ from trainfold.core.data.batches_read import BatchesRead
 from trainfold.core.errors import CaptureRefused, InvalidArgument
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
-from trainfold.core.state.components import components_of, state_of, validate_components
+from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import Origin, Progress, TrainState
 
 
 @final
-class Live(LoopsOverData, GradientWindows, TakesWeights):
+class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
     """A mutable run. Make it with `attach`.
 
     Law: run k steps, `capture`, build every object again, `restore`, run n steps = run k + n steps, bit for bit.
 
     Attributes:
+        components: those that its checkpoints have; None for all.
         optional: components that a save and a restore can do without.
         recorder: of a rehearsal; set by a manager that was made in one.
         share: which share of the data this rank reads; None if only the caller knows.
@@ -57,6 +59,8 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
         watch: RunWatch,
         optional: Collection[str],
         outside: OutsideWeights | None = None,
+        *,
+        components: Collection[str] | None = None,
     ) -> None:
         self._objects, self._watch, self.outside = objects, watch, outside
         self._feed, self.share = feed, None if feed is None else feed.share
@@ -68,7 +72,10 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
         self._counters = Counters(self._data)
         self._microbatches = Microbatches(objects.ranks, objects, self._counters, watch.loop)
         self._pending = PendingComponents()
-        self._selection: tuple[str, ...] | None = None  # the components that a manager saves; None for all
+        self.components: tuple[str, ...] | None = None
+        self.components = self.selected(components, where="attach.components")
+        self.check_selected(self.components, where="attach.components")
+        self._selection = self.components  # what a manager saves; None for all
         self._has_met = False  # whether the loaders of the ranks were compared
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
         self._extras = objects.loader_extras()  # components that batches may be drawn from
@@ -239,7 +246,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
 
         Args:
             state: from a checkpoint, or captured.
-            components: which of them; None for all that this run has, which must all be there.
+            components: which of them; None for all that this run has, or was attached with, which must all be there.
             policy: what to do about a difference that only the live loader sees: ``num_workers``, ``data_probe``.
             collectives: the ranks, all of which call: all are restored or none is. None for this process alone.
             without: optional components that keep their state, and of which the user has been warned.
@@ -282,7 +289,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
     ) -> Any:
         parts = {name: part for name, part in self._parts_now().items() if name not in without}
         saved = {name: value for name, value in components_of(state).items() if name not in without}
-        chosen = validate_components(components, declared=(*self.names, *state.extra))
+        chosen = self.selected(components, where="Live.restore.components", others=state.extra)
         self._pending.policy = check_policy(policy)
         if self._feed is not None:
             self._feed.policy = self._pending.policy
@@ -307,7 +314,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
                 "rank_0"}`` for the buffers of a module.
 
         Raises:
-            InvalidArgument: if the name is taken or cannot be one, or for a declaration of something else.
+            InvalidArgument: if the name is taken or cannot be one, for a declaration of something else, or if the run was attached with ``components=``.
             RestoreRefused: if the target cannot take its state; it is not registered then.
         """
         named = self._objects.named()
@@ -315,6 +322,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights):
         for each in (name, *declared.names):
             if each in taken:
                 raise InvalidArgument("register.name", expected="a new name", found=each, fix="choose another name")
+        self.check_may_register(name)
         parts = self._objects.new_parts(name, target, named, declared)
         settings = attached_settings({name: target}, None, is_part=self._objects.stage is not None)
         self._pending.give(name, parts, settings)

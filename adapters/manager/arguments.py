@@ -21,6 +21,7 @@ from trainfold.core.state.components import components_of, validate_components
 from trainfold.core.state.state import TrainState
 
 _WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
+_COMPONENTS: Final = "CheckpointManager.components"
 
 
 @final
@@ -130,7 +131,8 @@ class RunCheck:
         """Check that a run is a live one, or a state if that is allowed, and that it has the components.
 
         Raises:
-            InvalidArgument: if it is neither, or if the components have its optimizer without its scheduler, or the other way round.
+            InvalidArgument: if it is neither, if the components have its optimizer without its scheduler or the other way round, or if they leave out
+                its model and no source supplies the weights.
             UnknownComponent: if the first run lacks a component; each save checks what is declared later.
         """
         if not isinstance(run, kinds):
@@ -140,14 +142,15 @@ class RunCheck:
                 found=shown(run),
                 fix="pass what attach(model, optimizer, ...) returned",
             )
-        if not self._names_are_known:
-            declared, present = (
-                (run.names, run.present) if isinstance(run, Live) else (tuple(run.extra), tuple(components_of(run)))
-            )
-            validate_components(self._components, declared=declared)
-            for torn in torn_pairs(self._components, present=present):
+        if self._names_are_known:
+            return
+        if isinstance(run, Live):
+            run.check_selected(run.selected(self._components, where=_COMPONENTS), where=_COMPONENTS)
+        else:
+            validate_components(self._components, declared=tuple(run.extra), where=_COMPONENTS)
+            for torn in torn_pairs(self._components, present=tuple(components_of(run)), where=_COMPONENTS):
                 raise torn
-            self._names_are_known = True
+        self._names_are_known = True
 
 
 def cadence_text(every: object, every_secs: float | None) -> str:

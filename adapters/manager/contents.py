@@ -23,7 +23,7 @@ from trainfold.core.format.structure.united_contract import shown_as_whole
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.replicas import Level, of_stages, proof_of
-from trainfold.core.state.components import components_of, validate_components
+from trainfold.core.state.components import components_of
 from trainfold.core.state.contract_kinds import shared_settings
 from trainfold.core.state.leaves import leaves_in
 from trainfold.core.state.state import OwnOptimizerState, TrainState
@@ -53,6 +53,7 @@ class RunContents:
         self._world = world
         self._hooks = hooks
         self._components = components
+        self._selected = components  # of the live run that was described last; None for all
         self._contract = contract
         self._check_replicas = check_replicas
         self._describer = Describer()
@@ -100,9 +101,9 @@ class RunContents:
             run: what is described.
             view: of the run.
         """
-        names = self._components
-        names = validate_components(names, declared=run.names) if isinstance(run, Live) else names
-        state = view.state
+        names, state = self._components, view.state
+        if isinstance(run, Live):
+            names = self._selected = run.selected(names, where="CheckpointManager.components")
         if isinstance(run, Live) and run.outside is not None:
             state, names = run.outside.saved(state, names)
         found = describe_state(state, components=names, contract=self._contract, describe=self._describer.describe)
@@ -115,7 +116,7 @@ class RunContents:
         """Add the random streams, which the view has read; an async save does this in its thread."""
         if streams is None:
             return snapshot
-        return snapshot.with_own("rng", streams(), is_saved=self._components is None or "rng" in self._components)
+        return snapshot.with_own("rng", streams(), is_saved=self._selected is None or "rng" in self._selected)
 
     def unannounced(
         self, run: Live | TrainState, view: LiveView, snapshot: Snapshot, leaves: Mapping[LeafName, torch.Tensor]

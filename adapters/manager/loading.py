@@ -41,11 +41,11 @@ from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
 from trainfold.core.save.reuse.base import NO_BASE, base_from
-from trainfold.core.state.components import validate_components
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
 _LOG = logging.getLogger("trainfold")
+_COMPONENTS = "CheckpointManager.components"
 
 
 @final
@@ -172,11 +172,16 @@ class RunLoader:
                 run.restore(state, components=["model"], collectives=self.collectives)
         return state, step
 
+    def names_of(self, run: Live | TrainState) -> tuple[str, ...] | None:
+        """The components of a run that are restored; None for all."""
+        return run.selected(self.components, where=_COMPONENTS) if isinstance(run, Live) else self.components
+
     def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState, Mapping[str, str | None]]:
         """The components to load, the state to load them for, and the optional ones with why this rank cannot capture them, if it cannot."""
         if isinstance(run, TrainState):
             return self.components, run, {}
-        run.will_save(self.components)
+        names = self.names_of(run)
+        run.will_save(names)
         if run.outside is not None and not run.outside.is_current:
             run.take_weights(self.collectives)  # first: their fingerprint is compared with the checkpoint's
         read = run.read(view=False)
@@ -187,15 +192,6 @@ class RunLoader:
         contract = {key: value for key, value in captured.contract.items() if not key.startswith(theirs)}
         if run.outside is not None:
             captured = run.outside.without(captured)
-        names = validate_components(self.components, declared=run.names)
-        if names is not None and "trainer" in names and "model" not in names and run.outside is None:
-            raise InvalidArgument(
-                "CheckpointManager.components",
-                expected="a model in the checkpoints, or a source of its weights",
-                found=f"{sorted(names)}, and none",
-                fix="select model too; or name the source in attach(..., weights=...), which is trainfold.weights.ByScript() if the script has loaded "
-                "them itself",
-            )
         optional = {name: read.left_out.get(name) for name in sorted(run.optional) if names is None or name in names}
         return names, captured.evolve(extra=extra, contract=contract), optional
 
@@ -307,10 +303,10 @@ class LoadRunner:
             rank = self.loader.collectives.rank
             self.saves.base = NO_BASE if manifest is None else without_collecting(base_from)(manifest, checkpoint, rank)
         self.events.report("restored", step=step)
-        names = self.loader.components
+        names = self.loader.names_of(run)
         if names is not None and "trainer" not in names:
             self._warn(
-                "%s: of its checkpoint at step %s only %s is restored, because this manager has components=; the run counts from step %d, "
+                "%s: of its checkpoint at step %s only %s is restored, because of components=; the run counts from step %d, "
                 "and everything else is as the script made it",
                 self.loader.store.url,
                 "?" if self.loader.descent is None else self.loader.descent.step,

@@ -53,12 +53,15 @@ def state_of(components: Mapping[str, Any]) -> TrainState:
     return TrainState(**builtin, extra=extra)
 
 
-def validate_components(names: Iterable[str] | None, *, declared: Collection[str] = ()) -> tuple[str, ...] | None:
+def validate_components(
+    names: Iterable[str] | None, *, declared: Collection[str] = (), where: str = "components"
+) -> tuple[str, ...] | None:
     """Check a selection when it is configured, before any state exists.
 
     Args:
         names: component names, or None for all of them.
         declared: the names of the user's own components.
+        where: the argument, for the message.
 
     Returns:
         The names, each once, in the order given; None for all.
@@ -82,7 +85,7 @@ def validate_components(names: Iterable[str] | None, *, declared: Collection[str
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise UnknownComponent(
-            "components",
+            where,
             expected=f"names among {known}",
             found=unknown,
             fix=f"{nearest(unknown, known)}correct the name, or declare the component under `extra`",
@@ -128,6 +131,40 @@ def check_likely(names: Iterable[str] | None) -> tuple[str, ...] | None:
 def _is_slip(name: str) -> bool:
     stem = name.partition("_")[0].rstrip("0123456789")
     return stem not in BUILTIN_COMPONENTS and bool(get_close_matches(name, BUILTIN_COMPONENTS, n=1, cutoff=0.85))
+
+
+def within(
+    declared: tuple[str, ...] | None, asked: tuple[str, ...] | None, *, present: Collection[str], where: str
+) -> tuple[str, ...] | None:
+    """What is selected of a run that has declared its components itself.
+
+    Args:
+        declared: what the run has declared; None for all.
+        asked: what a call asks for; None for all.
+        present: the components that the run has.
+        where: the argument, for the message.
+
+    Returns:
+        The names that are in both; None for all.
+
+    Raises:
+        InvalidArgument: if the call asks for a component that the run has, but has not declared.
+
+    Examples:
+        >>> within(("model", "trainer"), ("trainer", "dataset"), present=["model", "trainer", "rng"], where="components")
+        ('trainer',)
+    """
+    if declared is None or asked is None:
+        return asked if declared is None else declared
+    beyond = [name for name in asked if name in present and name not in declared]
+    if beyond:
+        raise InvalidArgument(
+            where,
+            expected=f"components among those that the run was attached with, {list(declared)}",
+            found=sorted(beyond),
+            fix="name them in attach(..., components=[...]) too, or leave them out here",
+        )
+    return tuple(name for name in asked if name in declared)
 
 
 def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
