@@ -43,6 +43,11 @@ def _numbers(_type: object, tokens: Sequence[Token]) -> tuple[int, ...]:
         raise ValueError(f'"{typed}" is not a whole number, or several such as 3,2') from None
 
 
+def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
+    """Names as typed, with commas between them."""
+    return tuple(dict.fromkeys(name.strip() for token in tokens for name in token.value.split(",")))
+
+
 def _seconds(_type: object, tokens: Sequence[Token]) -> float:
     """A duration as typed."""
     return seconds_of(tokens[0].value)
@@ -50,6 +55,15 @@ def _seconds(_type: object, tokens: Sequence[Token]) -> float:
 
 _DURATION = Parameter(converter=_seconds, metavar="DURATION")
 
+Components = Annotated[
+    tuple[str, ...] | None,
+    Parameter(
+        converter=_names,
+        n_tokens=1,
+        metavar="NAME[,NAME...]",
+        help="Look at these components alone, such as model,ema; without it at all of them.",
+    ),
+]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
 RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
 CheckpointPath = Annotated[
@@ -188,14 +202,27 @@ def rehearse(  # noqa: PLR0913 - one for each option
 
 
 @app.command(group=_LOOK)
-def ls(run: RunPath, *, json: Json = False) -> int:
+def ls(
+    run: RunPath,
+    *,
+    components: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            converter=_names,
+            n_tokens=1,
+            metavar="NAME[,NAME...]",
+            help="List only checkpoints that have these components, such as model,ema.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> int:
     """List the checkpoints of a run, and what is left of saves that did not finish.
 
     Reads only the manifests: `verify` finds damaged bytes.
     """
     from trainfold.adapters.cli.ls import list_run
 
-    return deliver(lambda: list_run(run), as_json=json)
+    return deliver(lambda: list_run(run, components=components), as_json=json)
 
 
 @app.command(group=_LOOK)
@@ -203,23 +230,25 @@ def inspect(
     checkpoint: CheckpointPath,
     *,
     tensors: Annotated[bool, Parameter(negative=(), help="List every tensor too.")] = False,
+    components: Components = None,
     json: Json = False,
 ) -> int:
     """Show what a checkpoint holds: components, fingerprints, tensors, files, the contract of its run."""
     from trainfold.adapters.cli.inspect import inspect_checkpoint
 
-    return deliver(lambda: inspect_checkpoint(checkpoint, tensors=tensors), as_json=json)
+    return deliver(lambda: inspect_checkpoint(checkpoint, tensors=tensors, components=components), as_json=json)
 
 
 @app.command(group=_LOOK)
-def diff(a: CheckpointPath, b: CheckpointPath, *, json: Json = False) -> int:
+def diff(a: CheckpointPath, b: CheckpointPath, *, components: Components = None, json: Json = False) -> int:
     """Compare two checkpoints: components, then each leaf that differs, then the contracts of their runs.
 
     Reads only the manifests, which have a digest of every leaf; and, of tensors that another number of ranks has cut otherwise, the bytes.
+    With --components the contracts, which belong to the runs as a whole, are not compared.
     """
     from trainfold.adapters.cli.diff import diff_checkpoints
 
-    return deliver(lambda: diff_checkpoints(a, b), as_json=json)
+    return deliver(lambda: diff_checkpoints(a, b, components=components), as_json=json)
 
 
 @app.command(group=_TRUST)
@@ -229,12 +258,13 @@ def verify(
     contents: Annotated[
         bool, Parameter(negative=(), help="Show fingerprints that do not depend on the number of ranks too.")
     ] = False,
+    components: Components = None,
     json: Json = False,
 ) -> int:
     """Read every byte of a checkpoint and compare all digests; every damaged file is named."""
     from trainfold.adapters.cli.verify import verify_checkpoint
 
-    return deliver(lambda: verify_checkpoint(checkpoint, contents=contents), as_json=json)
+    return deliver(lambda: verify_checkpoint(checkpoint, contents=contents, components=components), as_json=json)
 
 
 @app.command(group=_TRUST)
@@ -245,6 +275,15 @@ def plan(  # noqa: PLR0913 - one for each option
         int | None,
         Parameter(
             converter=_whole, validator=Number(gte=0), help="The step to resume from; by default the newest one."
+        ),
+    ] = None,
+    components: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            converter=_names,
+            n_tokens=1,
+            metavar="NAME[,NAME...]",
+            help="Plan for a program that loads these components alone, such as model.",
         ),
     ] = None,
     mtbf: Annotated[
@@ -286,7 +325,7 @@ def plan(  # noqa: PLR0913 - one for each option
     from trainfold.adapters.cli.plan import plan_run
 
     costs = {"mtbf_secs": mtbf, "save_secs": save, "step_secs": step_time, "write_secs": write, "restart_secs": restart}
-    return deliver(lambda: plan_run(run, step=step, costs=costs), as_json=json)
+    return deliver(lambda: plan_run(run, step=step, components=components, costs=costs), as_json=json)
 
 
 @app.command(group=_CHANGE)

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import attrs
 
-from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint
+from trainfold.adapters.cli.locate import Checkpoint, narrowed, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.leaf_texts import cut_otherwise, fingerprints_with, leaf_texts
@@ -38,33 +38,36 @@ class Line:
         return self.a == self.b
 
 
-def diff_checkpoints(a: Path, b: Path) -> Answer:
+def diff_checkpoints(a: Path, b: Path, *, components: Sequence[str] | None = None) -> Answer:
     """Compare two checkpoints. Where one of them stores the same kind of tensor in other slices, both are read, and their contents compared.
 
     Args:
         a: one checkpoint, or a run.
         b: the other.
+        components: which components are compared, and nothing else; None for all of them and the contracts.
 
     Returns:
         Components, leaves and contract keys; with `Different` if any of them differs.
 
     Raises:
         CheckpointError: the matching subclass, if one of them cannot be used.
+        UnknownComponent: for a name that neither of them knows.
     """
     one, other = open_checkpoint(a), open_checkpoint(b)
-    resliced = cut_otherwise(one.manifest, other.manifest)
+    mine, theirs = (narrowed(x.manifest, components, y.manifest) for x, y in ((one, other), (other, one)))
+    resliced = cut_otherwise(mine, theirs)
     a_sums, b_sums = (_contents(each, resliced) for each in (one, other))
-    components = _lines(fingerprints_with(one.manifest, a_sums), fingerprints_with(other.manifest, b_sums))
-    texts = leaf_texts(one.manifest, a_sums), leaf_texts(other.manifest, b_sums)
-    leaves = [line for line in _lines(*texts) if not line.same]
-    contract = [line for line in _lines(_promises(one.manifest), _promises(other.manifest)) if not line.same]
-    made = [line for line in _lines(_circumstances(one.manifest), _circumstances(other.manifest)) if not line.same]
-    changed = [line.name for line in components if not line.same]
+    compared = _lines(fingerprints_with(mine, a_sums), fingerprints_with(theirs, b_sums))
+    leaves = [line for line in _lines(leaf_texts(mine, a_sums), leaf_texts(theirs, b_sums)) if not line.same]
+    promises = _lines(_promises(mine), _promises(theirs)) if components is None else []
+    contract = [line for line in promises if not line.same]
+    made = [line for line in _lines(_circumstances(mine), _circumstances(theirs)) if not line.same]
+    changed = [line.name for line in compared if not line.same]
     tables = [
         Table(
             "Components",
             ("component", one.url, other.url, "same"),
-            tuple((line.name, line.a, line.b, "yes" if line.same else "NO") for line in components),
+            tuple((line.name, line.a, line.b, "yes" if line.same else "NO") for line in compared),
         )
     ]
     rest = len(leaves) - _SHOWN_LEAVES
@@ -85,7 +88,7 @@ def diff_checkpoints(a: Path, b: Path) -> Answer:
         "a": one.url,
         "b": other.url,
         "same": error is None,
-        "components": [{**attrs.asdict(line), "same": line.same} for line in components],
+        "components": [{**attrs.asdict(line), "same": line.same} for line in compared],
         "leaves": [attrs.asdict(line) for line in leaves],
         "contract": [attrs.asdict(line) for line in contract],
         "made_by": [attrs.asdict(line) for line in made],

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from trainfold.adapters.cli.locate import open_checkpoint
+from trainfold.adapters.cli.locate import narrowed, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.format.leaf_texts import labelled
@@ -23,21 +23,24 @@ _WRITTEN_BITS = 4096
 
 
 @without_collecting
-def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
+def inspect_checkpoint(path: Path, *, tensors: bool = False, components: Sequence[str] | None = None) -> Answer:
     """Describe a checkpoint.
 
     Args:
         path: of the checkpoint, or of a run.
         tensors: whether the tables list every tensor; the JSON always does.
+        components: of which components; None for all.
 
     Returns:
         The description.
 
     Raises:
         CheckpointError: the matching subclass, if there is no checkpoint that can be used.
+        UnknownComponent: for a name that it does not know.
     """
     checkpoint = open_checkpoint(path)
-    manifest = checkpoint.manifest
+    manifest = narrowed(checkpoint.manifest, components)
+    files = files_of(manifest)
     scalars = [
         (leaf.path, leaf.value)
         for component in manifest.components
@@ -64,7 +67,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         Table(
             "Files",
             ("file", "size", "digest"),
-            tuple(file_rows(manifest.files)),
+            tuple(file_rows(files)),
         ),
         Table("Values", ("leaf", "value"), _shortened(scalars)),
         Table(
@@ -88,12 +91,18 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False) -> Answer:
         "omitted": list(manifest.omitted),
         "contract": dict(manifest.contract),
         "unsaved": unsaved,
-        "files": [attrs.asdict(file) for file in manifest.files],
+        "files": [attrs.asdict(file) for file in files],
         "refers": list(manifest.summary.refers),
         "components": [_component_json(component) for component in manifest.components],
         "values": {name: _jsonable(value) for name, value in scalars},
     }
     return Answer(data, tuple(tables))
+
+
+def files_of(manifest: Manifest) -> list[FileRecord]:
+    """The files of the components that a manifest has."""
+    names = {each.name for each in manifest.components}
+    return [file for file in manifest.files if file.component in names]
 
 
 def file_rows(files: Sequence[FileRecord], *, damaged: Collection[str] = ()) -> list[tuple[str, str, str]]:

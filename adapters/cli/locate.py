@@ -1,6 +1,7 @@
 """Opens the run, or the checkpoint, that a user names by a path."""
 
 import errno
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -12,6 +13,7 @@ from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.staged_files import check_path, too_long
 from trainfold.core import errors
+from trainfold.core.component_names import BUILTIN_COMPONENTS, validate_components
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Inventory, current_head
@@ -87,6 +89,42 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise error_from(entry.problem)
     assert entry.manifest is not None
     return Checkpoint(store, name, entry.manifest)
+
+
+def known_names(components: Sequence[str] | None, found: Iterable[str]) -> tuple[str, ...] | None:
+    """Check the names that a user selects.
+
+    Args:
+        components: what was typed; None for all.
+        found: the components that there are, or that were left out.
+
+    Raises:
+        UnknownComponent: for a name that is neither built in nor there, with the nearest one.
+
+    Examples:
+        >>> known_names(["scheduler", "ema"], ["model", "ema"])  # a built-in one may be absent
+        ('scheduler', 'ema')
+    """
+    own = dict.fromkeys(name for name in found if name not in BUILTIN_COMPONENTS)
+    return validate_components(components, declared=tuple(own), where="--components")
+
+
+def narrowed(manifest: Manifest, components: Sequence[str] | None, *others: Manifest) -> Manifest:
+    """The manifest with these components alone; one that is known, but not in it, is ignored.
+
+    Args:
+        manifest: of the checkpoint.
+        components: the names; None for all.
+        others: manifests whose components are known too.
+
+    Raises:
+        UnknownComponent: for a name that none of them has.
+    """
+    held = [name for each in (manifest, *others) for name in (*(c.name for c in each.components), *each.omitted)]
+    names = known_names(components, held)
+    if names is None:
+        return manifest
+    return attrs.evolve(manifest, components=tuple(each for each in manifest.components if each.name in names))
 
 
 def _local(path: Path) -> Path:

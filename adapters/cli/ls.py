@@ -1,6 +1,7 @@
 """`trainfold ls RUN`: the checkpoints of a run. The newest are proved; the others are listed by the first lines of their manifests."""
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import final
 
 import attrs
 
-from trainfold.adapters.cli.locate import nothing_complete, open_run
+from trainfold.adapters.cli.locate import known_names, nothing_complete, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.backends.runs.best.best_reader import read_best
@@ -66,11 +67,12 @@ class Listed:
         return self.entry.summary if self.entry.is_candidate else None
 
 
-def list_run(run: Path, *, clock: float | None = None) -> Answer:
+def list_run(run: Path, *, components: Sequence[str] | None = None, clock: float | None = None) -> Answer:
     """List what a run holds: each checkpoint, whether it is complete and usable, and what is left of saves that did not finish.
 
     Args:
         run: the directory.
+        components: which ones a listed checkpoint has; None for any.
         clock: the time now, in seconds since 1970; None for the time of this machine.
 
     Returns:
@@ -78,17 +80,21 @@ def list_run(run: Path, *, clock: float | None = None) -> Answer:
 
     Raises:
         CheckpointError: the matching subclass, if the directory is not a run.
+        UnknownComponent: for a name that no checkpoint of it has.
     """
     store, inventory = open_run(run)
-    return list_store(store, inventory, clock=clock)
+    return list_store(store, inventory, components=components, clock=clock)
 
 
-def list_store(store: Store, inventory: Inventory, *, clock: float | None = None) -> Answer:
+def list_store(
+    store: Store, inventory: Inventory, *, components: Sequence[str] | None = None, clock: float | None = None
+) -> Answer:
     """List a run in any store.
 
     Args:
         store: the run.
         inventory: what `read_inventory` has found there.
+        components: as for `list_run`.
         clock: as for `list_run`.
     """
     inventory = with_quarantined(_proved(store, inventory), quarantined(store))
@@ -99,7 +105,9 @@ def list_store(store: Store, inventory: Inventory, *, clock: float | None = None
         Listed(entry, at, names.get(entry.name, ()), is_left_behind=entry.is_candidate and entry.name not in present)
         for entry, at in zip(inventory.entries, times, strict=True)
     ]
-    newest = present[0] if present else None
+    listed = _with(listed, components)
+    shown = {each.entry.name for each in listed}
+    newest = next((name for name in present if name in shown), None)
     now = time.time() if clock is None else clock
     rows = tuple(_row(each, now, is_newest=each.entry.name == newest) for each in listed)
     data = {
@@ -110,6 +118,17 @@ def list_store(store: Store, inventory: Inventory, *, clock: float | None = None
     }
     table = Table(f"{inventory.run}  run {inventory.run_id}", _COLUMNS, rows, _SPARE)
     return Answer(data, (table,), None if newest is not None else nothing_complete(inventory))
+
+
+def _with(listed: list[Listed], components: Sequence[str] | None) -> list[Listed]:
+    """Those that have these components; a known one that no checkpoint of the run has is ignored."""
+    held = {each.entry.name: set(found.fingerprints) for each in listed if (found := each.summary) is not None}
+    anywhere = set().union(*held.values())
+    left_out = {name for each in listed if each.summary is not None for name in each.summary.omitted}
+    names = known_names(components, sorted(anywhere | left_out))
+    if names is None:
+        return listed
+    return [each for each in listed if held.get(each.entry.name, set()) >= set(names) & anywhere and each.summary]
 
 
 def _proved(store: Store, inventory: Inventory) -> Inventory:

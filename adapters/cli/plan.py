@@ -1,6 +1,6 @@
 """`trainfold plan RUN`: shows what a resume would do, with the planner of a resume but without a model; and how often to save."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -42,12 +42,19 @@ _OPTIONS = {
 _NEEDED = ("mtbf_secs", "save_secs", "step_secs")
 
 
-def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | None] | None = None) -> Answer:
+def plan_run(
+    run: Path,
+    *,
+    step: int | None = None,
+    components: Sequence[str] | None = None,
+    costs: Mapping[str, float | None] | None = None,
+) -> Answer:
     """Plan a resume from the manifests alone.
 
     Args:
         run: the directory.
         step: an explicit step, or None for the newest.
+        components: what the program loads; None for all.
         costs: the arguments of `advise_cadence`, None for those that were not given.
 
     Returns:
@@ -59,7 +66,9 @@ def plan_run(run: Path, *, step: int | None = None, costs: Mapping[str, float | 
         InvalidArgument: for a step below 0.
         UsageError: if some of the costs that the advice needs are missing, or a duration is invalid.
     """
-    request = resume_request(step=step)  # first, because an invalid step is wrong whatever the run holds
+    request = resume_request(
+        step=step, components=components
+    )  # first, because an invalid step is wrong whatever the run holds
     cadence = _advice(costs or {})
     if cadence is None:
         return _resume(run, request)

@@ -1,6 +1,6 @@
 """`trainfold verify CKPT`: reads every byte, compares every digest and header, and computes every fingerprint."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -11,8 +11,8 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from trainfold.adapters.cli.inspect import file_rows
-from trainfold.adapters.cli.locate import Checkpoint, error_from, open_checkpoint
+from trainfold.adapters.cli.inspect import file_rows, files_of
+from trainfold.adapters.cli.locate import Checkpoint, error_from, narrowed, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.gc_pause import without_collecting
@@ -38,7 +38,7 @@ class Advance(Protocol):
 
 
 @without_collecting
-def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
+def verify_checkpoint(path: Path, *, contents: bool = False, components: Sequence[str] | None = None) -> Answer:
     """Read all files of a checkpoint, and those of others that it refers to; compare them with the digests in its manifest, and compute its fingerprints from these.
 
     It finds what a load would refuse: also a header of a file that does not fit the manifest, although the file has its digest.
@@ -46,57 +46,60 @@ def verify_checkpoint(path: Path, *, contents: bool = False) -> Answer:
     Args:
         path: of the checkpoint, or of a run.
         contents: whether to show fingerprints that do not depend on how ranks cut the tensors, too. Undamaged tensors are read once more.
+        components: whose files are read; None for all.
 
     Returns:
         The result for each file and component, with the first problem as the error.
 
     Raises:
         CheckpointError: the matching subclass, if there is no manifest to compare with, or files are missing.
+        UnknownComponent: for a name that it does not know.
     """
     checkpoint = open_checkpoint(path)
+    chosen = narrowed(checkpoint.manifest, components)
+    files, names = files_of(chosen), {each.name for each in chosen.components}
     problems: list[Problem] = []
     statuses: dict[str, str] = {}
     headers = HeaderCheck(checkpoint.store, checkpoint.name, checkpoint.manifest)
     damaged: set[str] = set()  # components with a damaged file
     shards = _shards_by_file(checkpoint.manifest)
-    with _progress(sum(file.size_bytes for file in checkpoint.manifest.files)) as advance:
+    with _progress(sum(file.size_bytes for file in files)) as advance:
         for index, file in enumerate(checkpoint.manifest.files):
+            if file.component not in names:
+                continue
             found = _verify_file(checkpoint, file, shards.get(index, []), advance) or _verify_header(headers, index)
             problems += found
             damaged |= {file.component} if found else set()
             statuses[file.label] = "damaged" if found else "verified"
-    components = []
-    for component in checkpoint.manifest.components:
+    checked = []
+    for component in chosen.components:
         wrong = _verify_fingerprint(checkpoint, component)
         wrong += [] if component.name in damaged else _verify_shared(checkpoint, component)
         problems += wrong
         status = "wrong" if wrong else "damaged" if component.name in damaged else "verified"
-        components.append((component.name, component.fingerprint, status))
+        checked.append((component.name, component.fingerprint, status))
     sums: dict[str, str] = {}
     if contents and not problems:
         from trainfold.backends.formats.native.contents import content_fingerprints
 
-        sums = content_fingerprints(checkpoint.store, checkpoint.name, checkpoint.manifest)
+        sums = content_fingerprints(checkpoint.store, checkpoint.name, chosen)
     data = {
         "checkpoint": checkpoint.url,
         "verified": not problems,
-        "size_bytes": checkpoint.manifest.size_bytes,
-        "files": [
-            {"name": each.label, "digest": each.digest, "status": statuses[each.label]}
-            for each in checkpoint.manifest.files
-        ],
+        "size_bytes": sum(each.size_bytes for each in files if not each.checkpoint),
+        "files": [{"name": each.label, "digest": each.digest, "status": statuses[each.label]} for each in files],
         "components": [
             {"name": name, "fingerprint": text, "status": status, **({"contents": sums[name]} if sums else {})}
-            for name, text, status in components
+            for name, text, status in checked
         ],
         "problems": [attrs.asdict(problem) for problem in problems],
     }
     bad = {name for name, status in statuses.items() if status != "verified"}
     rows = [("manifest.json", "", "of itself", "verified")]
-    rows += [(*row, statuses.get(row[0], "verified")) for row in file_rows(checkpoint.manifest.files, damaged=bad)]
+    rows += [(*row, statuses.get(row[0], "verified")) for row in file_rows(files, damaged=bad)]
     tables = [
         Table(checkpoint.url, ("file", "size", "digest", "status"), tuple(rows)),
-        Table("Components", ("component", "fingerprint", "status"), tuple(components)),
+        Table("Components", ("component", "fingerprint", "status"), tuple(checked)),
     ]
     if sums:
         tables.append(Table("Contents, however they are cut", ("component", "fingerprint"), tuple(sums.items())))

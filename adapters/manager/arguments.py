@@ -11,13 +11,13 @@ from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.checks import count
-from trainfold.core.component_names import torn_pairs
+from trainfold.core.component_names import torn_pairs, validate_components
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.replicas import LEVELS, Level, level_of
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
 from trainfold.core.save.triggers import Triggers, make_triggers
-from trainfold.core.state.components import components_of, validate_components
+from trainfold.core.state.components import components_of
 from trainfold.core.state.state import TrainState
 
 _WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
@@ -145,7 +145,7 @@ class RunCheck:
         if self._names_are_known:
             return
         if isinstance(run, Live):
-            run.check_selected(run.selected(self._components, where=_COMPONENTS), where=_COMPONENTS)
+            run.check_selected(run.selected(self._components, where=_COMPONENTS), where=_COMPONENTS, restores=False)
         else:
             validate_components(self._components, declared=tuple(run.extra), where=_COMPONENTS)
             for torn in torn_pairs(self._components, present=tuple(components_of(run)), where=_COMPONENTS):

@@ -181,6 +181,7 @@ class RunLoader:
         if isinstance(run, TrainState):
             return self.components, run, {}
         names = self.names_of(run)
+        run.check_selected(names, where=_COMPONENTS)
         run.will_save(names)
         if run.outside is not None and not run.outside.is_current:
             run.take_weights(self.collectives)  # first: their fingerprint is compared with the checkpoint's

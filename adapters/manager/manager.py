@@ -22,13 +22,13 @@ from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import mapping_given
+from trainfold.core.component_names import check_likely
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.save.events import Event
 from trainfold.core.save.replicas import Level
 from trainfold.core.save.retention import Retention
 from trainfold.core.save.triggers import Verdict
-from trainfold.core.state.components import check_likely
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
 

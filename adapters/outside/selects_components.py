@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 
 from trainfold.adapters.outside.outside_weights import OutsideWeights
-from trainfold.core.component_names import torn_pairs
+from trainfold.core.component_names import torn_pairs, validate_components, within
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.state.components import validate_components, within
 
 
 class SelectsComponents:
@@ -65,12 +64,13 @@ class SelectsComponents:
                 fix="attach it under extra= and select it there, or select components in the manager and not in attach",
             )
 
-    def check_selected(self, names: tuple[str, ...] | None, *, where: str) -> None:
+    def check_selected(self, names: tuple[str, ...] | None, *, where: str, restores: bool = True) -> None:
         """Raise if checkpoints with these components alone could not continue the run.
 
         Args:
             names: as `selected` returns them.
             where: the argument, for the message.
+            restores: whether the run continues from them; without an optimizer they may be an export otherwise.
 
         Raises:
             InvalidArgument: if they have an optimizer without its scheduler, or the other way round, or if the model is in no checkpoint and comes
@@ -81,7 +81,7 @@ class SelectsComponents:
         for torn in torn_pairs(names, present=self.present, where=where):
             raise torn
         is_outside = self.outside is not None and self.outside.is_whole
-        if "model" in names or is_outside or not {"trainer", "optimizer"} & set(names):
+        if "model" in names or is_outside or not ({"trainer", "optimizer"} if restores else {"optimizer"}) & set(names):
             return
         part = "" if self.outside is None else ": weights=Frozen(...) supplies the frozen parameters alone"
         raise InvalidArgument(

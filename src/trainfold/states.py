@@ -3,10 +3,10 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.core.component_names import validate_components
 from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec
 from trainfold.core.layout.stage import Stage, make_stage
-from trainfold.core.state.components import validate_components
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.spec import spec_of
 from trainfold.core.state.state import (

@@ -37,21 +37,33 @@ def saved(live, store, **manager):
 
 def test_a_name_that_no_component_has_is_refused_where_the_run_is_attached():
     """B02: with the known names and the nearest; a known name that this run does not produce is ignored."""
-    with pytest.raises(UnknownComponent, match=r"attach.components: .*'rng', 'average'\].*found \['averag'\].*'average'"):
+    with pytest.raises(
+        UnknownComponent, match=r"attach.components: .*'rng', 'average'\].*found \['averag'\].*'average'"
+    ):
         built(["model", "averag"])
     live = built(["model", "optimizer", "scheduler", "trainer", "dataset"])  # there is no loader
-    assert {each.name for each in saved(live, MemoryStore()).components} == {"model", "optimizer", "scheduler", "trainer"}
+    assert {each.name for each in saved(live, MemoryStore()).components} == {
+        "model",
+        "optimizer",
+        "scheduler",
+        "trainer",
+    }
 
 
 @settings(deadline=None, max_examples=25)
 @given(mine=st.none() | st.sets(st.sampled_from(HERE)), theirs=st.none() | st.sets(st.sampled_from(BUILT_IN)))
 def test_a_checkpoint_has_what_both_the_run_and_its_manager_select(mine, theirs):
     """B01: what is not selected is listed as omitted; a manager that asks for more than the run has declared is refused."""
-    mine, theirs = (None if each is None else sorted(each | {"model", "optimizer", "scheduler", "trainer"}) for each in (mine, theirs))
+    mine, theirs = (
+        None if each is None else sorted(each | {"model", "optimizer", "scheduler", "trainer"})
+        for each in (mine, theirs)
+    )
     live, store = built(mine), MemoryStore()
     beyond = set(HERE) & set(theirs or ()) - set(HERE if mine is None else mine)
     if beyond:
-        with pytest.raises(InvalidArgument, match=r"CheckpointManager.components: .*attach\(..., components=") as caught:
+        with pytest.raises(
+            InvalidArgument, match=r"CheckpointManager.components: .*attach\(..., components="
+        ) as caught:
             saved(live, store, components=theirs)
         assert caught.value.found == sorted(beyond)
         return
@@ -126,7 +138,9 @@ def test_a_manager_that_leaves_out_the_model_of_a_run_needs_a_source_at_its_firs
 def test_a_run_that_has_selected_its_components_refuses_one_that_is_registered_later():
     """`attach` could not know its name, so it would be in no checkpoint."""
     live = attach(nn.Linear(1, 1), components=["model", "trainer"])
-    with pytest.raises(InvalidArgument, match=r"register.name: .*\['model', 'trainer'\].*select components in the manager"):
+    with pytest.raises(
+        InvalidArgument, match=r"register.name: .*\['model', 'trainer'\].*select components in the manager"
+    ):
         live.register("meter", Averaged())
     assert "meter" not in live.present
 
