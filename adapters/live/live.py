@@ -16,6 +16,7 @@ from trainfold.adapters.live.restore import OnAnyRank, checked, checked_by_all, 
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
 from trainfold.adapters.loaders.group import FeedGroup, Samples
+from trainfold.adapters.outside.held_masters import HeldMasters
 from trainfold.adapters.outside.outside_weights import OutsideWeights
 from trainfold.adapters.outside.selects_components import SelectsComponents
 from trainfold.adapters.outside.takes_weights import TakesWeights
@@ -52,7 +53,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
         outside: what comes from a source of weights, and not from checkpoints; None for nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords
         self,
         objects: AttachedObjects,
         feed: Feed | FeedGroup | None,
@@ -262,6 +263,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
             world, lambda: self._checked(state, components, policy, without), has=self._has
         )
         wanted = {each: part for each, part in parts.items() if each not in out and (chosen is None or each in chosen)}
+        masters = HeldMasters(one for name, one in self.optimizers.items() if name not in wanted)
         write_all(
             wanted,
             saved,
@@ -271,6 +273,11 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
             unread=self.unread,
             refusable=on_any.refusable,
         )
+        masters.refresh()
+        if self.outside is not None and self.outside.is_whole:
+            HeldMasters(
+                self.optimizers.values()
+            ).refresh()  # those of the checkpoint belong to the weights that it left out
         self._watch.restored(state.contract, chosen, self._counters.step, self._pending.policy)
         self._counters.restored()
         self._microbatches.drop()

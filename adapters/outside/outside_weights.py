@@ -1,6 +1,7 @@
 """`OutsideWeights`: the tensors of the attached model that come from a `WeightSource`, and not from checkpoints."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from typing import Any, Final, final
 
 import attrs
@@ -11,19 +12,16 @@ from trainfold.adapters.components.module import module_state
 from trainfold.adapters.sharded.dtensor import leaf_of, named_shards, reshard
 from trainfold.adapters.sharded.parts import memory_of
 from trainfold.backends.ranks.all_ranks import on_all_ranks
+from trainfold.backends.weights.take import received, wanted_of
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.fingerprint import content_fingerprint
-from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import whole_box
 from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.components import components_of
 from trainfold.core.state.fqn import NamedTensors
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import ModelState, TrainState
-from trainfold.core.weights.account import Account
-from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.source import WeightSource
 from trainfold.core.weights.wrapped import ByScript, Frozen
 
 OUTSIDE: Final = "weights.outside"  # the key of the contract: the fingerprint of frozen weights from outside
@@ -145,30 +143,9 @@ class OutsideWeights:
     def _fill(self, leaves: Mapping[str, Any], ties: Iterable[tuple[str, str]]) -> None:
         if isinstance(self._source, ByScript):
             return
-        wanted = {name: _wanted(leaf) for name, leaf in leaves.items()}
-        wanted |= {alias: attrs.evolve(wanted[name], tied_to=name) for alias, name in ties if name in wanted}
-        account, supplied = Account(wanted), self._source.supply(wanted)
-        try:
-            for name, tensor in supplied:
-                earlier = account.came_as(name)
-                part = tensor.detach()[account.part_of(name, dtype_name(tensor.dtype), tensor.shape)]
-                memory = memory_of(leaves[account.first_name(name)])
-                if earlier is None:
-                    copy_values([(memory, part)])
-                elif not torch.equal(memory.cpu(), part.to(memory.dtype).cpu()):
-                    raise InvalidState(
-                        f"weights[{name!r}]",
-                        expected=f"the values of {earlier!r}, to which it is tied in this model",
-                        found="others",
-                        fix="untie them in the model, or supply one of the two names",
-                    )
-        finally:
-            getattr(
-                supplied, "close", lambda: None
-            )()  # now, and not when the error is forgotten: other ranks may wait for what a source sends
-        problem = account.problem(self._source)
-        if problem is not None:
-            raise problem
+        supplied = received(self._source, wanted_of(leaves, tuple(ties)), held=lambda name: memory_of(leaves[name]))
+        with closing(supplied) as parts:
+            copy_values((memory_of(leaves[name]), part) for name, part in parts)
 
     # --- for a manager -----------------------------------------------------------------------------------------------
 
@@ -223,9 +200,3 @@ class OutsideWeights:
     def resets(self) -> dict[str, str]:
         """The components that no load touches, with the reason."""
         return {"model": WHY} if self.is_whole else {}
-
-
-def _wanted(leaf: Any) -> Wanted:
-    if isinstance(leaf, Shard):
-        return Wanted(dtype_name(leaf.tensor.dtype), tuple(leaf.shape), leaf.box)
-    return Wanted(dtype_name(leaf.dtype), tuple(leaf.shape), whole_box(tuple(leaf.shape)))

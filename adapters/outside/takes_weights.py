@@ -1,5 +1,10 @@
 """`TakesWeights`: the part of a live run that takes weights from outside."""
 
+from collections.abc import Mapping
+
+import torch
+
+from trainfold.adapters.outside.held_masters import HeldMasters
 from trainfold.adapters.outside.outside_weights import OutsideWeights
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.core.errors import InvalidArgument
@@ -16,6 +21,11 @@ class TakesWeights:
 
     outside: OutsideWeights | None
 
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The attached optimizers, by component."""
+        raise NotImplementedError
+
     def take_weights(self, collectives: Collectives | None = None) -> None:
         """Write the weights of the source that was given to `attach` into the model; `CheckpointManager.restore` does it.
 
@@ -29,7 +39,9 @@ class TakesWeights:
         if self.outside is None:
             raise InvalidArgument("live.take_weights", expected="a source of weights", found="none",
                                   fix="pass it to attach(..., weights=...)")  # fmt: skip
+        masters = HeldMasters(self.optimizers.values())
         self.outside.take(ALONE if collectives is None else collectives)
+        masters.refresh()
 
     def _outside(self) -> dict[str, str]:
         return {} if self.outside is None else self.outside.contract()

@@ -33,7 +33,7 @@ from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.resume.resumed import leaf_sources, resumed_contract, resumed_optimizer, resumed_origin
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
-from trainfold.core.state.masters import refresh_masters
+from trainfold.core.state.masters import refresh_masters, with_fitting_masters
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
 _Targets: TypeAlias = dict[str, dict[str, Any]]
@@ -135,7 +135,7 @@ def _resumed(  # noqa: PLR0913 - keywords
         origin=resumed_origin(plan, like.origin),
         stage=like.stage,
     )
-    return _with_fresh_masters(state) if plan.fresh_masters else state
+    return _with_masters_of_its_weights(state, plan)
 
 
 def _later(planned: ComponentReads, action: ComponentAction, mine: Any) -> frozenset[int]:
@@ -153,10 +153,16 @@ def _later(planned: ComponentReads, action: ComponentAction, mine: Any) -> froze
     return frozenset(index for index, read in planned.tensors.items() if read.record.shape and index not in now)
 
 
-def _with_fresh_masters(state: TrainState) -> TrainState:
+def _with_masters_of_its_weights(state: TrainState, plan: ResumePlan) -> TrainState:
+    """The state with masters of the weights that it has: those of other weights would revert them in the next step."""
     optimizer = state.optimizer
-    if state.model is not None and isinstance(optimizer, OptimizerState) and optimizer.masters is not None:
+    if state.model is None or not isinstance(optimizer, OptimizerState) or optimizer.masters is None:
+        return state
+    if plan.fresh_masters:
         return state.evolve(optimizer=refresh_masters(optimizer, state.model.params))
+    loaded = {action.name for action in plan.actions if action.verb not in ("keep", "reset")}
+    if "optimizer" in loaded and "model" not in loaded:
+        return state.evolve(optimizer=with_fitting_masters(optimizer, state.model.params))
     return state
 
 

@@ -28,7 +28,7 @@ from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.save.replicas import Leaves, Proof, summary
 from trainfold.core.state.components import components_of, in_order, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
-from trainfold.core.state.state import OptimizerState, TrainState
+from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
 
 @final
@@ -160,7 +160,7 @@ def describe_state(
         describe: the method of a `Describer`, if one run is described repeatedly.
 
     Raises:
-        InvalidState: if the state has no trainer component, and so no step.
+        InvalidState: if the state has no trainer component, and so no step; or an optimizer and no weights, although no selection leaves them out.
         InvalidArgument: if it is not a state, or if the selection has an optimizer without its scheduler, or the other way round.
         UnknownComponent: for an unknown name.
         UnsupportedLeaf: for a leaf that the format cannot hold, or a slot that would be loaded in another memory layout.
@@ -179,6 +179,9 @@ def describe_state(
     for torn in torn_pairs(None if components is None else list(chosen), present=every):
         raise torn
     omitted = tuple(name for name in every if name not in chosen)
+    if components is not None and "model" not in components and "model" not in every:
+        omitted = ("model", *omitted)  # said by the caller, although the state has none to leave out
+    _check_has_weights(chosen, omitted)
     pairs = {name: describe(component, name) for name, component in chosen.items()}
     return Snapshot(
         step=step,
@@ -188,6 +191,23 @@ def describe_state(
         contract=full_contract(state, contract),
         stage=state.stage,
     )
+
+
+def _check_has_weights(chosen: Mapping[str, Any], omitted: Sequence[str]) -> None:
+    """Raise for what would be a checkpoint without weights that does not say so.
+
+    Raises:
+        InvalidState: naming the component.
+    """
+    weights = any(isinstance(each, ModelState) for each in chosen.values())
+    if isinstance(chosen.get("optimizer"), OptimizerState) and not weights and "model" not in omitted:
+        raise InvalidState(
+            "state.model",
+            expected="the weights that the optimizer trains, or components= without model",
+            found="none",
+            fix="save the whole state; if the weights come from elsewhere on purpose, pass save(..., components=[...]), which records it, and not a selection "
+            "of the state",
+        )
 
 
 def full_contract(state: TrainState, contract: Mapping[str, Any] | None) -> dict[str, Json]:

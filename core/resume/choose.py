@@ -142,17 +142,31 @@ def newer_without_components(
     """The newer checkpoints that were passed over because they lack wanted components."""
     newer = itertools.takewhile(lambda entry: entry.manifest is not manifest, lineage(inventory))
     return tuple(
-        Problem(
-            "ComponentsLeftOut",
+        _without(
             f"{inventory.run}/{entry.name}",
-            f"a checkpoint with {', '.join(left_out(entry.manifest, request, target.components))}",
-            f"one saved with {', '.join(component.name for component in entry.manifest.components)} alone",
-            f"do nothing if it is an export; to load what it has, ask for it: step={entry.manifest.head.step}, components=[...] "
-            f"(on the command line: trainfold plan RUN --step {entry.manifest.head.step})",
-            20,
+            inventory.run,
+            entry.manifest,
+            left_out(entry.manifest, request, target.components),
         )
         for entry in newer
         if entry.manifest is not None
+    )
+
+
+def _without(where: str, run: str, manifest: Manifest, missing: Collection[str]) -> Problem:
+    """Why a checkpoint is passed over that lacks components; one without weights must say so itself."""
+    has = ", ".join(component.name for component in manifest.components)
+    if "model" in missing and "model" not in manifest.omitted:
+        return Problem("CheckpointTorn", where, "weights, or a manifest that lists model among what was left out", f"neither: {has} alone",
+                       f"{OLDER} of the run; save(..., components=[...]) records that weights are elsewhere", 13)  # fmt: skip
+    return Problem(
+        "ComponentsLeftOut",
+        where,
+        f"a checkpoint with {', '.join(missing)}",
+        f"one saved with {has} alone",
+        f"do nothing if it is an export; to load what it has, ask for it: step={manifest.head.step}, components=[...] "
+        f"(on the command line: trainfold plan {run} --step {manifest.head.step})",
+        20,
     )
 
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
+from trainfold.core.format.fingerprint import tensor_digest
 from trainfold.core.format.manifest import ComponentRecord, TensorRecord
 from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.places import places
@@ -14,6 +15,7 @@ from trainfold.core.problem import Problem
 from trainfold.core.resume.findings import Findings
 
 OPTIMIZER: Final = "trainfold.OptimizerState"
+MODEL: Final = "trainfold.ModelState"
 OWNERS: Final = frozenset(  # their owners compare what is in them
     {"trainfold.Opaque", "trainfold.OwnOptimizerState", "trainfold.PerRank", "trainfold.OfRankZero"}
 )
@@ -80,8 +82,37 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
                     "this is another model; load it with a transform or choose another checkpoint", 20)
         )  # fmt: skip
         return "load", {}, ()
+    for alias, said in _parted_ties(name, saved.tensors[part], wanted).items():
+        have.pop(alias)
+        findings.ignored.add(alias)
+        if said:
+            findings.drift(
+                "unexpected",
+                alias,
+                saved=f"other values than {said}",
+                wanted=f"one tensor: it is tied to {said} in this model",
+            )
     cast, kept = _leaf_drifts(have, want, findings)
     return "load", cast, kept
+
+
+def _parted_ties(name: str, saved: Sequence[TensorRecord], wanted: Described) -> dict[str, str]:
+    """The saved tensors that are names of others in the target: path -> the path of the other one if its values differ, and empty if they do not.
+
+    Only digests are compared, so what ranks have cut in two ways is not known, and is not in it.
+    """
+    if node_class(wanted.node) != MODEL or not isinstance(wanted.node, dict):
+        return {}
+    records = {record.path: record for record in saved}
+    found: dict[str, str] = {}
+    for pair in wanted.node.get("static", {}).get("ties", {}).get("tuple", ()):
+        alias, first = (f"{name}.params[{each!r}]" for each in pair["tuple"])
+        one, other = records.get(alias), records.get(first)
+        if one is None or other is None or one.spec != other.spec:
+            continue
+        if [shard.box for shard in one.shards] == [shard.box for shard in other.shards]:
+            found[alias] = "" if tensor_digest(one) == tensor_digest(other) else first
+    return found
 
 
 def _alike(node: Json, records: Sequence[TensorRecord], wanted: Described) -> bool:

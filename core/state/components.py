@@ -83,8 +83,8 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
 def merge(base: TrainState, part: TrainState) -> TrainState:
     """Return a state with the components of ``part``, and those of ``base`` that ``part`` lacks.
 
-    If weights replace others, fp32 masters that do not round to them are cloned from them; otherwise the next step would
-    revert the weights.
+    Where weights and optimizer come from different sides, fp32 masters that do not round to the weights are cloned from them; otherwise the next
+    step would revert the weights.
 
     Examples:
         >>> from trainfold import Progress
@@ -92,9 +92,10 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
         2
     """
     whole = state_of({**components_of(base), **components_of(part)})
-    new_weights = part.model is not None and part.optimizer is None and part.model is not base.model
-    if new_weights and part.model is not None and isinstance(base.optimizer, OptimizerState):
-        whole = whole.evolve(optimizer=with_fitting_masters(base.optimizer, part.model.params))
+    new_weights = part.model is not None and part.model is not base.model and part.optimizer is None
+    new_optimizer = part.optimizer is not None and part.optimizer is not base.optimizer and part.model is None
+    if (new_weights or new_optimizer) and whole.model is not None and isinstance(whole.optimizer, OptimizerState):
+        whole = whole.evolve(optimizer=with_fitting_masters(whole.optimizer, whole.model.params))
     origin = base.origin if part.trainer is None else part.origin  # the origin of the counters
     return whole.evolve(contract={**base.contract, **part.contract}, origin=origin, stage=base.stage)
 

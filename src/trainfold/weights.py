@@ -8,6 +8,7 @@ from trainfold.backends.weights.first_rank import FirstRank
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
+from trainfold.backends.weights.take import take_weights
 from trainfold.core.weights.source import Wanted, WeightSource
 from trainfold.core.weights.wrapped import ByScript, Cast, Frozen, Renamed
 
@@ -23,4 +24,5 @@ __all__ = [
     "Wanted",
     "WeightServer",
     "WeightSource",
+    "take_weights",
 ]

@@ -83,7 +83,7 @@ def test_plan_for_a_part_takes_the_newest_checkpoint_with_that_part(partial, ans
 
 def test_ls_lists_those_that_have_these_components(partial, answered, call):
     """C05: what a resume that needs weights can take."""
-    names = lambda *more: [each["name"] for each in answered("ls", partial, *more)[0]["checkpoints"]]  # noqa: E731
+    names = lambda *more: [each["name"] for each in answered("ls", partial, *more)[0]["checkpoints"]]
     whole = ["step-00000002", "step-00000004", "step-00000006"]
     assert names() == [*whole, "step-00000008", "step-00000009"]
     assert names("--components", "model") == whole

@@ -103,10 +103,9 @@ def test_leaving_out_the_model_is_the_mode_of_weights_from_outside_and_needs_the
     names = ["optimizer", "scheduler", "trainer", "rng"]
     with pytest.raises(InvalidArgument, match=r"attach.components: .*a source of its weights"):
         built(names)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
     with pytest.raises(InvalidArgument, match=r"attach.components: .*Frozen"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        model[0].requires_grad_(requires_grad=False)
         attach(model, components=["trainer"], weights=Frozen(ByScript()))
     manifest = saved(built(names, weights=ByScript()), MemoryStore())
     assert manifest.omitted[0] == "model"

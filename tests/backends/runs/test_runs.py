@@ -17,6 +17,7 @@ from trainfold.backends.stores.memory import ErrorAt, MemoryStore
 from trainfold.core.errors import (
     CheckpointDamaged,
     InvalidArgument,
+    InvalidState,
     ResumeRefused,
     SaveFailed,
     UnknownComponent,
@@ -25,7 +26,7 @@ from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.components import select
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.state import ModelState, ParamGroup
+from trainfold.core.state.state import ModelState, ParamGroup, Progress, TrainState
 from trainfold.properties import laws, strategies
 
 SLOW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -167,6 +168,42 @@ def test_leaving_out_the_model_is_recorded_and_asked_about():
     found = load(store, like=state_at(0), components=["trainer"])
     assert found.trainer.step == 2
     assert found.model.params["w"][0, 0] == 0.0
+
+
+def test_a_checkpoint_without_weights_says_so_or_is_not_made_and_is_passed_over_by_name():
+    """C05, B03: the mark is what the caller has said, and is inferred from no component that is not there."""
+    store, state = MemoryStore(), state_at(2)
+    save(state, store)
+    with pytest.raises(InvalidState, match=r"state.model: .*components= without model.*found none"):
+        save(select(state_at(3), ["optimizer", "scheduler", "trainer"]), store)
+    told = save(
+        select(state_at(3), ["optimizer", "scheduler", "trainer"]),
+        store,
+        components=["optimizer", "scheduler", "trainer"],
+    )
+    assert told.omitted == ("model",)
+    chosen = plan(store, like=state_at(0))
+    assert chosen.step == 2
+    assert [(each.error, each.where[-13:]) for each in chosen.passed_over] == [("ComponentsLeftOut", "step-00000003")]
+    assert load(store, like=state_at(0), components=["optimizer", "scheduler", "trainer"]).trainer.step == 3
+    counters = MemoryStore()
+    assert save(TrainState(trainer=Progress(step=1)), counters).omitted == ()  # it has nothing that trains weights
+
+
+def test_a_checkpoint_that_lacks_weights_without_saying_so_is_torn_for_whoever_needs_them():
+    """C05: it is never chosen; the older one is, or nothing."""
+    store = MemoryStore()
+    save(state_at(2), store)
+    save(TrainState(trainer=Progress(step=3), extra={"ema": {"w": torch.ones(1)}}), store)
+    chosen = plan(store, like=state_at(0))
+    assert (chosen.step, [each.error for each in chosen.passed_over]) == (2, ["CheckpointTorn"])
+    assert "lists model among what was left out" in str(chosen)
+    with pytest.warns(CheckpointPassedOver, match="step-00000003"):
+        assert load(store, like=state_at(0)).trainer.step == 2
+    alone = MemoryStore()
+    save(TrainState(trainer=Progress(step=3)), alone)
+    with pytest.raises(ResumeRefused, match="model: saved nothing"):
+        load(alone, like=state_at(0))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""`take_weights`: a state with the weights that a source supplies. `received`: what a source supplies, each tensor accounted for."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from typing import Any
+
+import attrs
+import torch
+
+from trainfold.backends.ranks.all_ranks import on_all_ranks
+from trainfold.backends.ranks.in_process import ALONE
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import whole_box
+from trainfold.core.layout.world import Collectives
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.masters import refresh_masters
+from trainfold.core.state.spec import dtype_name
+from trainfold.core.state.state import OptimizerState, TrainState
+from trainfold.core.weights.account import Account
+from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.wrapped import ByScript, Frozen
+
+
+def take_weights(state: TrainState, source: WeightSource, *, collectives: Collectives | None = None) -> TrainState:
+    """Return a state with the weights of a source: all parameters and persistent buffers of its model.
+
+    fp32 masters are made again from them, so the next step starts there; of the rest of the state nothing changes. A run whose checkpoints leave
+    out its model calls it where it begins, and after each load.
+
+    Args:
+        state: with a model. It is not changed.
+        source: one of ``trainfold.weights``, or one's own.
+        collectives: the ranks, all of which call; None for this process alone.
+
+    Returns:
+        The state; its weights are fresh memory on the devices of those before.
+
+    Raises:
+        InvalidArgument: for a state without a model, or something else than a source of all its weights.
+        InvalidState: for a tensor that is missing, that was not asked for, or has another dtype or shape. On the other ranks it is `RankFailed`.
+
+    Examples:
+        >>> import trainfold
+        >>> class Ones:
+        ...     def supply(self, wanted):
+        ...         return ((name, torch.ones(each.shape)) for name, each in wanted.items())
+        >>> state = trainfold.init_state(torch.nn.Linear(2, 1), trainfold.optimizer(torch.optim.SGD, lr=0.1))
+        >>> take_weights(state, Ones()).model.params["weight"]
+        tensor([[1., 1.]])
+    """
+    if not isinstance(source, WeightSource) or isinstance(source, Frozen | ByScript):
+        raise InvalidArgument(
+            "take_weights.source",
+            expected="a WeightSource that supplies all weights of the model",
+            found=type(source).__qualname__,
+            fix="pass one of trainfold.weights, such as trainfold.weights.CheckpointWeights(run)",
+        )
+    model = state.model
+    if model is None:
+        raise InvalidArgument("take_weights.state", expected="a state with a model", found="none",
+                              fix="pass the state of init_state(model, optimizer), whose weights are replaced")  # fmt: skip
+    leaves = {**model.params, **model.buffers}
+
+    def taken() -> dict[str, Any]:
+        found: dict[str, torch.Tensor] = {}
+        with closing(received(source, wanted_of(leaves, model.ties), held=found.__getitem__)) as parts:
+            for name, part in parts:
+                mine = leaves[name]
+                found[name] = torch.empty_like(mine.tensor if isinstance(mine, Shard) else mine).copy_(part)
+        return {
+            name: attrs.evolve(mine, tensor=found[name]) if isinstance(mine, Shard) else found[name]
+            for name, mine in leaves.items()
+        }
+
+    mine: list[dict[str, Any]] = []
+    on_all_ranks(ALONE if collectives is None else collectives, lambda: mine.append(taken()), doing="take its weights")
+    found = mine[0]
+    params = Leaves({name: found[name] for name in model.params})
+    buffers = Leaves({name: found[name] for name in model.buffers})
+    optimizer = state.optimizer
+    if isinstance(optimizer, OptimizerState) and optimizer.masters is not None:
+        optimizer = refresh_masters(optimizer, params)
+    return state.evolve(model=attrs.evolve(model, params=params, buffers=buffers), optimizer=optimizer)
+
+
+def wanted_of(leaves: Mapping[str, Any], ties: tuple[tuple[str, str], ...]) -> dict[str, Wanted]:
+    """What a source is asked for: each tensor under all of its names.
+
+    Args:
+        leaves: first name -> this rank's part, which may be a `Shard`.
+        ties: pairs of another name and a first one.
+    """
+    wanted = {name: _wanted(leaf) for name, leaf in leaves.items()}
+    return wanted | {alias: attrs.evolve(wanted[name], tied_to=name) for alias, name in ties if name in wanted}
+
+
+def received(
+    source: WeightSource, wanted: Mapping[str, Wanted], *, held: Callable[[str], torch.Tensor]
+) -> Generator[tuple[str, torch.Tensor]]:
+    """Yield the first name of each tensor that a source supplies, and this rank's part of it. Copy it before you ask for the next one.
+
+    Args:
+        source: of the weights.
+        wanted: what it is asked for.
+        held: returns what was made of the part that came under a first name; a tied tensor may come once more, with the same values.
+
+    Raises:
+        InvalidState: for a tensor that is missing at the end, that was not asked for, or has another dtype, shape or value for a tied one.
+    """
+    account, supplied = Account(wanted), source.supply(wanted)
+    try:
+        for name, tensor in supplied:
+            earlier = account.came_as(name)
+            part = tensor.detach()[account.part_of(name, dtype_name(tensor.dtype), tensor.shape)]
+            first = account.first_name(name)
+            if earlier is None:
+                yield first, part
+            elif not torch.equal((memory := held(first)).cpu(), part.to(memory.dtype).cpu()):
+                raise InvalidState(
+                    f"weights[{name!r}]",
+                    expected=f"the values of {earlier!r}, to which it is tied in this model",
+                    found="others",
+                    fix="untie them in the model, or supply one of the two names",
+                )
+    finally:
+        # now, and not when the error is forgotten: other ranks may wait for what a source sends
+        getattr(supplied, "close", lambda: None)()
+    problem = account.problem(source)
+    if problem is not None:
+        raise problem
+
+
+def _wanted(leaf: Any) -> Wanted:
+    if isinstance(leaf, Shard):
+        return Wanted(dtype_name(leaf.tensor.dtype), tuple(leaf.shape), leaf.box)
+    return Wanted(dtype_name(leaf.dtype), tuple(leaf.shape), whole_box(tuple(leaf.shape)))
