@@ -1,11 +1,11 @@
 """The names that components may have, and selections of them. Imports no torch: commands that read a run need it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final
 
 from trainfold.core.checks import names_given, nearest
-from trainfold.core.errors import InvalidArgument, UnknownComponent
+from trainfold.core.errors import InvalidArgument, RanksDisagree, UnknownComponent
 
 BUILTIN_COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
 _TOGETHER: Final = (  # a component, one that it needs, and why
@@ -164,4 +164,27 @@ def torn_pairs(
         )
         for name, needed, reason in _TOGETHER
         if names is not None and name in names and needed in present and needed not in names
+    )
+
+
+def selections_differ(where: str, selections: Sequence[Collection[str]]) -> RanksDisagree | None:
+    """The error for ranks that have or select other components; None if all have the same.
+
+    Args:
+        where: for the message.
+        selections: names by rank.
+
+    Examples:
+        >>> print(selections_differ("components", [["model", "rng"], ["model"]]).found)
+        model, rng on rank 0, and model on rank 1
+    """
+    first = set(selections[0])
+    odd = next((rank for rank, names in enumerate(selections) if set(names) != first), None)
+    if odd is None:
+        return None
+    return RanksDisagree(
+        where,
+        expected="the same components on every rank",
+        found=f"{', '.join(selections[0]) or 'none'} on rank 0, and {', '.join(selections[odd]) or 'none'} on rank {odd}",
+        fix="pass the same components= to attach and to the manager, and attach the same objects, on every rank",
     )

@@ -25,6 +25,7 @@ from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatch
 from trainfold.adapters.parallel.share import share_of_model
 from trainfold.adapters.parallel.sharing import Shared
 from trainfold.adapters.script.attached_settings import attached_settings
+from trainfold.adapters.watch.averaged import SwapsAverages
 from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
@@ -38,7 +39,7 @@ from trainfold.core.state.state import Origin, Progress, TrainState
 
 
 @final
-class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
+class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, SwapsAverages):
     """A mutable run. Make it with `attach`.
 
     Law: run k steps, `capture`, build every object again, `restore`, run n steps = run k + n steps, bit for bit.
@@ -148,6 +149,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
             >>> live.advance(samples=32, tokens=4096)
             Progress(step=1, epoch=0, samples=32, tokens=4096)
         """
+        self.check_trained("live.advance")
         steps = (0 if self._microbatches.done else 1) if steps is None else steps
         check_increments(samples, tokens, steps)
         if steps and self._microbatches.done:
@@ -228,6 +230,8 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
         if view:
             self._watch.check_set("live")
         values, named, streams, left_out = read_objects(self._objects, self._parts, self.optional, view=view)
+        if self.swap is not None:
+            values = {**values, "model": self.swap.trained(values["model"])}
         state = self._state_of(values if view else {**values, "rng": streams()}, is_saved=is_saved)
         return LiveView(state, named, streams if view else None, left_out)
 
@@ -257,6 +261,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
             UnknownComponent: for a name that neither this run nor the state has.
             HalfRestored: if memory could not be overwritten: end the process.
         """
+        self.check_trained("live.restore")
         world = ALONE if collectives is None else collectives
         state = self._with_outside(state, world)
         (parts, saved, chosen), out, on_any = checked_by_all(
@@ -369,6 +374,10 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
         """What a restore of these components can read in place; None for all."""
         return read_in_place(self._parts_now(), components)
 
+    def attached(self) -> Mapping[str, Any]:
+        """Every attached object by its component, without the schedulers."""
+        return self._objects.attached()
+
     def check_whole(self) -> None:
         """Raise `InvalidArgument` if an attached object holds only a part of its state on each rank, but looks whole."""
         self._objects.check_whole()
@@ -380,7 +389,9 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents):
             IncompleteWindow: naming what is open; `HalfRestored` after a restore that failed halfway.
         """
         self._microbatches.check_closed("live")
-        self._watch.check_boundary(lambda: None if self._data is None else self._data.unaccounted())
+        self._watch.check_boundary(
+            lambda: None if self._data is None else self._data.unaccounted(), is_swapped=self.swap is not None
+        )
 
     def check_counted(self) -> None:
         """Raise if an optimizer has stepped since the last `advance`: a loop that never counts is never saved.

@@ -114,11 +114,12 @@ class RunWatch:
         objects = self._objects
         self._schedulers.check(lambda: objects.schedulers, objects.extra, where=where)
 
-    def check_boundary(self, unaccounted: Callable[[], str | None]) -> None:
+    def check_boundary(self, unaccounted: Callable[[], str | None], *, is_swapped: bool = False) -> None:
         """Raise unless the run is between two optimizer steps, as far as that shows.
 
         Args:
             unaccounted: returns a text about uncounted batches, or None.
+            is_swapped: whether averaged weights stand in the model, and the trained ones are known.
 
         Raises:
             HalfRestored: if a restore failed halfway.
@@ -134,7 +135,8 @@ class RunWatch:
                 fix="end this process and start again from the checkpoint, or restore a state as a whole",
             )
         self._steps_of_others.check("live")
-        self._averages.check()
+        if not is_swapped:
+            self._averages.check()
         found = self.window.evidence() or unaccounted()
         if found:
             raise IncompleteWindow(

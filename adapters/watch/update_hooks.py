@@ -32,6 +32,11 @@ class UpdateHooks:
         """
         return [name for name, optimizer in optimizers.items() if self._has_hook(optimizer)]
 
+    def announce(self) -> None:
+        """Call the method, if its object is still there: something else than an optimizer is about to write."""
+        if (call := self._before_update()) is not None:
+            call()
+
     def remove(self) -> None:
         """Remove all hooks."""
         _remove(self._handles)

@@ -36,6 +36,7 @@ from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
 from trainfold.backends.stores.protocol import Store
+from trainfold.core.component_names import selections_differ
 from trainfold.core.data.batches_read import BatchesRead, batches_in_doubt
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import place
@@ -231,9 +232,16 @@ def _read_in_order(hold: Hold, plan: SavePlan, snapshot: Snapshot, rank: int) ->
 def _united(
     snapshot: Snapshot, announced: list[Announcement], world: Collectives
 ) -> tuple[Snapshot, list[Announcement]]:
-    """The snapshot with the stages of all ranks as one model, and what the ranks would have announced of that."""
+    """The snapshot with the stages of all ranks as one model, and what the ranks would have announced of that.
+
+    Raises:
+        RanksDisagree: if ranks have other components.
+    """
     whole = united_run(snapshot.described, snapshot.contract, announced, world)
     if whole is None:
+        differ = selections_differ("components", [list(each.digests) for each in announced])
+        if differ is not None:
+            raise differ
         return snapshot, announced
     check_several(whole.several, snapshot.tensors, world)
     return attrs.evolve(snapshot, described=whole.described, contract=whole.contract), whole.without_spread(announced)

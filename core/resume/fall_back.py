@@ -5,6 +5,7 @@ from typing import Final, final
 
 import attrs
 
+from trainfold.core.component_names import selections_differ
 from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, ResumeRefused, TrainfoldError, rank_failed
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_outcome
@@ -27,6 +28,7 @@ class Decided:
         refused: the reasons of a refusal of that checkpoint; empty for a plan, and if no checkpoint was found.
         owing: the optional components that all reasons are about, each with the first reason; empty if there is another reason.
         new_streams: whether the saved random streams are not those of this rank.
+        restores: the components that a plan takes from the checkpoint.
     """
 
     digest: str
@@ -34,6 +36,7 @@ class Decided:
     refused: str = ""
     owing: Mapping[str, str] = attrs.field(factory=dict)
     new_streams: bool = False
+    restores: tuple[str, ...] = ()
 
 
 def decided(outcome: ResumePlan | Refusal, optional: Collection[str] = ()) -> Decided:
@@ -46,7 +49,8 @@ def decided(outcome: ResumePlan | Refusal, optional: Collection[str] = ()) -> De
     drifts = outcome.drifts if isinstance(outcome, ResumePlan) else outcome.reasons
     new_streams = any(isinstance(each, Drift) and each.kind == "streams" for each in drifts)
     if isinstance(outcome, ResumePlan):
-        return Decided(outcome.digest(), outcome.checkpoint, new_streams=new_streams)
+        restores = tuple(each.name for each in outcome.actions if each.verb in ("load", "adopt"))
+        return Decided(outcome.digest(), outcome.checkpoint, new_streams=new_streams, restores=restores)
     reasons = "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
     return Decided(f"refused:\n{outcome}", outcome.checkpoint, reasons, outcome.about_optional(optional), new_streams)
 
@@ -86,6 +90,11 @@ def disagreement(
         return None
     refusing = next((rank for rank, each in enumerate(decisions) if each.refused), None)
     if refusing is None or len({each.checkpoint for each in decisions}) > 1:
+        differ = (
+            None if refusing is not None else selections_differ("components", [each.restores for each in decisions])
+        )
+        if differ is not None:
+            return differ
         return RanksDisagree(
             run,
             expected="the same plan on every rank",
