@@ -121,14 +121,14 @@ def list_store(
 
 
 def _with(listed: list[Listed], components: Sequence[str] | None) -> list[Listed]:
-    """Those that have these components; a known one that no checkpoint of the run has is ignored."""
+    """Those that have these components; a known one that the run does not produce is ignored."""
     held = {each.entry.name: set(found.fingerprints) for each in listed if (found := each.summary) is not None}
-    anywhere = set().union(*held.values())
-    left_out = {name for each in listed if each.summary is not None for name in each.summary.omitted}
-    names = known_names(components, sorted(anywhere | left_out))
+    known = set().union(*held.values())
+    known |= {name for each in listed if each.summary is not None for name in each.summary.omitted}
+    names = known_names(components, sorted(known))
     if names is None:
         return listed
-    return [each for each in listed if held.get(each.entry.name, set()) >= set(names) & anywhere and each.summary]
+    return [each for each in listed if held.get(each.entry.name, set()) >= set(names) & known and each.summary]
 
 
 def _proved(store: Store, inventory: Inventory) -> Inventory:

@@ -152,6 +152,7 @@ def _planned(plan: ResumePlan) -> Answer:
         ("resumes from", plan.checkpoint),
         ("step", str(plan.step)),
         ("reads", size_text(plan.size_bytes)),
+        *([("left out", ", ".join(plan.manifest.omitted))] if plan.manifest.omitted else []),
         *(("note", note) for note in (*plan.notes, _CAVEAT)),
     ]
     tables = [

@@ -311,7 +311,7 @@ class LoadRunner:
                 "and everything else is as the script made it",
                 self.loader.store.url,
                 "?" if self.loader.descent is None else self.loader.descent.step,
-                ", ".join(names),
+                ", ".join(names) or "nothing",
                 _step_of(run) or 0,
             )
         return state

@@ -172,7 +172,11 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     if request.components is not None and name not in request.components:
         return ComponentAction(name, "keep", note="not asked for")
     if saved is None:
-        findings.drift(kind_of_absence(name, manifest), name, saved="nothing", wanted="the component")
+        kind = kind_of_absence(name, manifest)
+        wants = "the component" + (
+            "; to take it from elsewhere, attach(..., weights=source)" if kind == "external_weights" else ""
+        )
+        findings.drift(kind, name, saved="nothing", wanted=wants)
         return ComponentAction(name, "keep", note="not saved")
     own = _part_of(saved, wanted, target) if name != "dataset" else _part_of_position(saved, wanted, manifest, target)
     streams_follow_others = name == "rng" and _follow_other_shares(saved, wanted, manifest, target, request)

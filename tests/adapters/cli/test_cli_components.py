@@ -6,7 +6,8 @@ import pytest
 from kit.adapters import cli_cases
 from kit.adapters.cli_cases import flip, state_at
 
-from trainfold.backends.runs.api import save
+from trainfold.backends.runs.api import load, save
+from trainfold.core.errors import ResumeRefused
 from trainfold.core.state.components import select
 
 saved = cli_cases.saved
@@ -90,3 +91,13 @@ def test_ls_lists_those_that_have_these_components(partial, answered, call):
     assert names("--components", "trainer") == [*whole, "step-00000008"]
     assert names("--components", "ema") == [*whole, "step-00000009"]
     assert json.loads(call("ls", partial, "--components", "model,optimizer", "--json")[0])["newest"] == "step-00000006"
+
+
+def test_a_run_whose_weights_are_outside_has_no_checkpoint_to_take_them_from(tmp_path, answered, call):
+    """C05, B03: the list and the plan say that they were left out, and a resume that wants them is told where they may come from."""
+    outside = tmp_path / "outside"
+    save(state_at(3), outside, components=["optimizer", "scheduler", "trainer"])
+    answered("ls", outside, "--components", "model", code=12)
+    assert "left out" in call("plan", outside)[0]
+    with pytest.raises(ResumeRefused, match=r"external_weights +model: saved nothing, .*attach\(..., weights=source\)"):
+        load(outside, like=state_at(0))

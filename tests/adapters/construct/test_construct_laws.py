@@ -39,7 +39,7 @@ def test_what_is_recorded_gives_the_bits_of_an_ordinary_build(chosen):
 @given(chosen=kinds(), data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_exactly_what_was_not_loaded_is_initialised_and_what_was_keeps_its_bits(chosen, data):
-    """I01, I02, F16, P17: whatever part of the tensors a load has set, also of a module whose init functions would write all."""
+    """I01, I02, F16, P17, P22: whatever part of the tensors a load has set, also of a module whose init functions would write all."""
     wanted, initial = built(chosen), all_bits(built(chosen))
     model = on_meta(lambda: Net(chosen))
     materialize(model, "cpu")

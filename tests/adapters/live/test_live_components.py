@@ -182,7 +182,7 @@ def test_a_name_that_cannot_be_a_component_is_refused():
 
 
 def test_a_component_registered_after_the_restore_gets_its_state(caplog):
-    """B15: by stable name; leftover states are reported."""
+    """B15, F47: by stable name; leftover states are reported."""
     state = Job(0).run(3).live.capture()
     job = Job(1)
     live = attach(job.model, job.optimizer, scheduler=job.scheduler, loader=job.loader, extra={"ema": job.ema})
@@ -251,7 +251,7 @@ def test_a_component_that_is_still_pending_does_not_keep_a_run_from_an_earlier_c
 
 
 def test_a_component_that_this_run_has_no_object_for_is_ignored_and_said_so(caplog):
-    """B02: a known component that this run does not produce, such as the position of a loop without a loader."""
+    """B02, F55: a known component that this run does not produce, such as the position of a loop without a loader; its counters are restored all the same."""
     state = Job(0).run(3).live.capture()
     job = Job(1)
     live = attach(job.model, extra={"ema": job.ema, "average": job.average})

@@ -242,7 +242,7 @@ def train(limits, *, triggers, total, asked=None, best=(), stride=1, secs_per_st
 )
 @example(every=5, total=20, stride=1, kills=[7, 7], asked={6: ["save"]}, best={5})
 def test_the_steps_that_the_cadence_saves_depend_on_nothing_else(every, total, stride, kills, asked, best):
-    """V14: neither kills nor other saves change them; lost work is repeated and saved at the same steps."""
+    """V14, F54: neither kills nor other saves change them; lost work is repeated and saved at the same steps."""
     triggers = make_triggers(every=every)
     expected = [min(total, -(-number // stride) * stride) for number in range(every, total + 1, every)]
     disturbed = train(sorted(kills), triggers=triggers, total=total, asked=asked, best=best, stride=stride)
