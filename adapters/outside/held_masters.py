@@ -13,7 +13,7 @@ from trainfold.core.state.masters import is_low_precision
 class HeldMasters:
     """The masters in the slots of optimizers. The next step rounds them into the parameters, and so would revert what was loaded.
 
-    A slot is one if its name says so, or if all slots of its name round to their parameters, which are not all zero. It has fp32 and the shape of
+    A slot is one if its name has the word, or if all slots of its name round to their parameters, which are not all zero. It has fp32 and the shape of
     a parameter with less precision.
 
     Args:

@@ -12,7 +12,7 @@ from trainfold.adapters.components.module import module_state
 from trainfold.adapters.sharded.dtensor import leaf_of, named_shards, reshard
 from trainfold.adapters.sharded.parts import memory_of
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.backends.weights.take import received, wanted_of
+from trainfold.backends.weights.take import received, asked_of
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.layout.stage import Stage
@@ -143,7 +143,7 @@ class OutsideWeights:
     def _fill(self, leaves: Mapping[str, Any], ties: Iterable[tuple[str, str]]) -> None:
         if isinstance(self._source, ByScript):
             return
-        supplied = received(self._source, wanted_of(leaves, tuple(ties)), held=lambda name: memory_of(leaves[name]))
+        supplied = received(self._source, asked_of(leaves, tuple(ties)), held=lambda name: memory_of(leaves[name]))
         with closing(supplied) as parts:
             copy_values((memory_of(leaves[name]), part) for name, part in parts)
 

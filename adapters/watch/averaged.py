@@ -106,8 +106,8 @@ class SwapsAverages:
             >>> live = trainfold.attach(model, extra={"ema": ema})
             >>> _ = model.weight.data.fill_(5)
             >>> with live.averaged("ema"):
-            ...     inside = float(model.weight), float(live.capture().model.params["weight"])
-            >>> inside == (float(ema.module.weight), 5), float(model.weight)
+            ...     inside = model.weight.item(), live.capture().model.params["weight"].item()
+            >>> inside == (ema.module.weight.item(), 5), model.weight.item()
             (True, 5.0)
         """
         self.check_trained("live.averaged")

@@ -194,7 +194,7 @@ def describe_state(
 
 
 def _check_has_weights(chosen: Mapping[str, Any], omitted: Sequence[str]) -> None:
-    """Raise for what would be a checkpoint without weights that does not say so.
+    """Raise for what would be a checkpoint without weights and without a mark of that.
 
     Raises:
         InvalidState: naming the component.

@@ -64,7 +64,7 @@ def take_weights(state: TrainState, source: WeightSource, *, collectives: Collec
 
     def taken() -> dict[str, Any]:
         found: dict[str, torch.Tensor] = {}
-        with closing(received(source, wanted_of(leaves, model.ties), held=found.__getitem__)) as parts:
+        with closing(received(source, asked_of(leaves, model.ties), held=found.__getitem__)) as parts:
             for name, part in parts:
                 mine = leaves[name]
                 found[name] = torch.empty_like(mine.tensor if isinstance(mine, Shard) else mine).copy_(part)
@@ -84,7 +84,7 @@ def take_weights(state: TrainState, source: WeightSource, *, collectives: Collec
     return state.evolve(model=attrs.evolve(model, params=params, buffers=buffers), optimizer=optimizer)
 
 
-def wanted_of(leaves: Mapping[str, Any], ties: tuple[tuple[str, str], ...]) -> dict[str, Wanted]:
+def asked_of(leaves: Mapping[str, Any], ties: tuple[tuple[str, str], ...]) -> dict[str, Wanted]:
     """What a source is asked for: each tensor under all of its names.
 
     Args:

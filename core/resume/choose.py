@@ -154,7 +154,7 @@ def newer_without_components(
 
 
 def _without(where: str, run: str, manifest: Manifest, missing: Collection[str]) -> Problem:
-    """Why a checkpoint is passed over that lacks components; one without weights must say so itself."""
+    """Why a checkpoint is passed over that lacks components; one without weights must list that."""
     has = ", ".join(component.name for component in manifest.components)
     if "model" in missing and "model" not in manifest.omitted:
         return Problem("CheckpointTorn", where, "weights, or a manifest that lists model among what was left out", f"neither: {has} alone",

@@ -68,7 +68,7 @@ def test_diff_of_the_weights_alone_says_whether_the_weights_are_the_same(saved, 
 
 
 def test_plan_for_a_part_takes_the_newest_checkpoint_with_that_part(partial, answered):
-    """C05: one without weights says so, and is passed over and named where weights are wanted."""
+    """C05: one without weights has a mark, and is passed over and named where weights are wanted."""
     whole, _ = answered("plan", partial)
     assert whole["checkpoint"] == "step-00000006"
     model, _ = answered("plan", partial, "--components", "model")
@@ -94,7 +94,7 @@ def test_ls_lists_those_that_have_these_components(partial, answered, call):
 
 
 def test_a_run_whose_weights_are_outside_has_no_checkpoint_to_take_them_from(tmp_path, answered, call):
-    """C05, B03: the list and the plan say that they were left out, and a resume that wants them is told where they may come from."""
+    """C05, B03: the list and the plan say that they were left out, and a resume that wants them names where they may come from."""
     outside = tmp_path / "outside"
     save(state_at(3), outside, components=["optimizer", "scheduler", "trainer"])
     answered("ls", outside, "--components", "model", code=12)

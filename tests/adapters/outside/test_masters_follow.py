@@ -140,7 +140,7 @@ def near(model, wanted):
 
 
 def test_a_loop_that_restores_weights_alone_goes_on_from_them():
-    """P19: the masters lie among the slots of the optimizer, which nobody restores."""
+    """P19: the masters lie among the slots of the optimizer, which no call restores."""
     other, _, theirs = looped(0)
     store = MemoryStore()
     with CheckpointManager(store) as manager:

@@ -99,7 +99,7 @@ def test_what_belongs_together_is_asked_for_where_the_run_is_attached(names, sai
 
 
 def test_leaving_out_the_model_is_the_mode_of_weights_from_outside_and_needs_their_source_at_once():
-    """B03, J02: when it is configured; a source of the frozen part alone is none for what is trained."""
+    """B03, J02: when it is configured; a source of the frozen part alone is not one for what is trained."""
     names = ["optimizer", "scheduler", "trainer", "rng"]
     with pytest.raises(InvalidArgument, match=r"attach.components: .*a source of its weights"):
         built(names)

@@ -1,4 +1,4 @@
-"""Ranks that select other components, or of which some have a source of weights, are told so in words, whether the run is fresh or resumed."""
+"""Ranks that select other components, or of which some have a source of weights, are refused in words, whether the run is fresh or resumed."""
 
 import pytest
 import torch
