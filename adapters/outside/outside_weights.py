@@ -12,7 +12,7 @@ from trainfold.adapters.components.module import module_state
 from trainfold.adapters.sharded.dtensor import leaf_of, named_shards, reshard
 from trainfold.adapters.sharded.parts import memory_of
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.backends.weights.take import received, asked_of
+from trainfold.backends.weights.take import asked_of, received
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.layout.stage import Stage
