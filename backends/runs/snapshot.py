@@ -179,8 +179,8 @@ def describe_state(
     for torn in torn_pairs(None if components is None else list(chosen), present=every):
         raise torn
     omitted = tuple(name for name in every if name not in chosen)
-    if components is not None and "model" not in components and "model" not in every:
-        omitted = ("model", *omitted)  # said by the caller, although the state has none to leave out
+    if components is not None and "model" not in {*components, *every} and "optimizer" in every:
+        omitted = ("model", *omitted)  # meant by the caller, although the state has none to leave out
     _check_has_weights(chosen, omitted)
     pairs = {name: describe(component, name) for name, component in chosen.items()}
     return Snapshot(
