@@ -131,8 +131,7 @@ class RunCheck:
         """Check that a run is a live one, or a state if that is allowed, and that it has the components.
 
         Raises:
-            InvalidArgument: if it is neither, if the components have its optimizer without its scheduler or the other way round, or if they leave out
-                its model and no source supplies the weights.
+            InvalidArgument: if it is neither, or if the components have its optimizer without its scheduler, or the other way round.
             UnknownComponent: if the first run lacks a component; each save checks what is declared later.
         """
         if not isinstance(run, kinds):

@@ -70,7 +70,7 @@ class SelectsComponents:
         Args:
             names: as `selected` returns them.
             where: the argument, for the message.
-            restores: whether the run continues from them; without an optimizer they may be an export otherwise.
+            restores: whether the run continues from them; otherwise they may be an export beside whole checkpoints, of which only pairs are checked.
 
         Raises:
             InvalidArgument: if they have an optimizer without its scheduler, or the other way round, or if the model is in no checkpoint and comes
@@ -81,7 +81,7 @@ class SelectsComponents:
         for torn in torn_pairs(names, present=self.present, where=where):
             raise torn
         is_outside = self.outside is not None and self.outside.is_whole
-        if "model" in names or is_outside or not ({"trainer", "optimizer"} if restores else {"optimizer"}) & set(names):
+        if "model" in names or is_outside or not restores or not {"trainer", "optimizer"} & set(names):
             return
         part = "" if self.outside is None else ": weights=Frozen(...) supplies the frozen parameters alone"
         raise InvalidArgument(

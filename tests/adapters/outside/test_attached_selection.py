@@ -113,10 +113,10 @@ def test_leaving_out_the_model_is_the_mode_of_weights_from_outside_and_needs_the
     assert [each.name for each in export.components] == ["average"]
 
 
-def test_a_manager_that_leaves_out_the_model_of_a_run_needs_a_source_at_its_first_call():
-    """J02: also a loop that does not restore; with a source of the frozen part alone the trained part would be in no checkpoint."""
+def test_a_manager_that_leaves_out_the_model_of_a_run_needs_a_source_before_it_trains():
+    """J02: by each call that looks for a checkpoint; with a source of the frozen part alone the trained part would be in no checkpoint."""
     names = ["optimizer", "scheduler", "trainer", "rng"]
-    for call in ("step", "save", "should_save", "restore"):
+    for call in ("restore", "should_load", "load"):
         with CheckpointManager(MemoryStore(), components=names) as manager:
             live = built(None)
             live.advance(samples=1)
