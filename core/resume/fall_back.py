@@ -12,9 +12,10 @@ from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_out
 from trainfold.core.problem import Problem, problem_of
 from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.request import ResumeRequest
-from trainfold.core.resume.resume_plan import Refusal, ResumePlan
+from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, Refusal, ResumePlan
 
 RELISTINGS: Final = 5  # another process that saves or deletes all the time must not hold a resume for ever
+_RESTORES: Final = " restores "  # between the digest of a plan for some components and their names
 
 
 @final
@@ -28,7 +29,6 @@ class Decided:
         refused: the reasons of a refusal of that checkpoint; empty for a plan, and if no checkpoint was found.
         owing: the optional components that all reasons are about, each with the first reason; empty if there is another reason.
         new_streams: whether the saved random streams are not those of this rank.
-        restores: the components that a plan takes from the checkpoint.
     """
 
     digest: str
@@ -36,7 +36,12 @@ class Decided:
     refused: str = ""
     owing: Mapping[str, str] = attrs.field(factory=dict)
     new_streams: bool = False
-    restores: tuple[str, ...] = ()
+
+    @property
+    def restores(self) -> tuple[str, ...]:
+        """The components that the plan takes from the checkpoint, if not all were asked for."""
+        names = self.digest.partition(_RESTORES)[2]
+        return tuple(names.split(", ")) if names else ("all",)
 
 
 def decided(outcome: ResumePlan | Refusal, optional: Collection[str] = ()) -> Decided:
@@ -49,8 +54,11 @@ def decided(outcome: ResumePlan | Refusal, optional: Collection[str] = ()) -> De
     drifts = outcome.drifts if isinstance(outcome, ResumePlan) else outcome.reasons
     new_streams = any(isinstance(each, Drift) and each.kind == "streams" for each in drifts)
     if isinstance(outcome, ResumePlan):
-        restores = tuple(each.name for each in outcome.actions if each.verb in ("load", "adopt"))
-        return Decided(outcome.digest(), outcome.checkpoint, new_streams=new_streams, restores=restores)
+        is_part = any(each.note == NOT_ASKED_FOR for each in outcome.actions)
+        restores = tuple(each.name for each in outcome.actions if is_part and each.verb in ("load", "adopt"))
+        # no field of its own: rank 0 reads these bytes of every rank
+        digest = outcome.digest() + (_RESTORES + ", ".join(restores) if restores else "")
+        return Decided(digest, outcome.checkpoint, new_streams=new_streams)
     reasons = "; ".join(map(str, outcome.reasons)) if outcome.checkpoint else ""
     return Decided(f"refused:\n{outcome}", outcome.checkpoint, reasons, outcome.about_optional(optional), new_streams)
 

@@ -44,7 +44,7 @@ from trainfold.core.resume.drift import Drift, verdict_of
 from trainfold.core.resume.findings import Findings
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
-from trainfold.core.resume.resume_plan import ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
+from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
 from trainfold.core.state.contract_kinds import contract_kind, prefix_of_optimizer, step_contract
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
@@ -170,7 +170,7 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
     if name in request.reset:
         return ComponentAction(name, "reset", note=request.reset[name])
     if request.components is not None and name not in request.components:
-        return ComponentAction(name, "keep", note="not asked for")
+        return ComponentAction(name, "keep", note=NOT_ASKED_FOR)
     if saved is None:
         kind = kind_of_absence(name, manifest)
         wants = "the component" + (

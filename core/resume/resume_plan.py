@@ -23,6 +23,7 @@ _LOSSES: Mapping[str, str] = {
 }
 # the note of such an action
 ONE_FOR_ALL: Final = "declared to be rank 0's now; the values that the other ranks had are dropped"
+NOT_ASKED_FOR: Final = "not asked for"
 Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
 
 
