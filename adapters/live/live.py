@@ -137,6 +137,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         Raises:
             InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is not attached.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of this run.
+            IncompleteWindow: for a step inside a window of `microbatch`, or one of parameters whose gradients FSDP2 holds back.
             InvalidState: if an optimizer steps a parameter that was frozen when ``DistributedDataParallel`` wrapped its module, or nothing has
                 set a tensor of a model that was built on meta.
             CaptureRefused: at the first step, if the run cannot be saved as it is.
@@ -156,7 +157,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             self._microbatches.check_closed("live.advance")
         self._watch.check_step("live.advance", is_step=steps > 0)
         if steps:
-            self._microbatches.check_reduced()
+            self._microbatches.check_reduced(self._watch.window.stepped)
             if self.outside is not None:
                 self.outside.stepped("live.advance")
         counted = self._counters.advance(samples, tokens=tokens or 0, steps=steps)

@@ -15,7 +15,7 @@ from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.script.loop_settings import LoopSettings
-from trainfold.adapters.sharded.fsdp2_groups import drop_held_back, fsdp2_modules, param_groups
+from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK, SYNCHRONISE, drop_held_back, fsdp2_modules, held_back, param_groups
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import (
     IncompleteWindow,
@@ -241,12 +241,26 @@ class Microbatches:
                     fix="call scaler.unscale_(optimizer) before live.check; or leave out live.check, if the scaler shall skip steps",
                 )
 
-    def check_reduced(self) -> None:
-        """Raise if an optimizer steps parameters that ``DistributedDataParallel`` does not know, so that each rank trains them apart.
+    def check_reduced(self, stepped: Iterable[str]) -> None:
+        """Raise if an optimizer has stepped parameters whose gradients are not those of all ranks.
+
+        Args:
+            stepped: the optimizers, by component.
 
         Raises:
-            InvalidState: naming the first of them.
+            IncompleteWindow: if FSDP2 holds them back, so that the step was one without them.
+            InvalidState: naming the first parameter that ``DistributedDataParallel`` does not know.
         """
+        if held := {id(each) for each in held_back(param_groups(self._ranks.sharded))}:
+            optimizers = self.objects.optimizers
+            groups = [group for name in stepped if name in optimizers for group in optimizers[name].param_groups]
+            if any(id(each) in held for group in groups for each in group["params"]):
+                raise IncompleteWindow(
+                    "live.advance",
+                    expected="an optimizer step after a backward that has summed the gradients of the window",
+                    found=HELD_BACK,
+                    fix=f"call live.drop_window(), or restore; and {SYNCHRONISE}",
+                )
         found = self._ranks.unreduced
         if found and any(each.requires_grad for each in found):
             check_known(found, self._trained(), self.objects.modules)

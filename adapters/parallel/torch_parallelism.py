@@ -186,12 +186,13 @@ class TrainingRanks:
         self._around = around
         self._found: Parallelism | None = None
         self._unreduced: list[torch.nn.Parameter] | None = None
+        self._sharded: list[Any] | None = None
         self._model = model
         self._extra = extra
 
     def registered(self) -> None:
         """Note that the run has one more component, which may be a wrapped or sharded module."""
-        self._found = self._unreduced = None
+        self._found = self._unreduced = self._sharded = None
 
     @property
     def unreduced(self) -> list[torch.nn.Parameter]:
@@ -199,6 +200,13 @@ class TrainingRanks:
         if self._unreduced is None:
             self._unreduced = [] if self._given is not None else unreduced(self._modules)
         return self._unreduced
+
+    @property
+    def sharded(self) -> list[Any]:
+        """The modules that ``fully_shard`` was called on, as at the first use after a registration."""
+        if self._sharded is None:
+            self._sharded = fsdp2_modules(self._modules)
+        return self._sharded
 
     @property
     def _modules(self) -> list[torch.nn.Module]:

@@ -6,9 +6,12 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+HELD_BACK: Final = "gradients that FSDP2 holds back: the last backward did not synchronise them, or did not finish"
+SYNCHRONISE: Final = "wrap each microbatch in live.microbatch, or call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the last one"
 
 
 def fsdp2_modules(modules: Iterable[torch.nn.Module]) -> list[Any]:
@@ -56,19 +59,28 @@ def divide_factors(groups: Iterable[Any]) -> list[float | None]:
     return list(dict.fromkeys(group.gradient_divide_factor for group in groups))
 
 
+def held_back(groups: Iterable[Any]) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters whose gradients a backward has left unreduced, or, in several replicas, reduced in one of them alone."""
+    for group in groups:
+        is_partial = group._partial_reduce_output is not None  # noqa: SLF001
+        for each in group.fsdp_params:
+            if (
+                getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
+                or each.unsharded_accumulated_grad is not None
+                or (is_partial and each.sharded_param.requires_grad)
+            ):
+                yield each.sharded_param
+
+
 def are_held_back(groups: Iterable[Any]) -> bool:
     """Whether a backward has left gradients that are not reduced yet."""
-    return any(
-        getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
-        or each.unsharded_accumulated_grad is not None
-        for group in groups
-        for each in group.fsdp_params
-    )
+    return next(held_back(groups), None) is not None
 
 
 def drop_held_back(groups: Iterable[Any]) -> None:
     """Forget gradients that are not reduced yet; ``zero_grad`` does not see them."""
     for group in groups:
+        group._partial_reduce_output = None  # noqa: SLF001
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
             if getattr(each, "_unsharded_param", None) is not None:

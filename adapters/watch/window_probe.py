@@ -2,13 +2,13 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
 
 from trainfold.adapters.sharded.dtensor import local_part
-from trainfold.adapters.sharded.fsdp2_groups import are_held_back, fsdp2_modules, param_groups
+from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK, are_held_back, fsdp2_modules, param_groups
 
 _PROBES = 4
 _PROBE_NUMEL = 1 << 16
@@ -77,8 +77,13 @@ class WindowProbe:
         if self._gradients_changed():
             return "gradients that changed since the last advance()"
         if are_held_back(param_groups(fsdp2_modules(self._modules))):
-            return "gradients that FSDP2 holds back: a backward without gradient synchronisation was the last one"
+            return HELD_BACK
         return None
+
+    @property
+    def stepped(self) -> Iterable[str]:
+        """The optimizers that have stepped since the last boundary."""
+        return self._steps.keys()
 
     def uncounted(self) -> str | None:
         """The uncounted optimizer steps, as text, or None."""
