@@ -153,7 +153,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         self.check_trained("live.advance")
         steps = (0 if self._microbatches.done else 1) if steps is None else steps
         check_increments(samples, tokens, steps)
-        if steps and self._microbatches.done:
+        if steps and self._microbatches.is_open:
             self._microbatches.check_closed("live.advance")
         self._watch.check_step("live.advance", is_step=steps > 0)
         if steps:
@@ -188,11 +188,12 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     def drop_window(self) -> Progress:
         """Discard an accumulation window that the end of the data, or an error, left open, and return the counters.
 
-        Its samples count as consumed, its gradients are cleared, and no step is counted.
+        Its samples count as consumed, its gradients are cleared, and no step is counted. Modules of torch that an error has interrupted in
+        their backward can run again. Call it on every rank.
         """
         self._counters.drop()
+        self._microbatches.drop()  # before: FSDP2 may have gathered parameters whose gradients are not those of the optimizer
         self._objects.clear_gradients()
-        self._microbatches.drop()
         self._watch.window.close()
         return self.progress
 
@@ -406,7 +407,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     @property
     def is_in_window(self) -> bool:
         """Whether an accumulation window is open, by ``advance(steps=0)`` or by `microbatch`."""
-        return self._watch.window.open_samples > 0 or self._microbatches.done > 0
+        return self._watch.window.open_samples > 0 or self._microbatches.is_open
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside the state itself.

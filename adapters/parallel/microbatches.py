@@ -10,12 +10,13 @@ import attrs
 import torch
 from torch.amp.grad_scaler import OptState
 
+from trainfold.adapters.parallel.interrupted import GradientMarks, forget_interrupted
 from trainfold.adapters.parallel.like_gradients import check_known, unlike, unsummed
 from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.script.loop_settings import LoopSettings
-from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK, SYNCHRONISE, drop_held_back, fsdp2_modules, held_back, param_groups
+from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK, SYNCHRONISE, held_back, param_groups
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import (
     IncompleteWindow,
@@ -99,6 +100,7 @@ class Microbatches:
         self.objects = objects
         self._counters = counters
         self.done = 0
+        self._is_torn = False  # a microbatch has failed and left part of its gradients
         self.ramp: BatchRamp | None = None
         self._of = 1
         self._known: tuple[list[object], list[torch.nn.Parameter]] = [], []
@@ -123,9 +125,20 @@ class Microbatches:
             self._loop.ramp.met({str(first): count * shares for first, count in of.stages})
             self.ramp, of = of, of.at(self._counters.step)
         is_boundary = self.done + 1 >= count("of", of, fix="1 means no accumulation")
-        with self.parallelism.gradient_sync(enabled=is_boundary):
-            yield is_boundary
+        self._check_whole("live.microbatch")
+        marks = GradientMarks(self._trained(), self._ranks.sharded)
+        try:
+            with self.parallelism.gradient_sync(enabled=is_boundary):
+                yield is_boundary
+        except BaseException:
+            self._is_torn = marks.have_moved()
+            raise
         self.done, self._of = (0 if is_boundary else self.done + 1), of
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window has begun and not ended, or a microbatch has left part of its gradients."""
+        return self.done > 0 or self._is_torn
 
     def check_closed(self, where: str) -> None:
         """Raise inside a window, whose gradients are not synchronised yet.
@@ -133,6 +146,7 @@ class Microbatches:
         Raises:
             IncompleteWindow: with the numbers.
         """
+        self._check_whole(where)
         if self.done:
             raise IncompleteWindow(
                 where,
@@ -141,10 +155,19 @@ class Microbatches:
                 fix="pass of= the number of microbatches that the window really has, or call live.drop_window()",
             )
 
+    def _check_whole(self, where: str) -> None:
+        if self._is_torn:
+            raise IncompleteWindow(
+                where,
+                expected="gradients of whole backwards",
+                found="a microbatch that has failed after its backward had begun, and has left part of its gradients",
+                fix="call live.drop_window() on every rank, and run the window again from its first microbatch",
+            )
+
     def drop(self) -> None:
-        """Forget the window, and gradients that only FSDP2 holds."""
-        self.done = 0
-        drop_held_back(param_groups(fsdp2_modules(self.objects.modules)))
+        """Forget the window, gradients that only FSDP2 holds, and a backward that did not end."""
+        forget_interrupted(self.objects.modules)
+        self.done, self._is_torn = 0, False
 
     def check(
         self,
@@ -314,7 +337,8 @@ class GradientWindows:
         """Run one forward and backward of a window; only its last microbatch synchronises gradients between the ranks.
 
         Whether it is the last one is decided before the forward, because ``DistributedDataParallel`` prepares its all-reduce there. Under
-        FSDP2 the window has one reduce-scatter a group. The setting before comes back, also after an error.
+        FSDP2 the window has one reduce-scatter a group. The setting before comes back, also after an error. A microbatch that fails in its
+        forward can be run again; after one that fails in its backward, call `drop_window`.
 
         Args:
             of: microbatches in the window; at the end of the data, as many as are left. The same on every rank. Or a schedule of them from
@@ -325,6 +349,7 @@ class GradientWindows:
 
         Raises:
             InvalidArgument: unless ``of`` is an int >= 1.
+            IncompleteWindow: after a microbatch that has failed in its backward.
 
         Examples:
             >>> from trainfold import attach

@@ -59,6 +59,25 @@ def divide_factors(groups: Iterable[Any]) -> list[float | None]:
     return list(dict.fromkeys(group.gradient_divide_factor for group in groups))
 
 
+def roots(sharded: Iterable[Any]) -> list[Any]:
+    """Return the outermost modules, of which a forward has started; only they can forget a backward."""
+    return [each for each in sharded if each._get_fsdp_state()._is_root]  # noqa: SLF001
+
+
+def is_interrupted(sharded: Iterable[Any]) -> bool:
+    """Whether a backward has begun and not ended, so that the next one would never reduce the gradients of the outermost module."""
+    return any(each._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for each in sharded)  # noqa: SLF001
+
+
+def kept_back(groups: Iterable[Any]) -> Iterator[torch.Tensor | None]:
+    """Yield what each group and each of its parameters holds of gradients that are not reduced yet; None for nothing."""
+    for group in groups:
+        yield group._partial_reduce_output  # noqa: SLF001
+        for each in group.fsdp_params:
+            yield each.unsharded_accumulated_grad
+            yield getattr(getattr(each, "_unsharded_param", None), "grad", None)
+
+
 def held_back(groups: Iterable[Any]) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters whose gradients a backward has left unreduced, or, in several replicas, reduced in one of them alone."""
     for group in groups:

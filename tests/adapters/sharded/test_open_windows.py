@@ -1,6 +1,7 @@
 """Gradients that torch holds where `.grad` does not show them, and backwards that fail part way, on two ranks."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from kit.system.rank_refusals_cases import PATIENT, refusal
 from torch import nn
 
 from trainfold.adapters.live.attach import attach
+from trainfold.adapters.parallel import interrupted
+from trainfold.core.errors import InvalidState
+from trainfold.ranks import SingleProcess
 
 
 class Fails(nn.Module):
@@ -112,14 +116,19 @@ def delayed_all_reduce(collectives):
     return found
 
 
-def everything(collectives, folder):
-    return {"delayed": delayed_all_reduce(collectives)}
+def everything(collectives):
+    found = {kind: failed_microbatches(collectives, kind) for kind in ("ddp", "fsdp2", "hsdp")}
+    return (
+        found
+        | {"delayed": delayed_all_reduce(collectives), "by hand": by_hand(collectives)}
+        | {"evaluated": after_an_evaluation(collectives)}
+    )
 
 
 @pytest.fixture(scope="module")
-def two_ranks(processes, tmp_path_factory):
+def two_ranks(processes):
     """What each rank found; the world is started once."""
-    return processes.run(2, everything, str(tmp_path_factory.mktemp("runs")), collectives=PATIENT)
+    return processes.run(2, everything, collectives=PATIENT)
 
 
 @pytest.mark.slow(4)
@@ -139,3 +148,145 @@ def test_dropping_a_window_and_a_restore_leave_nothing_of_it_behind(two_ranks):
     for found in (each["delayed"] for each in two_ranks):
         assert found["after drop"]
         assert found["after restore"]
+
+
+# --- a microbatch that fails ------------------------------------------------------------------------------------------
+
+FAILURES = [(where, at) for where in ("forward", "backward") for at in (0, 1)]
+
+
+def armed(model, where):
+    for each in model.modules():
+        if isinstance(each, Fails):
+            each.armed = where
+
+
+def failed_microbatches(collectives, kind):
+    """By where and when a microbatch of two fails: what a second attempt says, and the gradients of a window after a drop."""
+    rank = collectives.rank
+
+    def microbatch(live, model, index):
+        with live.microbatch(of=2):
+            backward(model, index, rank)
+
+    def window(live, model):
+        for index in range(2):
+            microbatch(live, model, index)
+        return gradients(model)
+
+    model, _, live = attached(kind, collectives.world_size)
+    wanted, found = window(live, model), {}
+    for where, at in FAILURES:
+        model, optimizer, live = attached(kind, collectives.world_size)
+        for index in range(at):
+            microbatch(live, model, index)
+        armed(model, where)
+        with contextlib.suppress(ZeroDivisionError):
+            microbatch(live, model, at)
+        again = refusal(lambda: microbatch(live, model, at))  # noqa: B023 - called at once
+        if again == "nothing":
+            for index in range(at + 1, 2):
+                microbatch(live, model, index)
+            same = gradients(model) == wanted
+            found[where, at] = again, same, same, "nothing", "nothing"
+            continue
+        refused = refusal(live.capture), refusal(lambda: live.advance(samples=4, steps=1))  # noqa: B023
+        live.drop_window()
+        is_same = window(live, model) == wanted
+        optimizer.step()
+        optimizer.zero_grad()
+        live.advance(samples=0)
+        live.capture()
+        found[where, at] = again, is_same, window(live, model) == after_a_step(kind, collectives, window), *refused
+    return found
+
+
+def after_a_step(kind, collectives, window):
+    model, optimizer, live = attached(kind, collectives.world_size)
+    window(live, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return window(live, model)
+
+
+def check_failed(found):
+    for (where, at), (again, is_same, is_same_later, save, step) in found.items():
+        assert (is_same, is_same_later) == (True, True), (where, at)
+        if where == "forward":
+            assert again == "nothing", at
+            continue
+        for text in (again, save, step):
+            assert text.startswith("IncompleteWindow"), (at, text)
+            assert "live.drop_window()" in text
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
+def test_a_microbatch_that_fails_in_its_backward_is_refused_until_its_window_is_dropped(two_ranks, kind):
+    """A03: a second attempt would add what the first has left; after a forward that fails it has the bits of a whole window."""
+    for found in two_ranks:
+        check_failed(found[kind])
+
+
+def test_a_microbatch_that_fails_on_one_process_is_refused_too():
+    """The gradients of layers that the backward had passed would count twice."""
+    check_failed(failed_microbatches(SingleProcess(), "plain"))
+
+
+def by_hand(collectives):
+    """The loop has no `microbatch`: its third backward fails, and after `drop_window` the weights are those of the other two."""
+    found = []
+    for fails in (True, False):
+        model, optimizer, live = attached("fsdp2", collectives.world_size)
+        for index in range(3):
+            if index == 1:
+                if fails:
+                    armed(model, "backward")
+                    with contextlib.suppress(ZeroDivisionError):
+                        backward(model, index, collectives.rank)
+                    live.drop_window()
+                continue
+            backward(model, index, collectives.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            live.advance(samples=4)
+            live.capture()
+        found.append(weights(model))
+    return found
+
+
+def after_an_evaluation(collectives):
+    """The root has gathered its parameters for a forward without gradients, and keeps them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Sequential(nn.Linear(4, 2)), mesh=init_device_mesh("cpu", (collectives.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+    backward(model, 0, collectives.rank)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    live.drop_window()
+    return [each.grad is None for each in optimizer.param_groups[0]["params"]]
+
+
+def test_dropping_a_window_clears_the_gradients_of_the_optimizer_after_an_evaluation(two_ranks):
+    for each in two_ranks:
+        assert each["evaluated"] == [True, True]
+
+
+def test_dropping_a_window_makes_fsdp2_ready_after_a_backward_that_failed(two_ranks):
+    """Its root never reduced a gradient again, so each later step trained with none, or with those of one rank."""
+    for after_failure, wanted in (each["by hand"] for each in two_ranks):
+        assert after_failure == wanted
+
+
+def test_torch_that_cannot_forget_a_backward_of_fsdp2_is_named(monkeypatch):
+    """Before torch 2.13 there is no `reset_iter_state`."""
+    state = SimpleNamespace(
+        _is_root=True, _state_ctx=SimpleNamespace(post_backward_final_callback_queued=True), _fsdp_param_groups=[]
+    )
+    monkeypatch.setattr(interrupted, "fsdp2_modules", lambda _: [SimpleNamespace(_get_fsdp_state=lambda: state)])
+    with pytest.raises(InvalidState, match="resumes from its checkpoint"):
+        interrupted.forget_interrupted([])
+    state._state_ctx.post_backward_final_callback_queued = False
+    interrupted.forget_interrupted([])
