@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trainfold.adapters.sharded.dtensor import is_dtensor
-from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factors, fsdp2_modules, param_groups
+from trainfold.adapters.sharded.fsdp2_groups import data_mesh, divide_factors, fsdp2_modules, param_groups, reductions
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json
 from trainfold.core.state.contract_kinds import BUCKETS, DIVISORS, PARTS, RANKS, WRAPPER
@@ -30,12 +30,13 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
     wrappers = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
     groups = param_groups(fsdp2_modules([module]))
     found: dict[str, Json] = {}
-    if (
-        groups or wrappers or any(map(is_dtensor, module.parameters()))
-    ):  # all ranks of tensor parallelism alone read the same data
+    is_exact = True
+    is_parallel = groups or wrappers or any(map(is_dtensor, module.parameters()))
+    if is_parallel:  # all ranks of tensor parallelism alone read the same data
         mesh = [*data_mesh(groups).shape] if groups else [wrappers[0].process_group.size()] if wrappers else [1]
         found[RANKS] = mesh
-        if math.prod(mesh) > _COMMUTES:
+        is_exact = math.prod(mesh) <= _COMMUTES
+        if not is_exact:
             found[WRAPPER] = "FSDP2" if groups else "DDP"
             if buckets := [_buckets(each) for each in wrappers]:
                 found[BUCKETS] = buckets[0] if len(buckets) == 1 else [*buckets[:_SHOWN]]
@@ -46,14 +47,22 @@ def settings_of_parallel(module: torch.nn.Module, path: str) -> dict[str, Json]:
         found["(precision)"] = precision
         if len(texts) > _SHOWN and len(set(texts)) > 1:
             found[PARTS] = digest_of("\n".join(texts).encode())
-    if hooks := [getattr(hook[0], "__qualname__", "unknown") for each in wrappers for hook in each._comm_hooks]:  # noqa: SLF001
-        found["(hooks)"] = hooks
+    hooks = [getattr(hook[0], "__qualname__", "unknown") for each in wrappers for hook in each._comm_hooks]  # noqa: SLF001
+    sums = reductions(groups, is_exact=is_exact)
+    if hooks or any(sums):
+        alike = sums[:1] if len(set(sums)) == 1 else [*sums[:_SHOWN], *_digest_of_more(sums)]
+        found["(hooks)"] = [*hooks, *(alike if any(sums) else [])]
     if any(divisors := divide_factors(groups)):
         found["(divisor)"] = divisors[0] if len(divisors) == 1 else [*divisors[:_SHOWN]]
         if len(divisors) > 1:
             each = [group.gradient_divide_factor for group in groups]
-            found[DIVISORS] = [*each[:_SHOWN], digest_of(repr(each).encode())] if len(each) > _SHOWN else each
+            found[DIVISORS] = [*each[:_SHOWN], *_digest_of_more(each)]
     return {f"{path}.{key}": value for key, value in found.items()}
+
+
+def _digest_of_more(values: list[Any]) -> list[str]:
+    """A digest of all values, if there are more than a contract lists."""
+    return [digest_of(repr(values).encode())] if len(values) > _SHOWN else []
 
 
 def _buckets(wrapper: Any) -> Json:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+_SCATTERS: Final = ("DefaultReduceScatter", "ProcessGroupAllocReduceScatter")  # torch's own, with the same bits
 HELD_BACK: Final = "gradients that FSDP2 holds back: the last backward did not synchronise them, or did not finish"
 SYNCHRONISE: Final = "wrap each microbatch in live.microbatch, or call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the last one"
 
@@ -57,6 +58,23 @@ def data_mesh(groups: Iterable[Any]) -> Any:
 def divide_factors(groups: Iterable[Any]) -> list[float | None]:
     """Return what ``set_gradient_divide_factor`` has set, each number once; None for the default, the number of ranks. It sets one module, not those inside it."""
     return list(dict.fromkeys(group.gradient_divide_factor for group in groups))
+
+
+def reductions(groups: Iterable[Any], *, is_exact: bool) -> list[str]:
+    """Return for each group how it sums gradients, where a script has set that: by a hook, by a reduce-scatter of its own, or by sums alone.
+
+    Args:
+        groups: of the modules.
+        is_exact: whether a sum has the same bits if it is divided later.
+    """
+    found = []
+    for group in groups:
+        hook, scatter = group._all_reduce_hook, type(group._reduce_scatter_comm).__qualname__  # noqa: SLF001
+        parts = [] if hook is None else [getattr(hook, "__qualname__", type(hook).__qualname__)]
+        parts += [] if scatter in _SCATTERS else [scatter]
+        parts += ["sums alone"] if group.force_sum_reduction_for_comms and not is_exact else []
+        found.append(", ".join(parts))
+    return found
 
 
 def roots(sharded: Iterable[Any]) -> list[Any]:

@@ -76,6 +76,40 @@ def parts(*half, divided=()):
     return model
 
 
+def rounds(tensor):
+    tensor.copy_(tensor.to(torch.bfloat16).to(tensor.dtype))
+
+
+def summed(world_size, *, of=("first", "second", ""), hook=None, scatter=None, **options):
+    """FSDP2 that sums gradients otherwise than by default, in some of its modules."""
+    model = sharded(world_size, **options)
+    for each in map(model.get_submodule, of):
+        if hook is not None:
+            each.set_all_reduce_hook(hook)
+        if scatter is not None:
+            each.set_custom_reduce_scatter(scatter)
+        if hook is scatter is None:
+            each.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def sums(collectives, folder):
+    """With hooks saved, resumed by the same, by others and by none."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class OwnReduceScatter(DefaultReduceScatter):
+        pass
+
+    size = collectives.world_size
+    drifts_of(collectives, folder, summed(size, hook=rounds), saves=True)
+    assert drifts_of(collectives, folder, summed(size, hook=rounds)) == []
+    return {
+        "no hook": drifts_of(collectives, folder, sharded(size)),
+        "hook of a part": drifts_of(collectives, folder, summed(size, hook=rounds, of=["first"])),
+        "scatter": drifts_of(collectives, folder, summed(size, hook=rounds, scatter=OwnReduceScatter())),
+    }
+
+
 def changes(collectives, folder):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -90,7 +124,9 @@ def changes(collectives, folder):
         "half": drifts_of(collectives, folder, sharded(size, mp_policy=half)),
     }
     found["back"], found["same ddp"], found["buckets"], found["unused"] = back(collectives, folder + "-ddp")
+    found["summed"] = drifts_of(collectives, folder, summed(size))
     if size == 2:
+        found |= sums(collectives, folder + "-sums")
         drifts_of(collectives, folder + "-parts", parts(0, 8), saves=True)
         assert drifts_of(collectives, folder + "-parts", parts(0, 8)) == []
         found["ninth part"] = drifts_of(collectives, folder + "-parts", parts(0, 9))
@@ -126,9 +162,20 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
             assert not drifts, "one rank says it"
             continue
         more = {
-            2: {"hook", "tp", "tp back", "divided", "part divided", "ninth part", "ninth divided"},
-            3: {"ddp", "back", "buckets", "unused"},
-            4: {"ddp", "back", "buckets", "unused", "mesh"},
+            2: {
+                "no hook",
+                "hook of a part",
+                "scatter",
+                "hook",
+                "tp",
+                "tp back",
+                "divided",
+                "part divided",
+                "ninth part",
+                "ninth divided",
+            },
+            3: {"summed", "ddp", "back", "buckets", "unused"},
+            4: {"summed", "ddp", "back", "buckets", "unused", "mesh"},
         }
         assert drifts.keys() == {"half", *more[world_size]}
         assert "attached.model.(precision): saved nothing, wanted param bfloat16, reduce float32" in drifts["half"][0]
@@ -136,12 +183,16 @@ def test_another_precision_mesh_or_hook_is_said_and_what_has_the_same_bits_is_no
             assert "attached.model.(ranks): saved [2], wanted [1]" in drifts["tp"][0]
             assert "attached.model.(ranks): saved [1], wanted [2]" in drifts["tp back"][0]
             assert "attached.model.(hooks): saved nothing, wanted ['fp16_compress_hook']" in drifts["hook"][0]
+            assert "attached.model.(hooks): saved ['rounds'], wanted nothing" in drifts["no hook"][0]
+            assert "attached.model.(hooks): saved ['rounds'], wanted ['', 'rounds', '']" in drifts["hook of a part"][0]
+            assert "wanted ['rounds, OwnReduceScatter']" in drifts["scatter"][0].replace("sums.<locals>.", "")
             assert "attached.model.(divisor): saved nothing, wanted 4.0" in drifts["divided"][0]
             assert "attached.model.(divisor): saved nothing, wanted [4.0, None]" in drifts["part divided"][0]
             assert len(drifts["ninth divided"]) == 1
             assert "attached.model.(divisors): saved [4.0, None" in drifts["ninth divided"][0]
             assert "attached.model.(parts): saved" in drifts["ninth part"][0]
         else:
+            assert "attached.model.(hooks): saved nothing, wanted ['sums alone']" in drifts["summed"][0]
             assert "attached.model.(wrapper): saved FSDP2, wanted DDP" in drifts["ddp"][0]
             assert "attached.model.(wrapper): saved DDP, wanted FSDP2" in drifts["back"][0]
             assert "attached.model.(buckets): saved 26214400, wanted 1048576" in drifts["buckets"][0]
