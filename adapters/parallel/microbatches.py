@@ -16,12 +16,13 @@ from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.script.loop_settings import LoopSettings
-from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK, SYNCHRONISE, held_back, param_groups
+from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK, SYNCHRONISE, are_held_back, held_back, param_groups
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import (
     IncompleteWindow,
     InvalidArgument,
     InvalidBatch,
+    TrainfoldError,
     placed,
 )
 from trainfold.core.json_values import encode_scalar, shown
@@ -237,15 +238,30 @@ class Microbatches:
             divide_by = totals.weight if divisor is None else totals.weight / divisor
         elif divisor is None:
             divide_by = ranks.coordinates.data.size
+        grads = [each.grad for each in trained if each.grad is not None]
+        if not grads and not is_part:
+            raise self._bare()
         return judge(
             totals,
-            [each.grad for each in trained if each.grad is not None],
+            grads,
             ranks.norm,
             divide_by=divide_by,
             where=f"step {self._counters.step}",
             fix=_FIX,
             local=ranks.local,
             is_part=is_part,
+        )
+
+    def _bare(self) -> TrainfoldError:
+        """The error where no parameter has a gradient, on any rank."""
+        if are_held_back(param_groups(self._ranks.sharded)):
+            fix = f"{SYNCHRONISE}; and call live.check after it"
+            return IncompleteWindow("live.check", expected="the gradients of the window", found=HELD_BACK, fix=fix)
+        return InvalidArgument(
+            "live.check",
+            expected="a gradient of a parameter that an attached optimizer steps, or of parameters=",
+            found="none of them with one",
+            fix="call it after backward and before zero_grad; the loss must depend on such a parameter, without detach() or no_grad(), and not all may be frozen",
         )
 
     def _check_unscaled(self) -> None:
@@ -394,6 +410,6 @@ class GradientWindows:
                 or if some ranks, or stages of a pipeline, have no gradient, those of other parameters, or no weight where others have one.
             InvalidBatch: on every rank, if the sum of the weights is not positive, or no rank has a loss.
             InvalidArgument: if no parameter has a gradient, or an attached ``GradScaler`` has not unscaled them.
-            IncompleteWindow: inside a window of `microbatch`, whose gradients are not synchronised yet.
+            IncompleteWindow: inside a window of `microbatch`, or where FSDP2 holds all gradients back, which are not synchronised yet.
         """
         return self._microbatches.check(loss, weight=weight, clip_norm=clip_norm, parameters=parameters)

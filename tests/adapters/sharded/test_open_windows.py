@@ -141,6 +141,8 @@ def test_a_window_whose_replicas_are_not_summed_yet_is_open(two_ranks):
         assert found["advance"].startswith("IncompleteWindow"), found
         assert "set_requires_all_reduce" in found["advance"]
         assert found["another"] == "nothing"
+        assert found["check"].startswith("IncompleteWindow: live.check"), found
+        assert "set_requires_all_reduce" in found["check"]
 
 
 def test_dropping_a_window_and_a_restore_leave_nothing_of_it_behind(two_ranks):
