@@ -20,6 +20,7 @@ from trainfold.core.save.triggers import Triggers, make_triggers
 from trainfold.core.state.components import components_of
 from trainfold.core.state.state import TrainState
 
+PLACE: Final = "run"
 _WRITERS_BYTES: Final = BUFFERS * BUFFER_BYTES
 _COMPONENTS: Final = "CheckpointManager.components"
 
@@ -92,9 +93,12 @@ def _checks_given(value: object) -> tuple[Level, int | None]:
     return "quick", every
 
 
-def alike(options: SaveOptions, every: object, every_secs: float | None, *, at_end: bool) -> dict[str, object]:
+def alike(
+    options: SaveOptions, every: object, every_secs: float | None, *, at_end: bool, place: str
+) -> dict[str, object]:
     """The arguments by name that all ranks must give alike, or some would save where others train."""
     return {
+        PLACE: place,
         "every": every,
         "every_secs": every_secs,
         "at_end": at_end,

@@ -134,7 +134,7 @@ class CheckpointManager:
             self._events = events = EventLog(store.url, on_event, logs=world.rank == 0)
             lease.before_release(events.report_deferred)
             auto = auto_cadence(events, world) if is_auto else None
-            self._due = due = SaveTriggers(triggers, requests, world, auto=auto, alike=given.alike(options, every, every_secs, at_end=at_end))  # fmt: skip
+            self._due = due = SaveTriggers(triggers, requests, world, auto=auto, alike=given.alike(options, every, every_secs, at_end=at_end, place=store.url))  # fmt: skip
             self._asked = asked = UnusedManager(store.url)
             self._saves = SaveRunner(store, world, options, due=due, first=first, events=events, rehearsal=rehearsal, lease=lease,
                                      pruner=Pruner(store, retention, left_behind))  # fmt: skip

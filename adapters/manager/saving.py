@@ -16,6 +16,7 @@ from trainfold.adapters.manager.protocol import SaveOutcome
 from trainfold.adapters.manager.replica_watch import ReplicaWatch
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.adapters.manager.triggers import Before, SaveTriggers
+from trainfold.adapters.sharded.whole import name_closure
 from trainfold.adapters.watch.update_hooks import UpdateHooks
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.hold.hold import Hold
@@ -26,7 +27,7 @@ from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import error_text, place, placed
+from trainfold.core.errors import SaveFailed, error_text, place, placed
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.reuse.base import NO_BASE, Base
 from trainfold.core.save.triggers import Verdict
@@ -291,6 +292,9 @@ class SaveRunner:
         return result
 
     def _failed(self, step: int, error: BaseException) -> None:
+        name_closure(error)
+        if self._due.places and isinstance(error, SaveFailed):
+            error.fix += f", because its path is not the same everywhere: {self._due.places}"
         place(error, step=step)
         self._events.report("failed", step=step, detail=error_text(error))
 

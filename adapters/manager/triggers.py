@@ -11,6 +11,7 @@ from typing import Final, final
 
 import attrs
 
+from trainfold.adapters.manager.arguments import PLACE
 from trainfold.adapters.parallel.end_together import by_rank
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.event_log import EventLog
@@ -113,7 +114,7 @@ def auto_cadence(events: EventLog, world: Collectives) -> AutoCadence:
 
 def _check_alike(told: Sequence[Mapping[str, object]]) -> None:
     for name, value in told[0].items():
-        if any(each.get(name) != value for each in told):
+        if name != PLACE and any(each.get(name) != value for each in told):
             raise RanksDisagree(
                 f"CheckpointManager.{name}",
                 expected="the same on every rank, because all save together",
@@ -147,7 +148,8 @@ class SaveTriggers:
         requests: where requests come from; None for nowhere.
         world: the ranks; all of them make this object at the same point.
         auto: chooses the cadence; None if one is given.
-        alike: the arguments of the manager that all ranks must give alike, or some would save where others train.
+        alike: the arguments of the manager that all ranks must give alike, or some would save where others train; and under `PLACE` where the run is, which is logged
+            if it differs, since mounts may have other names on other ranks.
 
     Raises:
         RanksDisagree: on every rank, if they do not.
@@ -155,6 +157,7 @@ class SaveTriggers:
     Attributes:
         stops: whether a boundary decided that the loop ends.
         is_aborted: whether a request ended the loop without a save.
+        places: the place of the run on each rank, as a text; empty if they are the same.
         auto: see the argument.
         last_saved: the step of the newest checkpoint, saved or resumed from. If the loop went back in memory, to a step at or
             before that one, this is the step before the one where that was seen: what is trained again is not saved yet.
@@ -194,6 +197,14 @@ class SaveTriggers:
             told = world.gather((requests is not None, alike), doing="make its manager")
             _check_alike([each or {} for _, each in told])
         self._always_sends = world.world_size > 1 and (any(has_source for has_source, _ in told) or by_clock)
+        places = [(each or {}).get(PLACE) for _, each in told]
+        self.places = by_rank(places) if len(set(places)) > 1 else ""
+        if self.places and world.rank == 0:
+            _LOG.warning(
+                "the run has not the same path on every rank: %s. Each rank writes its part below its own path: if these are not mounts of one "
+                "directory, the first save fails. Compute a name with a time or a number in it on rank 0, and broadcast it",
+                self.places,
+            )
 
     def arrive(self, step: int, *, is_last: bool, is_best: bool, has_ended: bool) -> Boundary:
         """What all ranks agree on at a boundary; every rank calls, and calls `leave` when it has acted on it.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from trainfold.adapters.sharded.dtensor import cut_problem, is_dtensor
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.printable import with_article
 
 _NOT_CUT = {
@@ -16,6 +16,7 @@ _NOT_CUT = {
     "Rprop": "torch's own step fails on them",
     "LBFGS": "it gathers the history of all of them on each rank, and fails on uneven parts",
 }
+MEAN_OF_ALL = "let the closure of LBFGS return the mean loss of all ranks, from torch.distributed.all_reduce, as its line search and its end depend on it"
 _STATELESS = ("ProcessGroup", "_AllreduceUpcastHookState")  # the second belongs to DDP's own mixed precision
 
 
@@ -78,8 +79,23 @@ def check_whole_optimizer(optimizer: torch.optim.Optimizer, where: str) -> None:
             where,
             expected="an optimizer whose slots are cut as its parameters are",
             found=f"{with_article(name)} for DTensors: {_NOT_CUT[name]}",
-            fix="use another optimizer, such as AdamW, or DistributedDataParallel",
+            fix="use another optimizer, such as AdamW, or DistributedDataParallel"
+            + (f"; there, {MEAN_OF_ALL}" if name == "LBFGS" else ""),
         )
+
+
+def name_closure(error: BaseException) -> None:
+    """Say what makes the last loss of LBFGS equal on all ranks, in an error that has found it unequal; leave any other error alone.
+
+    Examples:
+        >>> from trainfold.core.errors import RanksDisagree
+        >>> error = RanksDisagree("optimizer.slots['w']['prev_loss']", expected="0.2", found="0.1", fix="declare it")
+        >>> name_closure(error)
+        >>> error.fix
+        'let the closure of LBFGS return the mean loss of all ranks, from torch.distributed.all_reduce, as its line search and its end depend on it'
+    """
+    if isinstance(error, RanksDisagree) and error.where.endswith("['prev_loss']"):
+        error.fix = MEAN_OF_ALL
 
 
 def check_whole(targets: Iterable[tuple[str, object]]) -> None:
