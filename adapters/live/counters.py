@@ -48,13 +48,14 @@ class Counters:
         """Count samples that other ranks have trained on."""
         self._counted = attrs.evolve(self._counted, samples=self._counted.samples + samples)
 
-    def advance(self, samples: Samples, *, tokens: int, steps: int) -> int:
+    def advance(self, samples: Samples, *, tokens: int, steps: int, is_scheduled: bool = False) -> int:
         """Count steps, and the batches that they were trained on; return the samples that were counted.
 
         Args:
             samples: as for `Live.advance`; checked with `check_increments`.
             tokens: as for `Live.advance`.
             steps: as for `Live.advance`.
+            is_scheduled: whether a schedule has said how many batches the step takes.
 
         Raises:
             DataPositionMismatch: if the samples are not those of whole batches, or a loader is attached and none of its
@@ -69,7 +70,11 @@ class Counters:
                 "none handed out since the last step",
                 "iterate over live.batches() and not over the loader itself; or pass samples=0, for a step on no new data",
             )
-        counted = no_names(samples) if self._data is None else self._data.advance(samples, steps=steps)
+        counted = (
+            no_names(samples)
+            if self._data is None
+            else self._data.advance(samples, steps=steps, is_scheduled=is_scheduled)
+        )
         self._taken = 0 if steps else taken
         if total is not None and not (self._feed is not None and self._feed.counts_over_ranks):
             counted = total

@@ -160,7 +160,9 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             self._microbatches.check_reduced(self._watch.window.stepped)
             if self.outside is not None:
                 self.outside.stepped("live.advance")
-        counted = self._counters.advance(samples, tokens=tokens or 0, steps=steps)
+        counted = self._counters.advance(
+            samples, tokens=tokens or 0, steps=steps, is_scheduled=self.batch_ramp is not None
+        )
         progress = self._counters.progress
         if not steps:
             self._watch.window.open(counted)

@@ -31,8 +31,15 @@ class Pace:
         """Begin a window."""
         self._window, self._epoch, self._is_over = 0, epoch, False
 
-    def advance(self, batches: int, *, is_step: bool, epoch: int) -> None:
-        """Count the batches of a call of ``advance``; warn if the first whole window after a resume has another number."""
+    def advance(self, batches: int, *, is_step: bool, epoch: int, is_scheduled: bool = False) -> None:
+        """Count the batches of a call of ``advance``; warn if the first whole window after a resume has another number.
+
+        Args:
+            batches: of the call.
+            is_step: whether it counts a step.
+            epoch: of the run.
+            is_scheduled: whether a schedule has said how many the step takes: it may change them at any step, and a resume compares the schedule itself.
+        """
         self._window += batches
         if not is_step:
             self._is_over = epoch != self._epoch
@@ -51,6 +58,9 @@ class Pace:
                 took,
             )
         self._expected = None
+        if is_scheduled:
+            self.noted = None
+            return
         times = self.noted[1] if self.noted is not None and self.noted[0] == took else 0
         self.noted = (took, min(times + 1, _SURE))
 

@@ -141,7 +141,7 @@ class LoopData:
 
     # --- counting -----------------------------------------------------------------------------------------------------
 
-    def advance(self, samples: Samples, *, steps: int) -> int:
+    def advance(self, samples: Samples, *, steps: int, is_scheduled: bool = False) -> int:
         """Count batches. If the loop passes the samples that it trained on, the batches that are left were drawn ahead."""
         body, waiting = self._body, self.feed.undelivered()
         if type(samples) is int and self._is_of_all_ranks(samples):
@@ -151,7 +151,7 @@ class LoopData:
         else:
             counted = self.feed.advance(None if samples is None else no_names(samples))
         left = self.feed.undelivered()
-        self._pace.advance(waiting - left, is_step=bool(steps), epoch=self.feed.epoch)
+        self._pace.advance(waiting - left, is_step=bool(steps), epoch=self.feed.epoch, is_scheduled=is_scheduled)
         if steps and not left:
             self._ahead.counted(waiting)
         is_read_on = body.epoch is None or body.running > 0  # at an epoch's end no batch is left ahead

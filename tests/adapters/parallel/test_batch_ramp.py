@@ -1,14 +1,19 @@
 """A batch that grows is a schedule of the step: its numbers divide exactly, and a manager saves before they change."""
 
+import contextlib
+import logging
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.accumulation import batch_ramp
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.errors import BatchNotDivisible, InvalidArgument, ResumeRefused
 from trainfold.core.step.batch_ramp import ramp_of
 from trainfold.core.step.init_state import init_state
@@ -121,3 +126,38 @@ def test_an_attached_loop_follows_the_ramp_and_is_saved_before_the_batch_changes
     assert loop(3) == [2]
     assert loop(7) == [5]
     assert windows == [1, 1, 2, 2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("saves", "then", "said"), [("ramp", "ramp", False), ("ramp", "other", False), (3, "ramp", True), (3, 2, True)]
+)
+def test_a_resume_where_a_ramp_changes_the_batch_is_not_said_to_be_another_accumulation(saves, then, said, caplog):
+    """A12: the advice was to put it back. What a schedule does not explain is still said, and another schedule is compared as such."""
+    store, dataset = MemoryStore(), TensorDataset(torch.ones(96, 3))
+    ramps = {"ramp": batch_ramp({0: 4, 3: 8}, per_microbatch=4), "other": batch_ramp({0: 4, 3: 16}, per_microbatch=4)}
+
+    def loop(of, steps):
+        model = nn.Linear(3, 2)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        live = attach(model, sgd, loader=DataLoader(dataset, batch_size=4))
+        with CheckpointManager(store, every=None, at_end=False) as manager:
+            manager.restore(live)
+            for (x,) in live.batches(epochs=1):
+                with live.microbatch(of=ramps.get(of, of)) as is_boundary:
+                    model(x).square().mean().backward()
+                if is_boundary:
+                    sgd.step()
+                    sgd.zero_grad()
+                live.advance()
+                manager.step(live)
+                if live.progress.step == steps:
+                    break
+            manager.save(live)
+
+    loop(saves, 3)
+    with caplog.at_level(logging.WARNING), contextlib.ExitStack() as expected:
+        if then == "other":
+            expected.enter_context(pytest.warns(ResumeDrift, match="live.microbatch.of"))
+        loop(then, 5)
+    texts = [each.getMessage() for each in caplog.records if "batches for each optimizer step" in each.getMessage()]
+    assert len(texts) == said
