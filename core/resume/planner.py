@@ -54,6 +54,11 @@ _OF_RANKS: Mapping[str, tuple[str, str]] = {
 }
 # kinds of keys of an optimizer, of which a run keeps its own values where they may differ
 _OF_OPTIMIZERS = frozenset({"hyperparameters", "scheduler", "implementation"})
+# what a message names for a loader that may have no sampler
+_OF_OWN_STATE = (
+    "; where a loader has a state of its own, as many shares continue, or any number from the end of an epoch; "
+    "of a dataset with indexes trainfold.data.GlobalBatchSampler continues on any number of ranks, if the run is started with it"
+)
 # kind of drift -> what a component of other ranks begins with
 _NOT_CONTINUED: Mapping[str, str] = {
     "streams": "new ones, derived from the seed, the step and the share of the data",
@@ -186,6 +191,8 @@ def _action(  # noqa: PLR0913 (every one is named where it is called)
         if name == "rng" and _can_derive(saved, wanted):
             kind = "streams"
         sampler = "; trainfold.data.GlobalBatchSampler continues on any number of ranks" if name == "dataset" else ""
+        if sampler and all(map(continues_by_share, saved.nodes)):
+            sampler = _OF_OWN_STATE
         theirs, ours = some_ranks(manifest.world_size), some_ranks(target.world_size)
         if streams_follow_others and wanted is not None:
             before, now = _some_shares(saved.nodes[0]), _some_shares(wanted.node)
