@@ -16,7 +16,13 @@ from trainfold.adapters.parallel.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.script.loop_settings import LoopSettings
-from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK, SYNCHRONISE, are_held_back, held_back, param_groups
+from trainfold.adapters.sharded.fsdp2_groups import (
+    HELD_BACK,
+    SYNCHRONISE,
+    are_held_back,
+    parameters_held_back,
+    param_groups,
+)
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import (
     IncompleteWindow,
@@ -290,7 +296,7 @@ class Microbatches:
             IncompleteWindow: if FSDP2 holds them back, so that the step was one without them.
             InvalidState: naming the first parameter that ``DistributedDataParallel`` does not know.
         """
-        if held := {id(each) for each in held_back(param_groups(self._ranks.sharded))}:
+        if held := {id(each) for each in parameters_held_back(param_groups(self._ranks.sharded))}:
             optimizers = self.objects.optimizers
             groups = [group for name in stepped if name in optimizers for group in optimizers[name].param_groups]
             if any(id(each) in held for group in groups for each in group["params"]):

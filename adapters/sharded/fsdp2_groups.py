@@ -96,7 +96,7 @@ def kept_back(groups: Iterable[Any]) -> Iterator[torch.Tensor | None]:
             yield getattr(getattr(each, "_unsharded_param", None), "grad", None)
 
 
-def held_back(groups: Iterable[Any]) -> Iterator[torch.nn.Parameter]:
+def parameters_held_back(groups: Iterable[Any]) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters whose gradients a backward has left unreduced, or, in several replicas, reduced in one of them alone."""
     for group in groups:
         is_partial = group._partial_reduce_output is not None  # noqa: SLF001
@@ -111,7 +111,7 @@ def held_back(groups: Iterable[Any]) -> Iterator[torch.nn.Parameter]:
 
 def are_held_back(groups: Iterable[Any]) -> bool:
     """Whether a backward has left gradients that are not reduced yet."""
-    return next(held_back(groups), None) is not None
+    return next(parameters_held_back(groups), None) is not None
 
 
 def drop_held_back(groups: Iterable[Any]) -> None:
