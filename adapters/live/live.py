@@ -153,15 +153,15 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         self.check_trained("live.advance")
         steps = (0 if self._microbatches.done else 1) if steps is None else steps
         check_increments(samples, tokens, steps)
-        if steps and self._microbatches.is_open:
+        if steps and (self._microbatches.done or self._microbatches.is_torn):
             self._microbatches.check_closed("live.advance")
         self._watch.check_step("live.advance", is_step=steps > 0)
         if steps:
-            self._microbatches.check_reduced(self._watch.window.stepped)
+            self._microbatches.check_reduced(self._watch.window.steps)
             if self.outside is not None:
                 self.outside.stepped("live.advance")
         counted = self._counters.advance(
-            samples, tokens=tokens or 0, steps=steps, is_scheduled=self.batch_ramp is not None
+            samples, tokens=tokens or 0, steps=steps, is_scheduled=self._microbatches.ramp is not None
         )
         progress = self._counters.progress
         if not steps:
@@ -409,7 +409,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     @property
     def is_in_window(self) -> bool:
         """Whether an accumulation window is open, by ``advance(steps=0)`` or by `microbatch`."""
-        return self._watch.window.open_samples > 0 or self._microbatches.is_open
+        return self._watch.window.open_samples > 0 or self._microbatches.done > 0 or self._microbatches.is_torn
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside the state itself.

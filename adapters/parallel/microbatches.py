@@ -20,8 +20,8 @@ from trainfold.adapters.sharded.fsdp2_groups import (
     HELD_BACK,
     SYNCHRONISE,
     are_held_back,
-    parameters_held_back,
     param_groups,
+    parameters_held_back,
 )
 from trainfold.core.checks import count, real_given
 from trainfold.core.errors import (
@@ -98,6 +98,7 @@ class Microbatches:
 
     Attributes:
         done: microbatches done in a window that is open; 0 at a boundary.
+        is_torn: whether a microbatch has failed and left part of its gradients.
         ramp: the schedule of the last microbatch; None without one.
     """
 
@@ -107,7 +108,7 @@ class Microbatches:
         self.objects = objects
         self._counters = counters
         self.done = 0
-        self._is_torn = False  # a microbatch has failed and left part of its gradients
+        self.is_torn = False
         self.ramp: BatchRamp | None = None
         self._of = 1
         self._known: tuple[list[object], list[torch.nn.Parameter]] = [], []
@@ -138,14 +139,9 @@ class Microbatches:
             with self.parallelism.gradient_sync(enabled=is_boundary):
                 yield is_boundary
         except BaseException:
-            self._is_torn = marks.have_moved()
+            self.is_torn = marks.have_moved()
             raise
         self.done, self._of = (0 if is_boundary else self.done + 1), of
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a window has begun and not ended, or a microbatch has left part of its gradients."""
-        return self.done > 0 or self._is_torn
 
     def check_closed(self, where: str) -> None:
         """Raise inside a window, whose gradients are not synchronised yet.
@@ -163,7 +159,7 @@ class Microbatches:
             )
 
     def _check_whole(self, where: str) -> None:
-        if self._is_torn:
+        if self.is_torn:
             raise IncompleteWindow(
                 where,
                 expected="gradients of whole backwards",
@@ -174,7 +170,7 @@ class Microbatches:
     def drop(self) -> None:
         """Forget the window, gradients that only FSDP2 holds, and a backward that did not end."""
         forget_interrupted(self.objects.modules)
-        self.done, self._is_torn = 0, False
+        self.done, self.is_torn = 0, False
 
     def check(
         self,
@@ -296,19 +292,23 @@ class Microbatches:
             IncompleteWindow: if FSDP2 holds them back, so that the step was one without them.
             InvalidState: naming the first parameter that ``DistributedDataParallel`` does not know.
         """
-        if held := {id(each) for each in parameters_held_back(param_groups(self._ranks.sharded))}:
-            optimizers = self.objects.optimizers
-            groups = [group for name in stepped if name in optimizers for group in optimizers[name].param_groups]
-            if any(id(each) in held for group in groups for each in group["params"]):
-                raise IncompleteWindow(
-                    "live.advance",
-                    expected="an optimizer step after a backward that has summed the gradients of the window",
-                    found=HELD_BACK,
-                    fix=f"call live.drop_window(), or restore; and {SYNCHRONISE}",
-                )
-        found = self._ranks.unreduced
+        found, sharded = self._ranks.of_step
+        if sharded:
+            self._check_stepped(stepped, sharded)
         if found and any(each.requires_grad for each in found):
             check_known(found, self._trained(), self.objects.modules)
+
+    def _check_stepped(self, stepped: Iterable[str], sharded: list[Any]) -> None:
+        held = {id(each) for each in parameters_held_back(param_groups(sharded))}
+        optimizers = self.objects.optimizers if held else {}
+        groups = [group for name in stepped if name in optimizers for group in optimizers[name].param_groups]
+        if any(id(each) in held for group in groups for each in group["params"]):
+            raise IncompleteWindow(
+                "live.advance",
+                expected="an optimizer step after a backward that has summed the gradients of the window",
+                found=HELD_BACK,
+                fix=f"call live.drop_window(), or restore; and {SYNCHRONISE}",
+            )
 
     def _trained(self) -> list[torch.nn.Parameter]:
         """The parameters that attached optimizers step, in the order of the modules; found again when optimizers or modules have others."""

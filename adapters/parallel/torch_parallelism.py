@@ -185,28 +185,31 @@ class TrainingRanks:
         self._given = parallelism
         self._around = around
         self._found: Parallelism | None = None
-        self._unreduced: list[torch.nn.Parameter] | None = None
-        self._sharded: list[Any] | None = None
+        self._of_step: tuple[list[torch.nn.Parameter], list[Any]] | None = None
         self._model = model
         self._extra = extra
 
     def registered(self) -> None:
         """Note that the run has one more component, which may be a wrapped or sharded module."""
-        self._found = self._unreduced = self._sharded = None
+        self._found = self._of_step = None
 
     @property
-    def unreduced(self) -> list[torch.nn.Parameter]:
-        """The parameters that were frozen when ``DistributedDataParallel`` wrapped their module, as the wrappers say at the first use after a registration."""
-        if self._unreduced is None:
-            self._unreduced = [] if self._given is not None else unreduced(self._modules)
-        return self._unreduced
+    def of_step(self) -> tuple[list[torch.nn.Parameter], list[Any]]:
+        """What a step is checked for, as at the first use after a registration.
+
+        Returns:
+            The parameters that were frozen when ``DistributedDataParallel`` wrapped their module, as the wrappers say; and the modules that
+            ``fully_shard`` was called on.
+        """
+        if self._of_step is None:
+            modules = self._modules
+            self._of_step = [] if self._given is not None else unreduced(modules), fsdp2_modules(modules)
+        return self._of_step
 
     @property
     def sharded(self) -> list[Any]:
-        """The modules that ``fully_shard`` was called on, as at the first use after a registration."""
-        if self._sharded is None:
-            self._sharded = fsdp2_modules(self._modules)
-        return self._sharded
+        """The modules that ``fully_shard`` was called on."""
+        return self.of_step[1]
 
     @property
     def _modules(self) -> list[torch.nn.Module]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -26,12 +26,16 @@ class WindowProbe:
     Args:
         objects: the components of a run by name. For each module the smallest trainable parameters are probed, and for each
             optimizer the steps are counted. There may be several of either, since not all step in every window.
+
+    Attributes:
+        open_samples: of a window that was declared open.
+        steps: those of each optimizer since the last boundary, by its name.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._probes: list[torch.nn.Parameter] = []
         self._marks: list[tuple[torch.Tensor | None, int]] = []
-        self._steps: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
         self._modules: list[torch.nn.Module] = []
         self.open_samples = 0
         for name, target in objects.items():
@@ -58,11 +62,11 @@ class WindowProbe:
     def close(self) -> None:
         """Declare that this is a boundary."""
         self.open_samples = 0
-        self._steps.clear()
+        self.steps.clear()
         self._marks = _marks(self._probes)
 
     def _count(self, name: str) -> None:
-        self._steps[name] += 1
+        self.steps[name] += 1
 
     def open(self, samples: int) -> None:
         """Declare that this is inside a window."""
@@ -80,14 +84,9 @@ class WindowProbe:
             return HELD_BACK
         return None
 
-    @property
-    def stepped(self) -> Iterable[str]:
-        """The optimizers that have stepped since the last boundary."""
-        return self._steps.keys()
-
     def uncounted(self) -> str | None:
         """The uncounted optimizer steps, as text, or None."""
-        taken = ", ".join(f"{steps} of {name}" for name, steps in self._steps.items())
+        taken = ", ".join(f"{steps} of {name}" for name, steps in self.steps.items())
         return f"optimizer steps since the last advance(): {taken}" if taken else None
 
     def _gradients_changed(self) -> bool:
