@@ -13,7 +13,7 @@ from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.loaders.choose import feeds_of
 from trainfold.adapters.outside.outside_weights import OutsideWeights
 from trainfold.adapters.parallel.end_together import Uneven
-from trainfold.adapters.parallel.pipeline import PipelineStage, stages_given
+from trainfold.adapters.parallel.pipelines.pipeline import PipelineStage, stages_given
 from trainfold.adapters.parallel.sharing import Shared
 from trainfold.core.layout.parallelism import Parallelism
 from trainfold.core.weights.source import WeightSource

@@ -15,7 +15,7 @@ from trainfold.adapters.components.own_modules import OwnModulePart, late_owner_
 from trainfold.adapters.components.scheduler import SchedulerPart, check_schedulers
 from trainfold.adapters.live.module_parts import check_uncounted
 from trainfold.adapters.parallel.end_together import Uneven
-from trainfold.adapters.parallel.pipeline import PipelineParallelism, PipelineStage, noted_divisors, stage_of
+from trainfold.adapters.parallel.pipelines.pipeline import PipelineParallelism, PipelineStage, noted_divisors, stage_of
 from trainfold.adapters.parallel.share import PositionOfShare, known_share
 from trainfold.adapters.parallel.sharing import Shared, Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks

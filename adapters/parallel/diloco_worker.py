@@ -155,5 +155,5 @@ def _check_fixed(before: Sequence[tuple[str, torch.Tensor]], now: Mapping[str, t
                 f"model.buffers[{name!r}]",
                 expected="a buffer that training does not change: only trained parameters are exchanged",
                 found="other values after a unit",
-                fix="use a layer without such statistics, such as LayerNorm or GroupNorm, or freeze them with eval()",
+                fix="use a layer without such statistics, such as LayerNorm or GroupNorm, or freeze them with .eval()",
             )

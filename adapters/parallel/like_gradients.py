@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from trainfold.adapters.parallel.pipeline import PipelineParallelism
+from trainfold.adapters.parallel.pipelines.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import InvalidState, RanksDisagree, place
 from trainfold.core.layout.parallelism import Parallelism

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from trainfold.adapters.parallel.interrupted import GradientMarks, forget_interrupted
 from trainfold.adapters.parallel.like_gradients import check_known, unlike, unsummed
-from trainfold.adapters.parallel.pipeline import PipelineParallelism
+from trainfold.adapters.parallel.pipelines.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.sharing import Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
 from trainfold.adapters.script.loop_settings import LoopSettings

@@ -6,7 +6,7 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import ComponentAdapter, Undo
-from trainfold.adapters.parallel.pipeline import PipelineParallelism
+from trainfold.adapters.parallel.pipelines.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import DataPositionMismatch, InvalidArgument, TrainfoldError
 from trainfold.core.layout.parallelism import Coordinates, Parallelism

@@ -55,14 +55,14 @@ def number_of(value: Any) -> int:
     return value
 
 
-def mark_of(value: Any) -> str:
+def round_mark(value: Any) -> str:
     """A mark: a short text."""
     if not isinstance(value, str) or len(value) > _LONGEST:
         raise ValueError(f"a text of at most {_LONGEST} characters")
     return value
 
 
-def names_of(value: Any) -> tuple[tuple[str, ...], ...]:
+def fragment_names(value: Any) -> tuple[tuple[str, ...], ...]:
     """The names of each fragment."""
     if not isinstance(value, list) or not all(isinstance(name, str) for names in value for name in names):
         raise TypeError("lists of names")

@@ -10,10 +10,10 @@ import torch
 from trainfold.backends.diloco.messages import (
     VERSION,
     field,
-    mark_of,
-    names_of,
+    fragment_names,
     number_of,
     receive_tensors,
+    round_mark,
     send_tensors,
     unit_of,
 )
@@ -75,7 +75,7 @@ class OuterClient:
             while "end" not in (message := answer(channel, self._peer)):
                 name, tensor = received_tensor(channel, message, wanted, self._peer)
                 found[name] = tensor
-            self.mark = field(message, "mark", mark_of, self._peer)
+            self.mark = field(message, "mark", round_mark, self._peer)
             return found
 
         yield from self._ask(talk).items()
@@ -115,7 +115,7 @@ class OuterClient:
             if "stale" in message:
                 return None
             found, last = receive_tensors(channel, local, self._peer, message)
-            self.mark = field(last, "mark", mark_of, self._peer)
+            self.mark = field(last, "mark", round_mark, self._peer)
             return found
 
         return self._ask(talk)
@@ -163,7 +163,7 @@ class OuterClient:
                 prompt(sock)
                 channel = introduced(sock, self._token, is_server=False, secs=self._secs, peer=self._peer)
                 channel.send({"join": VERSION})
-                self.fragments = field(answer(channel, self._peer), "fragments", names_of, self._peer)
+                self.fragments = field(answer(channel, self._peer), "fragments", fragment_names, self._peer)
             except BaseException:
                 sock.close()
                 raise

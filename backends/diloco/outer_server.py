@@ -10,7 +10,7 @@ from typing import Any, Final, Self, final
 import attrs
 import torch
 
-from trainfold.backends.diloco.messages import VERSION, field, mark_of, receive_tensors, send_tensors, unit_of
+from trainfold.backends.diloco.messages import VERSION, field, receive_tensors, round_mark, send_tensors, unit_of
 from trainfold.backends.peers.channel import Channel
 from trainfold.backends.peers.listener import Listener
 from trainfold.backends.weights.server import send_weights, wanted_of
@@ -91,7 +91,7 @@ class DilocoServer:
         self._grace_secs = positive("grace_secs", grace_secs, fix="pass how long a round waits for late workers")
         self._rounds = _rounds_of(state, size, total_samples)
         self._received: dict[str, Contribution] = {}
-        self._waits_since: float | None = None  # since when somebody waits for others
+        self._waits_since: float | None = None  # since when a worker waits for others
         self._is_open = True  # False while the weights of the next round are made and saved
         self._is_ended = False
         self._changed = threading.Condition()
@@ -187,9 +187,9 @@ class DilocoServer:
                 elif "wanted" in message:
                     self._give_weights(channel, wanted_of(message, _PEER))
                 elif "work" in message:
-                    self._give_work(channel, worker, field(message, "work", mark_of, _PEER))
+                    self._give_work(channel, worker, field(message, "work", round_mark, _PEER))
                 else:
-                    unit, mark = field(message, "send", unit_of, _PEER), field(message, "mark", mark_of, _PEER)
+                    unit, mark = field(message, "send", unit_of, _PEER), field(message, "mark", round_mark, _PEER)
                     self._take_contribution(channel, worker, mark, unit)
         finally:
             with self._changed:

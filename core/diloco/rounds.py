@@ -54,9 +54,9 @@ class Rounds:
         return attrs.evolve(before, members=before.members - {worker}, idle=before.idle - {worker})
 
     def accept(self, worker: str, mark: str, unit: WorkUnit) -> "Rounds | None":
-        """Count the unit of a worker in this round; None if it cannot be counted: it is too late, or somebody else has that unit.
+        """Count the unit of a worker in this round; None if it cannot be counted: it is too late, or another worker has that unit.
 
-        A unit that is free is accepted from whoever has trained on it from the weights of this round: the connection may have been lost, or the server.
+        A unit that is free is accepted from a worker that has trained on it from the weights of this round: the connection may have been lost, or the server.
         """
         if mark != self.mark or worker in self.sent:
             return None

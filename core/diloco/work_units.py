@@ -79,10 +79,10 @@ class WorkUnits:
         return attrs.evolve(self, returned=tuple(sorted((*self.returned, *units))))
 
     def claim(self, unit: WorkUnit) -> "WorkUnits | None":
-        """Take this unit, which a worker has trained already although nobody here knows: the server that handed it out was killed.
+        """Take this unit, which a worker has trained already, which is not known here: the server that handed it out was killed.
 
         Returns:
-            What is left; None if it is not free, or is no unit.
+            What is left; None if it is not free, or is not a unit.
         """
         if unit in self.returned:
             return attrs.evolve(self, returned=tuple(each for each in self.returned if each != unit))

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.errors import SaveFailed
 from trainfold.core.format.file_names import MANIFEST, is_data_file
-from trainfold.core.format.indexes.contributions import Contribution, fingerprint_from
+from trainfold.core.format.indexes.contributions import FingerprintPart, fingerprint_from
 from trainfold.core.format.manifest import (
     REFERENCES_VERSION,
     ComponentRecord,
@@ -69,7 +69,7 @@ class Wrote:
 
     files: tuple[FileRecord, ...]
     index: IndexRecord | None
-    contributions: Mapping[str, Contribution]
+    contributions: Mapping[str, FingerprintPart]
 
 
 def whole_manifest(mine: Manifest, wrote: Sequence[Wrote]) -> Manifest:

@@ -53,7 +53,7 @@ def write_file(
     Args:
         plan: the file: its header and the byte range of each tensor.
         tensors: leaf path -> tensor, on any device, or a source, with the dtype and shape of the plan.
-        store: the run. The file is durable as soon as its ``write`` says so.
+        store: the run. The file is durable after its ``write`` or, with `Writes`, after `Writes.finish`.
         directory: the directory of the checkpoint.
 
     Returns:

@@ -14,7 +14,7 @@ from trainfold.core.layout.slices import whole_box
 
 @final
 @attrs.frozen
-class Contribution:
+class FingerprintPart:
     """What a rank wrote of a component.
 
     Attributes:
@@ -29,7 +29,9 @@ class Contribution:
     own: str = ""
 
 
-def contributions_of(component: ComponentRecord, manifest: Manifest, ranks: Collection[int]) -> dict[int, Contribution]:
+def contributions_of(
+    component: ComponentRecord, manifest: Manifest, ranks: Collection[int]
+) -> dict[int, FingerprintPart]:
     """What ranks contribute, in the order in which they are given.
 
     Args:
@@ -54,17 +56,17 @@ def contributions_of(component: ComponentRecord, manifest: Manifest, ranks: Coll
             elif of_all is None:
                 parts[rank].append(f"{record.path}\t{kind}\t{shard.box}\t{shard.digest}\n")
     return {
-        rank: Contribution(",".join(whole[rank]), digest_of(_bytes(parts[rank])) if parts[rank] else "")
+        rank: FingerprintPart(",".join(whole[rank]), digest_of(_bytes(parts[rank])) if parts[rank] else "")
         for rank in whole
     }
 
 
-def _own(component: ComponentRecord, rank: int) -> Contribution:
+def _own(component: ComponentRecord, rank: int) -> FingerprintPart:
     lines = [(str(record.spec), tensor_digest(record)) for record in component.tensors[rank]]
-    return Contribution(own=component_fingerprint(f"{component.name}@{rank}", [(component.nodes[rank], lines)]))
+    return FingerprintPart(own=component_fingerprint(f"{component.name}@{rank}", [(component.nodes[rank], lines)]))
 
 
-def fingerprint_from(name: str, node: Json, kinds: Sequence[str], contributions: Mapping[int, Contribution]) -> str:
+def fingerprint_from(name: str, node: Json, kinds: Sequence[str], contributions: Mapping[int, FingerprintPart]) -> str:
     """The fingerprint of a component.
 
     Law: for a component whose tensors ranks hold whole, it is that of the same component of a state, however they share the writing.

@@ -1,4 +1,4 @@
-"""The server of rounds: whoever is late, hangs, ends or is hostile loses what it sends, and nobody else loses anything."""
+"""The server of rounds: a worker that is late, hangs, ends or is hostile loses what it sends, and no other worker loses anything."""
 
 import socket
 import threading
@@ -248,11 +248,11 @@ def test_strangers_get_nothing(rounds):
 JOINED = {"joined": 1, "fragments": [["bias"], ["weight"]]}
 SAYS = {
     "another version": ["connect", {"joined": 2}],
-    "fragments that are no names": ["connect", {"joined": 1, "fragments": [[3]]}],
+    "fragments that are not names": ["connect", {"joined": 1, "fragments": [[3]]}],
     "a unit without an end": ["work", JOINED, {"unit": [3], "round": 0}],
     "a unit that ends before it begins": ["work", JOINED, {"unit": [3, 1], "round": 0}],
     "no round": ["work", JOINED, {"unit": [0, 4]}],
-    "a round that is no number": ["work", JOINED, {"unit": [0, 4], "round": "1"}],
+    "a round that is not a number": ["work", JOINED, {"unit": [0, 4], "round": "1"}],
     "a tensor that was not asked for": ["take", JOINED, {"name": "x", "dtype": "float32", "shape": [1]}],
     "a mark that is too long": ["take", JOINED, {"end": 0, "mark": "m" * 100}],
     "a fragment of another size": ["send", JOINED, {"go": 1}, {"name": "bias", "dtype": "float32", "shape": [1 << 40]}],

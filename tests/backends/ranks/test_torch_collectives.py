@@ -36,7 +36,7 @@ ALLOWED = {
     "core/save/replicas.py",  # the call stands in a text
     "adapters/parallel/like_gradients.py",  # the same
     "adapters/parallel/torch_parallelism.py",  # of the training, in its group and thread
-    "adapters/parallel/pipeline.py",  # the same, over the stages
+    "adapters/parallel/pipelines/pipeline.py",  # the same, over the stages
 }
 GONE = "ended, hung, or busy elsewhere"
 

@@ -39,7 +39,7 @@ def listed(store):
 
 @given(files=contents, before=contents)
 def test_the_store_holds_what_single_writes_would_have_left(tmp_path_factory, files, before):
-    """C01: in a directory, in memory, and in a store of somebody else's that has a write only."""
+    """C01: in a directory, in memory, and in a store of a user that has only a write."""
     for store in (LocalStore(tmp_path_factory.mktemp("run")), MemoryStore(), Forwards(MemoryStore())):
         for name, data in before.items():
             store.write(f"d/{name}", [data], size_bytes=len(data))

@@ -79,7 +79,7 @@ def test_the_mean_of_any_numbers_does_not_depend_on_their_order(pair):
 
 @given(st.integers(0, 3), st.lists(st.integers(1, 5), max_size=3))
 def test_a_worker_that_is_absent_has_weight_zero(place, weights):
-    """And its tensors do not matter: here they are no numbers."""
+    """And its tensors do not matter: here they are NaN."""
     state = outer_state(net())
     plan = fragments_of(trained_elements(state), 2)
     present = found(state, weights)

@@ -1,4 +1,4 @@
-"""Whoever joins, dies, is late or claims, and however often the server is killed: each sample counts once in the state that survives."""
+"""Whichever workers join, die, are late or claim, and however often the server is killed: each sample counts once in the state that survives."""
 
 import attrs
 import pytest
@@ -91,7 +91,7 @@ def test_each_sample_counts_once_in_the_state_that_survives(size, total, actions
             getattr(world, action)(worker)
         assert len(set(world.counted)) == len(world.counted)
         waits = world.rounds.idle - world.rounds.sent.keys()
-        assert not waits or world.rounds.units.is_exhausted, "somebody waits although there is work"
+        assert not waits or world.rounds.units.is_exhausted, "a worker waits although there is work"
     world.finish()
     assert sorted(world.counted) == list(range(total))
 
@@ -109,7 +109,7 @@ def test_a_round_waits_for_its_members_and_for_nobody_else():
 
 
 def test_who_waits_for_work_gets_that_of_a_worker_that_ends():
-    """It waited for ever: it was still noted as one for whom there is nothing, so nobody asked it again."""
+    """It waited for ever: it was still noted as one without work, so no server asked it again."""
     rounds, _ = Rounds(WorkUnits(4, 4), "m").hand_out("a")
     rounds, none = rounds.hand_out("b")
     assert (none, rounds.idle) == (None, {"b"})

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, final, runtime_checkable
 
 import torch
 
-from trainfold.adapters.parallel.stage_norm import StageNorm
+from trainfold.adapters.parallel.pipelines.stage_norm import StageNorm
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.layout.parallelism import Coordinates
