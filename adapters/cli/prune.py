@@ -14,7 +14,6 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.reuse.stand_alone import write_all_alone
 from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store
@@ -25,7 +24,6 @@ from trainfold.core.problem import problem_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import UNFINISHED, Pruning, held_back, newest_complete, newest_to_examine
 from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
-from trainfold.core.save.reuse.stand_alone import to_stand_alone
 
 _COMMAND: Final = "trainfold prune"
 _WAIT: Final = "wait until it ends, or stop it: the lock ends with the process; --dry-run needs no lock"  # no other run can be used here
@@ -93,10 +91,8 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
     with nullcontext() if dry_run else locked(store, lambda _: _WAIT):
         written = _newest(store, inventory if dry_run else open_run(run)[1])
         plan = pruner.plan(written)
-        alone, wrong = [*to_stand_alone(plan)] if flatten else [], list[CheckpointError]()
-        if alone:
-            if not dry_run:
-                alone, wrong = write_all_alone(store, alone)
+        alone, wrong = _stood_alone(store, plan, dry_run=dry_run) if flatten else ([], [])
+        if alone or wrong:
             plan = pruner.plan(written, alone=alone)
         damage = _damage(run, written, plan)
         if damage is not None:
@@ -108,6 +104,16 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
     return attrs.evolve(
         _answer(inventory, plan, deleted, sizes, alone=alone, dry_run=dry_run), error=damage or next(iter(wrong), None)
     )
+
+
+def _stood_alone(store: Store, plan: Pruning, *, dry_run: bool) -> tuple[list[str], list[CheckpointError]]:
+    """The checkpoints that are written again without references, or would be, and what is wrong with others."""
+    # late: other pruning writes no checkpoint
+    from trainfold.backends.runs.reuse.stand_alone import write_all_alone
+    from trainfold.core.save.reuse.stand_alone import to_stand_alone
+
+    names = [*to_stand_alone(plan)]
+    return (names, []) if dry_run or not names else write_all_alone(store, names)
 
 
 def _policies(store: Store, keep: Keep) -> tuple[Retention, Retention | None]:

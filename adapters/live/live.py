@@ -150,7 +150,8 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             >>> live.advance(samples=32, tokens=4096)
             Progress(step=1, epoch=0, samples=32, tokens=4096)
         """
-        self.check_trained("live.advance")
+        if self.swap is not None:
+            self.check_trained("live.advance")
         steps = (0 if self._microbatches.done else 1) if steps is None else steps
         check_increments(samples, tokens, steps)
         if steps and (self._microbatches.done or self._microbatches.is_torn):

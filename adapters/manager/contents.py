@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any, final
+from weakref import WeakMethod
 
 import attrs
 import torch
@@ -151,7 +152,7 @@ class RunContents:
         own = {name: each for name, each in components_of(view.state).items() if isinstance(each, OwnOptimizerState)}
         # an optimizer that holds another one, or has its own state_dict, may write at other moments too, as SAM does to climb
         anytime = {name for name, each in own.items() if each.held or each.own is not None}
-        run.before_writes = self._hooks.announce
+        run.before_writes = WeakMethod(self._hooks.announce)  # a run does not keep its manager alive
         hooked = self._hooks.install({name: each for name, each in run.optimizers.items() if name not in anytime})
         groups = [group for name in hooked for group in run.optimizers[name].param_groups]
         updated = [each for group in groups for each in group["params"]]

@@ -70,16 +70,21 @@ class Averaged:
         return attrs.evolve(leaf, tensor=kept) if isinstance(leaf, Shard) else kept
 
 
+def _nothing() -> None:
+    """No manager saves in the background."""
+
+
 class SwapsAverages:
     """A run whose model may hold averaged weights for a while.
 
     Attributes:
         swap: these; None while the trained weights are in the model.
-        before_writes: waits until memory that is being saved may be written to; set by a manager that saves in the background.
+        before_writes: gives what waits until memory that is being saved may be written to, or None if the manager that has set it is gone;
+            set by a manager that saves in the background.
     """
 
     swap: Averaged | None = None
-    before_writes: Callable[[], None] | None = None
+    before_writes: Callable[[], Callable[[], None] | None] = _nothing
 
     def attached(self) -> Mapping[str, Any]:
         """Every attached object, by component."""
@@ -112,16 +117,19 @@ class SwapsAverages:
         """
         self.check_trained("live.averaged")
         objects = self.attached()
-        if self.before_writes is not None:
-            self.before_writes()
+        self._wait_to_write()
         self.swap = Averaged(objects["model"], objects.get(name), name)
         try:
             yield
         finally:
             swap, self.swap = self.swap, None
-            if self.before_writes is not None:
-                self.before_writes()
+            self._wait_to_write()
             swap.end()
+
+    def _wait_to_write(self) -> None:
+        wait = self.before_writes()
+        if wait is not None:
+            wait()
 
     def check_trained(self, where: str) -> None:
         """Raise while averaged weights stand in the model.

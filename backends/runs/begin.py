@@ -56,6 +56,6 @@ def begin_checkpoint(
         raise SaveFailed(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
     name = f"{directory_of(step)}/{MANIFEST}"
     size = store.size(name)
-    files = [] if size is None else store.list(directory_of(step))
+    files = store.list(directory_of(step)) if size is not None or inventory.refers_to(directory_of(step)) else []
     old = None if size is None else store.read(name, start=0, stop=size)
     return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from), old

@@ -111,7 +111,7 @@ def delete_stale(manifest: Manifest, directory: str, store: Store) -> None:
     """
     with suppress(TrainfoldError, OSError):
         stale = stale_files(manifest, store.list(directory))
-        if stale and any(directory in entry.refers for entry in read_inventory(store).entries):
+        if stale and read_inventory(store).refers_to(directory):
             stale = tuple(name for name in stale if not can_be_referred_to(directory, name))
         for name in stale:
             with suppress(TrainfoldError, OSError):  # a sidecar's directory, which is deleted with the checkpoint

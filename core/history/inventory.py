@@ -86,6 +86,10 @@ class Inventory:
         """The entry of that name, or None."""
         return next((entry for entry in self.entries if entry.name == name), None)
 
+    def refers_to(self, name: str) -> bool:
+        """Whether a checkpoint refers to files of this directory."""
+        return any(name in entry.refers for entry in self.entries)
+
     def with_entry(self, entry: Entry) -> "Inventory":
         """The inventory with one entry replaced."""
         return attrs.evolve(self, entries=tuple(entry if old.name == entry.name else old for old in self.entries))

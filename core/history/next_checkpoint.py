@@ -41,12 +41,11 @@ def next_checkpoint(
         3
     """
     head = next_head(inventory, run_id, step, descends_from=descends_from)
-    is_referred = any(directory_of(step) in entry.refers for entry in inventory.entries)
-    if MANIFEST not in files and not is_referred:
+    if MANIFEST not in files and not inventory.refers_to(directory_of(step)):
         return head
     entry = inventory.entry(directory_of(step))
-    known = _revision_in(files) if entry is None or entry.head is None else entry.head.revision
-    return attrs.evolve(head, revision=known + 1)
+    known = 0 if entry is None or entry.head is None else entry.head.revision
+    return attrs.evolve(head, revision=max(known, _revision_in(files)) + 1)
 
 
 def _revision_in(files: Collection[str]) -> int:

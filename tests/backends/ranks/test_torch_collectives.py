@@ -37,6 +37,9 @@ ALLOWED = {
     "adapters/parallel/like_gradients.py",  # the same
     "adapters/parallel/torch_parallelism.py",  # of the training, in its group and thread
     "adapters/parallel/pipelines/pipeline.py",  # the same, over the stages
+    "adapters/parallel/pipelines/stage_norm.py",
+    "adapters/parallel/interrupted.py",  # before the training goes on after an error, in the group of DDP
+    "adapters/sharded/whole.py",  # the call stands in a text
 }
 GONE = "ended, hung, or busy elsewhere"
 

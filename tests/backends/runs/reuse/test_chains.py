@@ -1,6 +1,7 @@
 """Law: a chain of saves of which each writes only what has changed loads the same bits as full saves do."""
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.backends.reuse_cases import SHAPES, Chain, parts_equal, state_of
@@ -130,3 +131,24 @@ def test_ranks_that_read_for_each_other_read_through_references(cut, tmp_path):
         parts_equal(trainfold.load(chain.store, like=state_of(2, ALL, ranks, cut=False), collectives=ranks), wanted)
 
     run_threads(3, loaded)
+
+
+def test_a_step_saved_again_without_its_manifest_spares_the_revision_that_others_refer_to(tmp_path):
+    """E02: only the manifest of the step was missing, so its next files had the names of those that a later checkpoint needs."""
+    store = LocalStore(tmp_path / "run")
+
+    def at(step, changes, same=1.0):
+        leaves = {"same": torch.full((10_000,), same), "other": torch.full((10_000,), float(changes))}
+        return trainfold.TrainState(trainer=trainfold.Progress(step=step), extra={"x": leaves})
+
+    trainfold.save(at(6, 0), store)
+    trainfold.save(at(6, 6), store)  # revision 1
+    with trainfold.CheckpointManager(store, mode="sync", reuse_unchanged=True) as manager:
+        manager.load(at(0, 0), manager.should_load(at(0, 0)))
+        manager.save(at(7, 7))
+    named = [name for name in store.list("step-00000006") if name.endswith(".r1.safetensors")]
+    assert named
+    store.delete("step-00000006/manifest.json")
+    trainfold.save(at(6, 9, same=2.0), store)
+    assert set(named) < set(store.list("step-00000006"))
+    assert torch.equal(trainfold.load(store, like=at(0, 0), step=7).extra["x"]["same"], torch.ones(10_000))
