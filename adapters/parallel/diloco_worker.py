@@ -93,7 +93,7 @@ class DilocoWorker:
             PeerRefused: if it refuses what was sent, such as weights that are not finite.
             InvalidState: if the server exchanges other parameters than those that are trained here, or training has changed a buffer.
         """
-        self._is_looping = True
+        self._is_looping = is_current = True
         try:
             self._check(live)
             assert live.outside is not None
@@ -102,9 +102,15 @@ class DilocoWorker:
                     live.take_weights()
                     continue
                 before = [(name, each.clone()) for name, each in live.outside.parts()[2].items()]
+                is_current = False
                 yield unit
                 self._exchange(live, unit, before)
+                is_current = True
         finally:
+            if (
+                not is_current
+            ):  # the model has trained on a part of a unit: the next loop takes the weights of the server first
+                self._client.mark = ""
             self._is_looping = False
             self._client.close()
 

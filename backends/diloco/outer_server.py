@@ -16,7 +16,13 @@ from trainfold.backends.peers.listener import Listener
 from trainfold.backends.weights.server import send_weights, wanted_of
 from trainfold.core.checks import count, positive
 from trainfold.core.diloco.fragments import Fragments, fragments_of
-from trainfold.core.diloco.outer_step import NESTEROV, Contribution, outer_step, trained_elements
+from trainfold.core.diloco.outer_step import (
+    NESTEROV,
+    Contribution,
+    check_outer_optimizer,
+    outer_step,
+    trained_elements,
+)
 from trainfold.core.diloco.rounds import Rounds, resumed
 from trainfold.core.diloco.work_units import WorkUnit, WorkUnits
 from trainfold.core.errors import PeerRefused
@@ -86,6 +92,7 @@ class DilocoServer:
         size = count("unit_samples", unit_samples, fix="pass the samples of a worker between two exchanges")
         if total_samples is not None:
             count("total_samples", total_samples, least=0, fix="pass the samples of the run, over all epochs")
+        check_outer_optimizer(state, optimizer)
         self.plan: Fragments = fragments_of(trained_elements(state), fragments)
         self._state, self._optimizer, self._secs = state, optimizer, secs
         self._grace_secs = positive("grace_secs", grace_secs, fix="pass how long a round waits for late workers")

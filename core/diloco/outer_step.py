@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from trainfold.core.diloco.fragments import Fragments
-from trainfold.core.errors import InvalidState
+from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.state.fqn import named_tensors
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
@@ -81,6 +81,29 @@ def trained_elements(state: TrainState) -> dict[str, int]:
     model = _model(state)
     trained = {name for group in state.optimizer.groups for name in group.params}
     return {name: each.numel() for name, each in model.params.items() if name in trained}
+
+
+def check_outer_optimizer(state: TrainState, optimizer: Optimizer) -> None:
+    """Check that an optimizer is the one that a state was made for.
+
+    Raises:
+        InvalidArgument: naming the class and the options of both.
+
+    Examples:
+        >>> check_outer_optimizer(outer_state(torch.nn.Linear(2, 1)), NESTEROV)
+    """
+    model = _model(state)
+    names = [name for group in state.optimizer.groups for name in group.params]
+    fresh = optimizer.init({name: model.params[name] for name in names})
+    (mine, theirs) = ((each.kind, each.groups) for each in (fresh, state.optimizer))
+    if mine != theirs:
+        shown = [f"{kind} with {dict(groups[0].hyper)}" for kind, groups in (theirs, mine)]
+        raise InvalidArgument(
+            "optimizer",
+            expected=f"that of the state, {shown[0]}",
+            found=shown[1],
+            fix="pass the same optimizer= to outer_state and to DilocoServer",
+        )
 
 
 def pseudo_gradient(weights: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

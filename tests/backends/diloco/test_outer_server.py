@@ -15,7 +15,7 @@ from trainfold.backends.diloco.outer_client import OuterClient
 from trainfold.backends.diloco.outer_server import DilocoServer
 from trainfold.backends.peers.channel import introduced
 from trainfold.backends.weights.served import ServedWeights
-from trainfold.core.diloco.outer_step import outer_state
+from trainfold.core.diloco.outer_step import NESTEROV, outer_state
 from trainfold.core.diloco.work_units import WorkUnit
 from trainfold.core.errors import InvalidArgument, PeerLost, PeerRefused, TrainfoldError
 from trainfold.core.weights.source import Wanted
@@ -326,3 +326,17 @@ def test_numbers_are_checked():
             DilocoServer(state, token=TOKEN, **{"unit_samples": 4, "total_samples": 8, **wrong})
     with pytest.raises(PeerRefused, match="token"):
         DilocoServer(state, token="short", unit_samples=4, total_samples=8)
+
+
+def test_a_server_with_another_optimizer_than_its_state_is_refused_before_a_worker_trains():
+    """Other options were ignored in silence, and another class failed after all workers had trained."""
+    for of_state, of_server in (
+        (NESTEROV, PLAIN),
+        (PLAIN, NESTEROV),
+        (NESTEROV, trainfold.optimizer(torch.optim.AdamW)),
+    ):
+        state = outer_state(torch.nn.Linear(2, 1), optimizer=of_state)
+        with pytest.raises(
+            InvalidArgument, match=r"optimizer: expected that of the state, .*; pass the same optimizer="
+        ):
+            DilocoServer(state, token=TOKEN, unit_samples=4, total_samples=8, optimizer=of_server)

@@ -70,7 +70,7 @@ def test_a_checkpoint_of_a_worker_has_neither_weights_nor_data(tmp_path):
     model = on_meta(net)
     optimizer = torch.optim.AdamW(model.parameters())
     plateau = trainfold.schedules.wsd(warmup_steps=2, decay_steps=0, decay="none")
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, plateau.__call__)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, plateau)
     materialize(model, "cpu")
     with serving(net()) as server:
         worker = worker_of(server)
@@ -162,3 +162,26 @@ def test_what_is_trained_here_and_not_there_is_refused():
 def test_a_run_that_takes_its_weights_from_elsewhere_is_refused():
     with serving(net()) as server, pytest.raises(InvalidArgument, match="weights=worker"):
         next(worker_of(server).units(trainfold.attach(net())))
+
+
+def test_a_loop_that_is_left_in_a_unit_and_entered_again_trains_on_no_sample_twice():
+    """G09: the second loop went on from weights that had half of the unit already, and the server counted the whole unit."""
+    alone = net()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for position in range(4):
+        train(alone, optimizer, position)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with serving(net(), total_samples=4) as server:
+        worker = worker_of(server)
+        live = trainfold.attach(model, optimizer, weights=worker)
+        live.take_weights()
+        for unit in worker.units(live):
+            train(model, optimizer, unit.start)
+            live.advance(samples=1)
+            break
+        for unit in worker.units(live):
+            for position in unit.positions:
+                train(model, optimizer, position)
+                live.advance(samples=1)
+    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
