@@ -106,6 +106,7 @@ def alike(
         "when_busy": "skip" if options.skips else "wait",
         "components": None if options.components is None else sorted(options.components),
         "check_replicas": options.check_every or options.check_replicas,
+        "reuse_unchanged": options.reuses,
     }
 
 
