@@ -184,7 +184,7 @@ def test_another_optimizer_is_one_reason_whose_fix_works():
     ],
 )
 def test_a_reset_of_one_half_of_optimizer_and_scheduler_says_whose_learning_rate_counts(reset, said, caplog):
-    """B04: StepLR continued from the script's rate as from the decayed one, eight times too high, and no message said so."""
+    """B04: StepLR continued from the script's rate as from the decayed one, eight times too high, without a message."""
 
     def steps(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
