@@ -70,10 +70,6 @@ class Averaged:
         return attrs.evolve(leaf, tensor=kept) if isinstance(leaf, Shard) else kept
 
 
-def _nothing() -> None:
-    """No manager saves in the background."""
-
-
 class SwapsAverages:
     """A run whose model may hold averaged weights for a while.
 
@@ -84,7 +80,7 @@ class SwapsAverages:
     """
 
     swap: Averaged | None = None
-    before_writes: Callable[[], Callable[[], None] | None] = _nothing
+    before_writes: Callable[[], Callable[[], None] | None] | None = None
 
     def attached(self) -> Mapping[str, Any]:
         """Every attached object, by component."""
@@ -127,7 +123,7 @@ class SwapsAverages:
             swap.end()
 
     def _wait_to_write(self) -> None:
-        wait = self.before_writes()
+        wait = None if self.before_writes is None else self.before_writes()
         if wait is not None:
             wait()
 

@@ -41,11 +41,14 @@ def next_checkpoint(
         3
     """
     head = next_head(inventory, run_id, step, descends_from=descends_from)
-    if MANIFEST not in files and not inventory.refers_to(directory_of(step)):
+    is_referred = inventory.refers_to(directory_of(step))
+    if MANIFEST not in files and not is_referred:
         return head
     entry = inventory.entry(directory_of(step))
-    known = 0 if entry is None or entry.head is None else entry.head.revision
-    return attrs.evolve(head, revision=max(known, _revision_in(files)) + 1)
+    known = None if entry is None or entry.head is None else entry.head.revision
+    if known is None or is_referred:
+        known = max(known or 0, _revision_in(files))
+    return attrs.evolve(head, revision=known + 1)
 
 
 def _revision_in(files: Collection[str]) -> int:
