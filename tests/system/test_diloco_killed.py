@@ -131,7 +131,8 @@ def check_each_counted_once(state):
 
 
 @pytest.mark.slow(6)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8))
 def test_each_sample_counts_once_whoever_is_killed(seed, programs):
     """G09, J01, J05: a worker is killed and comes back with its own optimizer, the server is killed and goes on, and all end."""
     chance = random.Random(seed)
@@ -174,6 +175,7 @@ def test_what_the_server_had_not_saved_is_trained_again(seed, programs):
 
 
 @pytest.mark.slow(4)
+@pytest.mark.long
 @pytest.mark.parametrize("programs", [{"fragments": 2}], indirect=True)
 def test_each_fragment_has_what_was_trained_when_its_turn_came(programs):
     """One after the other is exchanged, so a unit is in a fragment after at most as many rounds as there are fragments; the last unit is in one alone."""
