@@ -55,14 +55,12 @@ def _seconds(_type: object, tokens: Sequence[Token]) -> float:
 
 _DURATION = Parameter(converter=_seconds, metavar="DURATION")
 
+_NAMES = Parameter(converter=_names, n_tokens=1, metavar="NAME[,NAME...]")
+
 Components = Annotated[
     tuple[str, ...] | None,
-    Parameter(
-        converter=_names,
-        n_tokens=1,
-        metavar="NAME[,NAME...]",
-        help="Look at these components alone, such as model,ema; without it at all of them.",
-    ),
+    _NAMES,
+    Parameter(help="Look at these components alone, such as model,ema; without it at all of them."),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
 RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
@@ -207,12 +205,8 @@ def ls(
     *,
     components: Annotated[
         tuple[str, ...] | None,
-        Parameter(
-            converter=_names,
-            n_tokens=1,
-            metavar="NAME[,NAME...]",
-            help="List only checkpoints that have these components, such as model,ema.",
-        ),
+        _NAMES,
+        Parameter(help="List only checkpoints that have these components, such as model,ema."),
     ] = None,
     json: Json = False,
 ) -> int:
@@ -279,12 +273,8 @@ def plan(  # noqa: PLR0913 - one for each option
     ] = None,
     components: Annotated[
         tuple[str, ...] | None,
-        Parameter(
-            converter=_names,
-            n_tokens=1,
-            metavar="NAME[,NAME...]",
-            help="Plan for a program that loads these components alone, such as model.",
-        ),
+        _NAMES,
+        Parameter(help="Plan for a program that loads these components alone, such as model."),
     ] = None,
     mtbf: Annotated[
         float | None,

@@ -54,8 +54,9 @@ def begin_checkpoint(
     if inventory.problem is not None:  # such as a directory that could not be listed: its checkpoints are not known
         problem = inventory.problem
         raise SaveFailed(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
-    name = f"{directory_of(step)}/{MANIFEST}"
+    directory = directory_of(step)
+    name = f"{directory}/{MANIFEST}"
     size = store.size(name)
-    files = store.list(directory_of(step)) if size is not None or inventory.refers_to(directory_of(step)) else []
+    files = store.list(directory) if size is not None or inventory.refers_to(directory) else []
     old = None if size is None else store.read(name, start=0, stop=size)
     return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from), old

@@ -52,7 +52,7 @@ def next_checkpoint(
 
 
 def _revision_in(files: Collection[str]) -> int:
-    """The highest revision in the names of files, for a manifest that cannot be read."""
+    """The highest revision in the names of files, for a manifest that cannot be read, or files that others refer to."""
     parts = (part for name in files for part in name.split("."))
     return max((int(part[1:]) for part in parts if part[:1] == "r" and part[1:].isdecimal()), default=0)
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, final, runtime_checkable
 
 import torch
 
-from trainfold.adapters.parallel.pipelines.stage_norm import StageNorm
+from trainfold.adapters.parallel.pipelines.stage_norm import HasModule, StageNorm
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import InvalidArgument, RanksDisagree
 from trainfold.core.layout.parallelism import Coordinates
@@ -22,20 +22,8 @@ _TEXT_BYTES: Final = 4 * 6 * (_TEXT_CHARS + 1)
 
 
 @runtime_checkable
-class PipelineStage(Protocol):
+class PipelineStage(HasModule, Protocol):
     """What a run needs to know of a stage, as ``torch.distributed.pipelining.PipelineStage`` says it."""
-
-    @property
-    def submod(self) -> torch.nn.Module:
-        """Its module."""
-
-    @property
-    def stage_index(self) -> int:
-        """Its index in the pipeline."""
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages of the pipeline."""
 
     @property
     def group(self) -> Any:
