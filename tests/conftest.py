@@ -19,6 +19,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from kit.huge_pages import use_huge_pages
 
         use_huge_pages()
+    if "torch" in sys.modules:  # else no test here has a loader
+        from torch.utils.data import _utils
+
+        # Workers of an iterator that an error has kept in a cycle do not hear that they are to end: each is waited for so long.
+        _utils.MP_STATUS_CHECK_INTERVAL = 1.0
 
 
 @pytest.fixture

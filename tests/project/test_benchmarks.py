@@ -110,7 +110,7 @@ def targets(root):
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
-LONG = ("construct", "drift", "meshes", "ranks", "stall")
+LONG = ("construct", "drift", "evaluate", "meshes", "plan", "ranks", "stall", "step")
 
 
 @pytest.mark.slow(2)

@@ -522,7 +522,14 @@ def test_no_block_of_a_page_imports_a_test_tool(root):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", HELD, ids=lambda first: HELD[first].__name__)
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(each, marks=[pytest.mark.long] * (held is holds_what_a_rehearsal_finds))
+        for each, held in HELD.items()
+    ],
+    ids=lambda first: HELD[first].__name__,
+)
 def test_a_block_of_text_is_what_the_program_writes(first, root, request):
     (text,) = [text for _, language, text in blocks(root) if language == "text" and text.startswith(first)]
     HELD[first](text, request)

@@ -43,7 +43,7 @@ def test_mypy_strict_passes_the_examples_and_refuses_what_it_must(project):
     assert not found, found
 
 
-@pytest.mark.slow(20)
+@pytest.mark.long
 def test_pyright_passes_the_examples_and_refuses_what_it_must(project):
     config = {
         "typeCheckingMode": "standard",

@@ -19,6 +19,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 
 STEPS = 30
 WORLDS = [(2, "fsdp2"), (3, "ddp"), *([(2, "ddp"), (3, "fsdp2")] if IS_SOAK else [])]
+USUAL = [WORLDS[0], *(pytest.param(*each, marks=pytest.mark.long) for each in WORLDS[1:])]
 EVERY = 1 if IS_SOAK else 2  # the two worlds of the usual run share the steps
 
 
@@ -81,7 +82,7 @@ def killed_anywhere(collectives, folder, kind):
 
 
 @pytest.mark.slow(6)
-@pytest.mark.parametrize(("world_size", "kind"), WORLDS)
+@pytest.mark.parametrize(("world_size", "kind"), USUAL)
 def test_from_each_step_of_a_run_the_state_and_the_next_step_are_those_of_the_whole_run(
     processes, tmp_path, world_size, kind
 ):
@@ -110,9 +111,7 @@ def life(collectives, folder, kind, kill_at):
 
 
 @pytest.mark.slow(6)
-@pytest.mark.parametrize(
-    ("world_size", "kind"), [WORLDS[0], *(pytest.param(*each, marks=pytest.mark.long) for each in WORLDS[1:])]
-)
+@pytest.mark.parametrize(("world_size", "kind"), USUAL)
 def test_a_run_that_is_really_killed_again_and_again_ends_with_the_bits_of_one_that_was_not(
     processes, tmp_path, world_size, kind
 ):

@@ -204,11 +204,17 @@ def wrapped_late(collectives, folder):
     return said_by(lambda: train(models, optimizer, live, collectives.rank, steps=5))
 
 
-def everything(collectives, folder):
-    static, small = {"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.1}
-    found = {
+def the_usual(collectives, folder):
+    return {
         "plain": resumed(collectives, f"{folder}/plain"),
         "by hand": by_hand(collectives.rank, steps=6),
+        "static": resumed(collectives, f"{folder}/static", static_graph=True),
+    }
+
+
+def everything(collectives, folder):
+    static, small = {"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.1}
+    found = the_usual(collectives, folder) | {
         "views": resumed(collectives, f"{folder}/views", **small),
         "late views": resumed(collectives, f"{folder}/late", clears_late=True, **small),
         "windows": resumed(collectives, f"{folder}/windows", of=2),
@@ -218,7 +224,6 @@ def everything(collectives, folder):
         "hooks": resumed(collectives, f"{folder}/hooks", hooks=True),
         "around": resumed(collectives, f"{folder}/around", is_around=True),
         "sparse": resumed(collectives, f"{folder}/sparse", kinds=(Tabled,), **small),
-        "static": resumed(collectives, f"{folder}/static", **static),
         "static odd": resumed(collectives, f"{folder}/odd", kinds=(Odd,), communicates=True, **static, **small),
         "static sparse": resumed(collectives, f"{folder}/both", kinds=(Tabled,), **static),
     }
@@ -246,19 +251,24 @@ EXACT = ("plain", "views", "late views", "windows", "each time", "two", "unused"
 ORDERED = {kind: ["model[0]"] for kind in EXACT} | {"unused": [], "two": ["model[0]", "model[1]"]}
 
 
-def test_a_resume_on_three_ranks_has_the_bits_of_a_run_that_was_not_stopped_and_of_plain_torch(processes, tmp_path):
+@pytest.mark.parametrize("loops", [the_usual, pytest.param(everything, marks=pytest.mark.long)])
+def test_a_resume_on_three_ranks_has_the_bits_of_a_run_that_was_not_stopped_and_of_plain_torch(
+    loops, processes, tmp_path
+):
     """V13, C05: after the first step DDP has summed in one order only, and sums in the other from then on."""
-    for rank, found in enumerate(processes.run(3, everything, str(tmp_path), collectives=PATIENT)):
+    for rank, found in enumerate(processes.run(3, loops, str(tmp_path), collectives=PATIENT)):
         assert found["plain"]["whole"] == found["by hand"]
         for kind, ordered in ORDERED.items():
+            if kind not in found:
+                continue
             whole = found[kind]["whole"]
             assert found[kind]["orders"] == ordered, kind
             assert [found[kind][step] == whole for step in (1, 3)] == [True, True], kind
             assert found[kind]["said"] == [], kind
-        for kind in ("static", "static odd"):
+        for kind in {"static", "static odd"} & found.keys():
             assert found[kind][3] == found[kind]["whole"], kind
-        said = {kind: found[kind]["said"] for kind in ("static", "static odd", "static sparse")}
-        said |= {kind: found[kind] for kind in ("late", "static late", "wrapped late", "built in")}
+        said = {kind: found[kind]["said"] for kind in ("static", "static odd", "static sparse") if kind in found}
+        said |= {kind: found[kind] for kind in ("late", "static late", "wrapped late", "built in") if kind in found}
         if rank > 0:  # one message a run
             assert not any(said.values()), said
             continue
@@ -270,6 +280,8 @@ def test_a_resume_on_three_ranks_has_the_bits_of_a_run_that_was_not_stopped_and_
             "built in": ["a built-in comm"],
         }
         for kind, texts in expected.items():
+            if kind not in found:
+                continue
             assert len(said[kind]) == len(texts), said
             assert all(part in text for part, text in zip(texts, said[kind], strict=True)), said
 
