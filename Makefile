@@ -56,7 +56,7 @@ laws: $(DEV)  ## the laws with many more examples (minutes)
 soak: $(DEV)  ## the laws for hours, with new examples each time
 	HYPOTHESIS_PROFILE=soak TRAINFOLD_FUZZ_CASES=50000000 $(PYTEST) -n 2 --dist loadfile --timeout 0 -m "" tests
 
-crash: $(DEV)  ## every disk that a crash may leave of a save, 200 power cuts, every call failing (root for some; minutes)
+crash: $(DEV)  ## every disk that a crash may leave of a save, 200 power cuts, every call failing (root for some; an hour)
 	HYPOTHESIS_PROFILE=soak $(PYTEST) -n 2 --dist load --timeout 0 -rP -m "" tests/crash
 
 oracle: $(DEV)  ## a million random evaluations and 1e5 of Hypothesis against fractions (an hour)
