@@ -101,7 +101,9 @@ class DilocoWorker:
                 if unit == "stale":
                     live.take_weights()
                     continue
-                before = [(name, each.clone()) for name, each in live.outside.parts()[2].items()]
+                trained, _, buffers = live.outside.parts()
+                self._check_trained(trained)
+                before = [(name, each.clone()) for name, each in buffers.items()]
                 is_current = False
                 yield unit
                 self._exchange(live, unit, before)
@@ -129,19 +131,25 @@ class DilocoWorker:
                 found="a part of one",
                 fix="let each worker be one process",
             )
+        self._check_trained(trained)
+
+    def _check_trained(self, trained: Mapping[str, object]) -> None:
+        """Refuse a parameter that is trained on one side only; also where one was frozen or unfrozen in the loop, or the server was started again with another model."""
         exchanged = {name for names in self._client.fragments for name in names}
-        if exchanged != trained.keys():
-            differ = sorted(exchanged ^ trained.keys())
+        sides = {"there": exchanged - trained.keys(), "here": trained.keys() - exchanged}
+        differ = [f"{', '.join(sorted(names)[:8])} only {side}" for side, names in sides.items() if names]
+        if differ:
             raise InvalidState(
                 "model",
                 expected=f"the {len(exchanged)} trained parameters of the server",
-                found=f"{len(trained)}, of which or without {', '.join(differ[:8])}",
-                fix="build and freeze the model as the server does",
+                found=f"{len(trained)}; trained {', and '.join(differ)}",
+                fix="build and freeze the model as the server does, and leave requires_grad as it is in the loop",
             )
 
     def _exchange(self, live: TakesWeights, unit: WorkUnit, before: Sequence[tuple[str, torch.Tensor]]) -> None:
         assert live.outside is not None
         trained, frozen, buffers = live.outside.parts()
+        self._check_trained(trained)
         _check_fixed(before, buffers)
         names = self._client.fragments[self._client.round % len(self._client.fragments)]
         found = self._client.send(unit, {name: trained[name] for name in names})

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from trainfold.backends.peers.channel import Channel
-from trainfold.backends.weights.served import answer, received_tensor
+from trainfold.backends.weights.served import received_tensor
 from trainfold.core.diloco.work_units import WorkUnit
 from trainfold.core.errors import PeerRefused
 from trainfold.core.layout.slices import whole_box
@@ -97,7 +97,7 @@ def receive_tensors(
         for name, each in like.items()
     }
     found: dict[str, torch.Tensor] = {}
-    for message in _until_end(channel, peer, first):
+    for message in _until_end(channel, first):
         if "end" in message:
             missing = wanted.keys() - found.keys()
             if missing:
@@ -111,11 +111,11 @@ def receive_tensors(
     raise AssertionError("a channel ends with an error")
 
 
-def _until_end(channel: Channel, peer: str, first: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+def _until_end(channel: Channel, first: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     if first is not None:
         yield first
     while True:
-        yield answer(channel, peer)
+        yield channel.receive()
 
 
 def _refused(peer: str, expected: str, found: str) -> PeerRefused:

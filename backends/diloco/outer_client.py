@@ -19,7 +19,7 @@ from trainfold.backends.diloco.messages import (
 )
 from trainfold.backends.peers.channel import Channel, check_token, introduced, lost
 from trainfold.backends.peers.listener import prompt
-from trainfold.backends.weights.served import answer, received_tensor
+from trainfold.backends.weights.served import received_tensor
 from trainfold.backends.weights.server import asked
 from trainfold.core.diloco.work_units import WorkUnit
 from trainfold.core.errors import PeerLost
@@ -44,7 +44,8 @@ class OuterClient:
     Attributes:
         mark: names the weights that the worker has; empty for none.
         round: the number of the round, as of the last unit.
-        fragments: the names of each fragment; empty before the first connection.
+        fragments: the names of each fragment; empty before the first connection. Where a server that was started again has others, the weights
+            have to be taken again: no unit counts in fragments that it was not trained for.
         sent_bytes: the bytes of all frames that it has sent.
         received_bytes: those that it has received.
     """
@@ -72,7 +73,7 @@ class OuterClient:
         def talk(channel: Channel) -> dict[str, torch.Tensor]:
             channel.send(asked(wanted))
             found = {}
-            while "end" not in (message := answer(channel, self._peer)):
+            while "end" not in (message := channel.receive()):
                 name, tensor = received_tensor(channel, message, wanted, self._peer)
                 found[name] = tensor
             self.mark = field(message, "mark", round_mark, self._peer)
@@ -108,7 +109,7 @@ class OuterClient:
 
         def talk(channel: Channel) -> dict[str, torch.Tensor] | None:
             channel.send({"send": [unit.start, unit.stop], "mark": self.mark})
-            if "stale" in answer(channel, self._peer):
+            if "stale" in channel.receive():
                 return None
             send_tensors(channel, local)
             message = self._heard(channel)
@@ -132,7 +133,7 @@ class OuterClient:
             self._channel = None
 
     def _heard(self, channel: Channel) -> Mapping[str, object]:
-        while "wait" in (message := answer(channel, self._peer)):
+        while "wait" in (message := channel.receive()):
             pass
         return message
 
@@ -163,7 +164,9 @@ class OuterClient:
                 prompt(sock)
                 channel = introduced(sock, self._token, is_server=False, secs=self._secs, peer=self._peer)
                 channel.send({"join": VERSION})
-                self.fragments = field(answer(channel, self._peer), "fragments", fragment_names, self._peer)
+                fragments = field(channel.receive(), "fragments", fragment_names, self._peer)
+                if fragments != self.fragments:  # the server was started again with another plan
+                    self.fragments, self.mark = fragments, ""
             except BaseException:
                 sock.close()
                 raise

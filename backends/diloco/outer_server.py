@@ -1,6 +1,7 @@
 """`DilocoServer`: hands out units of data, and puts together what workers have made of them, round after round."""
 
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -23,7 +24,7 @@ from trainfold.core.diloco.outer_step import (
     outer_step,
     trained_elements,
 )
-from trainfold.core.diloco.rounds import Rounds, resumed
+from trainfold.core.diloco.rounds import Rounds, resumed, waits_since
 from trainfold.core.diloco.work_units import WorkUnit, WorkUnits
 from trainfold.core.errors import PeerRefused
 from trainfold.core.format.codec import torch_dtype
@@ -98,7 +99,7 @@ class DilocoServer:
         self._grace_secs = positive("grace_secs", grace_secs, fix="pass how long a round waits for late workers")
         self._rounds = _rounds_of(state, size, total_samples)
         self._received: dict[str, Contribution] = {}
-        self._waits_since: float | None = None  # since when a worker waits for others
+        self._waits: dict[str, float] = {}  # worker -> since when it waits for others
         self._is_open = True  # False while the weights of the next round are made and saved
         self._is_ended = False
         self._changed = threading.Condition()
@@ -155,29 +156,21 @@ class DilocoServer:
                     self._is_ended = True
                     self._changed.notify_all()
                     return None
-                left = None if self._waits_since is None else self._waits_since + self._grace_secs - time.monotonic()
-                if left is None or left > 0:
-                    self._changed.wait(left)
+                left = min(self._waits.values(), default=math.inf) + self._grace_secs - time.monotonic()
+                if left > 0:
+                    self._changed.wait(None if left == math.inf else left)
                 elif self._rounds.sent:
                     break
                 else:
-                    self._give_up_late_ones()
+                    self._change(self._rounds.hand_over())
             found = [self._received[worker] for worker in self._rounds.sent]
-            self._rounds = self._rounds.close(secrets.token_hex(16))
-            self._received, self._waits_since, self._is_open = {}, None, False
+            self._received, self._is_open = {}, False
+            self._change(self._rounds.close(secrets.token_hex(16)))
             return found
-
-    def _give_up_late_ones(self) -> None:
-        """Hand out again what hangs, because others have nothing to do."""
-        for worker in list(self._rounds.taken):
-            self._rounds = self._rounds.leave(worker)
-        self._waits_since = None
-        self._changed.notify_all()
 
     def _change(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        if self._waits_since is None and (rounds.sent or rounds.idle):
-            self._waits_since = time.monotonic()
+        self._waits = waits_since(rounds, self._waits, time.monotonic())
         self._changed.notify_all()
 
     # --- one worker, in its thread -----------------------------------------------------------------------------------
@@ -231,7 +224,7 @@ class DilocoServer:
             return None
         if mark != self._rounds.mark:
             return {"stale": 1}
-        if worker in self._rounds.idle:
+        if worker in self._rounds.waiting:
             return None
         rounds, unit = self._rounds.hand_out(worker)
         self._change(rounds)
@@ -240,8 +233,8 @@ class DilocoServer:
 
     def _take_contribution(self, channel: Channel, worker: str, mark: str, unit: WorkUnit) -> None:
         with self._changed:
-            state, is_current = self._state, self._is_open and mark == self._rounds.mark
-        if not is_current:
+            state, counts = self._state, self._is_open and self._rounds.accept(worker, mark, unit) is not None
+        if not counts:
             channel.send({"stale": 1})
             return
         channel.send({"go": 1})
@@ -251,10 +244,12 @@ class DilocoServer:
         tensors, _ = receive_tensors(channel, due, _PEER)
         broken = next((name for name, each in tensors.items() if not each.isfinite().all()), None)
         if broken is not None:
-            channel.send(
-                {"error": f"a number in {broken} that is not finite", "fix": "look at the loss of this worker"}
+            raise PeerRefused(
+                _PEER,
+                expected="finite weights",
+                found=f"a number in {broken} that is not finite",
+                fix="look at the loss of this worker",
             )
-            raise PeerRefused(_PEER, expected="finite weights", found=broken, fix="look at the loss of this worker")
         with self._changed:
             rounds = self._rounds.accept(worker, mark, unit)
             if rounds is not None:

@@ -1,5 +1,6 @@
 """`Channel`: frames between two programs that know one token. Each has a length, a limit, a deadline and a digest that only they can make."""
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -8,7 +9,7 @@ import struct
 import time
 from typing import Any, Final, final
 
-from trainfold.core.errors import PeerLost, PeerRefused
+from trainfold.core.errors import PeerLost, PeerRefused, TrainfoldError, error_text
 from trainfold.core.format.strict_json import strict_json
 from trainfold.core.json_values import canonical_json
 
@@ -19,8 +20,10 @@ _HEAD: Final = struct.Struct("<cQ")  # kind, bytes of the payload
 _TAG_BYTES: Final = 16
 _NONCE_BYTES: Final = 32
 _LEAST_TOKEN: Final = 16
+_MOST_SAID: Final = 2000  # characters of the reason of a refusal
+_LINGER_SECS: Final = 5.0  # for a reason to arrive
+_DRAINED_BYTES: Final = 1 << 20
 _JSON, _BYTES = b"J", b"B"
-_LIMITS: Final = {_JSON: JSON_LIMIT, _BYTES: PIECE_BYTES}
 
 
 @final
@@ -38,6 +41,7 @@ class Channel:
         peer: the other side, for messages.
 
     Attributes:
+        json_limit: the most bytes of a JSON value that is received; lower it where less is needed.
         sent_bytes: the bytes of all frames sent, with heads and digests.
         received_bytes: those received.
     """
@@ -46,12 +50,14 @@ class Channel:
         self._sock, self._mine, self._theirs, self._secs, self._peer = sock, mine, theirs, secs, peer
         self._sent = self._received = 0
         self.sent_bytes = self.received_bytes = 0
+        self.json_limit = JSON_LIMIT
 
     def send(self, value: Any) -> None:
         """Send a JSON value.
 
         Raises:
             PeerLost: if the other side is gone, or does not read in time.
+            PeerRefused: if it has refused what was sent, and closed the connection.
         """
         self._send(_JSON, memoryview(canonical_json(value)))
 
@@ -60,6 +66,7 @@ class Channel:
 
         Raises:
             PeerLost: as in `send`.
+            PeerRefused: as in `send`.
         """
         for start in range(0, len(data), PIECE_BYTES):
             self._send(_BYTES, data[start : start + PIECE_BYTES])
@@ -68,15 +75,32 @@ class Channel:
         """Receive a JSON object.
 
         Raises:
-            PeerRefused: for anything but a frame of the other side with one.
-            PeerLost: if the other side is gone, or late.
+            PeerRefused: for anything but a frame of the other side with one, and if it says that it has refused what was sent.
+            PeerLost: if the other side is gone, or late, or has no place now.
         """
-        payload = bytearray()
-        self._receive(_JSON, payload, None)
-        try:
-            return strict_json(bytes(payload), self._peer)
-        except Exception as error:
-            raise self._refused("a JSON object", error) from error
+        message = self._message(self._secs)
+        if "error" in message:
+            raise self._said(message)
+        return message
+
+    def refuse(self, error: Exception, *, is_for_now: bool = False) -> None:
+        """Say why nothing more is accepted, and wait a while until the other side has read it and closed; then `close`.
+
+        Args:
+            error: the reason, which `receive` raises on the other side.
+            is_for_now: whether to try again later helps: it is raised as `PeerLost` there.
+        """
+        said = {"error": error_text(error)[:_MOST_SAID], "fix": "see the program on the other side"}
+        if isinstance(error, TrainfoldError):
+            said = {"expected": str(error.expected), "error": str(error.found)[:_MOST_SAID], "fix": error.fix}
+        with contextlib.suppress(OSError, TrainfoldError):
+            self.send(said | ({"again": 1} if is_for_now else {}))
+            self._sock.shutdown(socket.SHUT_WR)
+            until = time.monotonic() + min(self._secs, _LINGER_SECS)
+            while (left := until - time.monotonic()) > 0:  # data that is never read would destroy what was sent
+                self._sock.settimeout(left)
+                if not self._sock.recv(_DRAINED_BYTES):
+                    return
 
     def receive_bytes(self, memory: memoryview) -> None:
         """Receive as many bytes as there are in ``memory``, into it. After an error its contents are undefined.
@@ -116,14 +140,43 @@ class Channel:
             for part in (head, payload, tag):
                 self._sock.sendall(part)
         except OSError as error:
-            raise lost(self._peer, "send", error) from error
+            if isinstance(error, ConnectionError):
+                self._raise_refusal()
+            raise lost(self._peer, "receive", error) from error
 
-    def _receive(self, kind: bytes, payload: bytearray, memory: memoryview | None) -> None:
-        until = time.monotonic() + self._secs
+    def _raise_refusal(self) -> None:
+        """Raise what the other side has said before it closed the connection, if it has."""
+        try:
+            message = self._message(_LINGER_SECS)
+        except (PeerLost, PeerRefused):
+            return
+        if "error" in message:
+            raise self._said(message)
+
+    def _message(self, secs: float) -> dict[str, Any]:
+        payload = bytearray()
+        self._receive(_JSON, payload, None, secs)
+        try:
+            return strict_json(bytes(payload), self._peer)
+        except Exception as error:
+            raise self._refused("a JSON object", error) from error
+
+    def _said(self, message: dict[str, Any]) -> TrainfoldError:
+        expected, found, fix = (message.get(key) for key in ("expected", "error", "fix"))
+        kind = PeerLost if "again" in message else PeerRefused
+        return kind(
+            self._peer,
+            expected=expected or "an answer",
+            found=found,
+            fix=str(fix or "see the program on the other side"),
+        )
+
+    def _receive(self, kind: bytes, payload: bytearray, memory: memoryview | None, secs: float | None = None) -> None:
+        until = time.monotonic() + (self._secs if secs is None else secs)
         head = exactly(self._sock, _HEAD.size, until, self._peer)
         found, size = _HEAD.unpack(head)
-        if found != kind or size > _LIMITS[kind] or (memory is not None and size != len(memory)):
-            expected = f"at most {_LIMITS[kind]}" if memory is None else str(len(memory))
+        if found != kind or (size > self.json_limit if memory is None else size != len(memory)):
+            expected = f"at most {self.json_limit}" if memory is None else str(len(memory))
             raise self._refused(f"a frame {kind!r} of {expected} bytes", f"{found!r} of {size}")
         if memory is None:
             payload.extend(exactly(self._sock, size, until, self._peer))
@@ -141,7 +194,9 @@ class Channel:
         )
 
 
-def introduced(sock: socket.socket, token: str, *, is_server: bool, secs: float, peer: str) -> Channel:
+def introduced(  # noqa: PLR0913 - keywords
+    sock: socket.socket, token: str, *, is_server: bool, secs: float, peer: str, proof_secs: float | None = None
+) -> Channel:
     """Let both sides of a new connection prove that they know the token, without sending it.
 
     Each sends a random number, and then a keyed digest of both numbers. The keys of the frames come from the token and the numbers, one a direction.
@@ -150,15 +205,18 @@ def introduced(sock: socket.socket, token: str, *, is_server: bool, secs: float,
         sock: connected.
         token: of at least 16 characters; the same on both sides.
         is_server: whether this side has accepted the connection.
-        secs: how long this, and later each frame, may take.
+        secs: how long a frame may take.
         peer: the other side, for messages.
+        proof_secs: how long this may take; None for as long as a frame.
 
     Raises:
         PeerRefused: if the other side does not speak this protocol, or does not know the token.
         PeerLost: if it is gone or late.
     """
-    secret, until, mine = token.encode(), time.monotonic() + secs, secrets.token_bytes(_NONCE_BYTES)
-    sock.settimeout(secs)
+    secret, mine = token.encode(), secrets.token_bytes(_NONCE_BYTES)
+    within = secs if proof_secs is None else min(secs, proof_secs)
+    until = time.monotonic() + within
+    sock.settimeout(within)
     try:
         sock.sendall(MAGIC + mine)
         hello = exactly(sock, len(MAGIC) + _NONCE_BYTES, until, peer)

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from trainfold.backends.peers.channel import Channel, check_token, introduced
+from trainfold.core.errors import PeerLost
 
+_PROOF_SECS: Final = 10.0  # for a program to prove that it knows the token
+_STRANGERS: Final = 64  # that have not proved it yet; more are turned away without an answer
 _IDLE_SECS: Final = 60  # of silence, after which the machine of a client is asked whether it is still there
 
 
@@ -16,13 +19,15 @@ _IDLE_SECS: Final = 60  # of silence, after which the machine of a client is ask
 class Listener:
     """Listens until it is closed. A client that is late, sends something else or goes away loses its own connection, and no other.
 
+    Programs that have not proved that they know the token take no place of a client.
+
     Args:
-        talk: what is done with each client; an error ends its connection.
+        talk: what is done with each client; an error ends its connection, after the client was given the reason.
         token: of at least 16 characters, which the clients know.
         host: the address to listen on.
         port: 0 for any free one, which `port` then has.
         secs: how long a client may take for a frame.
-        most_clients: how many may be connected at once; others are turned away.
+        most_clients: how many may be connected at once; others are turned away with the reason.
         peer: a client, for messages.
 
     Raises:
@@ -41,20 +46,16 @@ class Listener:
         most_clients: int,
         peer: str,
     ) -> None:
-        secret, slots = check_token(token, f"the token for {peer}"), threading.BoundedSemaphore(most_clients)
-        self._open: set[socket.socket] = set()
+        self._talk, self._token, self._secs, self._peer = talk, check_token(token, f"the token for {peer}"), secs, peer
+        self._most = most_clients
+        self._lock = threading.Lock()
+        self._strangers: set[socket.socket] = set()
+        self._clients: set[socket.socket] = set()
+        self._is_closed = False
 
         class Client(socketserver.BaseRequestHandler):
             def handle(client) -> None:  # noqa: N805 - self is the listener
-                if not slots.acquire(blocking=False):
-                    return
-                self._open.add(client.request)
-                try:
-                    prompt(client.request)
-                    talk(introduced(client.request, secret, is_server=True, secs=secs, peer=peer))
-                finally:
-                    self._open.discard(client.request)
-                    slots.release()
+                self._serve(client.request)
 
         self._server = _Server((host, port), Client)
         self.host = str(self._server.server_address[0])
@@ -64,17 +65,60 @@ class Listener:
         )
         self._thread.start()
 
+    def _serve(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._is_closed or len(self._strangers) >= _STRANGERS:
+                return
+            self._strangers.add(sock)
+        try:
+            prompt(sock)
+            channel = introduced(
+                sock, self._token, is_server=True, secs=self._secs, peer=self._peer, proof_secs=_PROOF_SECS
+            )
+            with self._lock:
+                self._strangers.discard(sock)
+                has_place = len(self._clients) < self._most
+                if has_place:
+                    self._clients.add(sock)
+            if has_place:
+                self._talk_with(channel)
+            else:
+                channel.refuse(self._is_full(), is_for_now=True)
+        finally:
+            with self._lock:
+                self._strangers.discard(sock)
+                self._clients.discard(sock)
+
+    def _talk_with(self, channel: Channel) -> None:
+        try:
+            self._talk(channel)
+        except Exception as error:
+            if not isinstance(error, PeerLost) or error.where != self._peer:  # it is there to read the reason
+                channel.refuse(error)
+            raise
+
+    def _is_full(self) -> PeerLost:
+        return PeerLost(
+            self._peer,
+            expected=f"at most {self._most} that are connected",
+            found="one more",
+            fix="wait until one has ended, or let the server accept more",
+        )
+
     @property
     def clients(self) -> int:
-        """How many are connected."""
-        return len(self._open)
+        """How many are connected that know the token."""
+        return len(self._clients)
 
     def close(self) -> None:
         """Stop to accept clients, and end those that are connected."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        for each in list(self._open):
+        with self._lock:
+            self._is_closed = True
+            connected = [*self._strangers, *self._clients]
+        for each in connected:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
@@ -93,4 +137,4 @@ class _Server(socketserver.ThreadingTCPServer):
     block_on_close = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that is refused or lost is its own trouble, and strangers may connect as often as they like."""
+        """Log nothing: a client that is refused gets the reason, and strangers may connect as often as they like."""

@@ -59,22 +59,8 @@ class ServedWeights:
             prompt(sock)
             channel = introduced(sock, self._token, is_server=False, secs=self._secs, peer=peer)
             channel.send(asked(wanted))
-            while "end" not in (message := answer(channel, peer)):
+            while "end" not in (message := channel.receive()):
                 yield received_tensor(channel, message, wanted, peer)
-
-
-def answer(channel: Channel, peer: str) -> dict[str, Any]:
-    """What the server says next.
-
-    Raises:
-        PeerRefused: if it says that it has failed.
-        PeerLost: if it is gone or late.
-    """
-    message = channel.receive()
-    if "error" in message:
-        fix = str(message.get("fix", "see the server"))
-        raise PeerRefused(peer, expected="weights", found=message["error"], fix=fix)
-    return message
 
 
 def received_tensor(

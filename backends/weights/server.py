@@ -5,7 +5,7 @@ from typing import Any, Final, Self, final
 
 from trainfold.backends.peers.channel import Channel
 from trainfold.backends.peers.listener import Listener
-from trainfold.core.errors import PeerLost, PeerRefused, TrainfoldError, error_text
+from trainfold.core.errors import PeerRefused
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
@@ -84,24 +84,17 @@ class WeightServer:
 
 
 def send_weights(channel: Channel, wanted: Mapping[str, Wanted], source: WeightSource, **last: Any) -> None:
-    """Send what a source supplies: each tensor after its name, and at the end their number, with ``last``; or the error of the source.
+    """Send what a source supplies: each tensor after its name, and at the end their number, with ``last``.
 
     Raises:
         PeerLost: if the client is gone.
     """
     account, count = Account(wanted), 0
-    try:
-        for name, tensor in source.supply(wanted):
-            part = tensor.detach()[account.part_of(name, dtype_name(tensor.dtype), tensor.shape)]
-            channel.send({"name": name, "dtype": dtype_name(part.dtype), "shape": list(part.shape)})
-            channel.send_bytes(tensor_bytes(part))
-            count += 1
-    except (PeerLost, PeerRefused):
-        raise
-    except Exception as error:  # noqa: BLE001 - of the source: the client raises it
-        fix = error.fix if isinstance(error, TrainfoldError) else "see the program that serves the weights"
-        channel.send({"error": error_text(error)[:2000], "fix": fix})
-        return
+    for name, tensor in source.supply(wanted):
+        part = tensor.detach()[account.part_of(name, dtype_name(tensor.dtype), tensor.shape)]
+        channel.send({"name": name, "dtype": dtype_name(part.dtype), "shape": list(part.shape)})
+        channel.send_bytes(tensor_bytes(part))
+        count += 1
     channel.send({"end": count, **last})
 
 

@@ -23,7 +23,7 @@ class Rounds:
         members: the workers that are waited for.
         taken: worker -> the unit that it trains on.
         sent: worker -> the unit that it has contributed in this round.
-        idle: the members for whom there is no unit.
+        idle: the members for whom there was no unit when they asked.
     """
 
     units: WorkUnits
@@ -42,11 +42,21 @@ class Rounds:
         return attrs.evolve(before, units=units, taken=taken, members=self.members | {worker}, idle=idle), unit
 
     def without_unit(self, worker: str) -> "Rounds":
-        """Give back the unit of a worker, if it has one; those for whom there was none ask again."""
+        """Give back the unit of a worker, if it has one."""
         if worker not in self.taken:
             return self
         taken = {each: unit for each, unit in self.taken.items() if each != worker}
-        return attrs.evolve(self, units=self.units.give_back([self.taken[worker]]), taken=taken, idle=frozenset())
+        return attrs.evolve(self, units=self.units.give_back([self.taken[worker]]), taken=taken)
+
+    def hand_over(self) -> "Rounds":
+        """Give back a unit for each idle member, those that were handed out first; idle members ask again.
+
+        Their workers are not waited for any more, and are not stopped: the first that sends a unit counts.
+        """
+        found = self
+        for worker in list(self.taken)[: len(self.idle)]:
+            found = found.leave(worker)
+        return attrs.evolve(found, idle=frozenset())
 
     def leave(self, worker: str) -> "Rounds":
         """Do not wait for a worker any more: it has ended. What it has contributed counts; what it trained on is handed out again."""
@@ -54,24 +64,36 @@ class Rounds:
         return attrs.evolve(before, members=before.members - {worker}, idle=before.idle - {worker})
 
     def accept(self, worker: str, mark: str, unit: WorkUnit) -> "Rounds | None":
-        """Count the unit of a worker in this round; None if it cannot be counted: it is too late, or another worker has that unit.
+        """Count the unit of a worker in this round; None if it cannot be counted: it is too late, or the unit has counted.
 
-        A unit that is free is accepted from a worker that has trained on it from the weights of this round: the connection may have been lost, or the server.
+        The first that sends a unit, trained from the weights of this round, counts. Another worker that has it loses it, and is not waited for any more. It may also
+        be free: the connection may have been lost, or the server.
         """
         if mark != self.mark or worker in self.sent:
             return None
         before = self if self.taken.get(worker) == unit else self.without_unit(worker)
-        left = before.units if worker in before.taken else before.units.claim(unit)
+        holder = next((each for each, held in before.taken.items() if held == unit), None)
+        left = before.units if holder is not None else before.units.claim(unit)
         if left is None:
             return None
-        taken = {each: held for each, held in before.taken.items() if each != worker}
-        sent = {**self.sent, worker: unit}
-        return attrs.evolve(before, units=left, taken=taken, members=self.members | {worker}, sent=sent)
+        return attrs.evolve(
+            before,
+            units=left,
+            taken={each: held for each, held in before.taken.items() if each != holder},
+            sent={**self.sent, worker: unit},
+            members=(self.members - {holder}) | {worker},
+            idle=self.idle - {worker},
+        )
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The members that have asked for a unit, and for whom there is still none."""
+        return self.idle if self.units.is_exhausted else frozenset()
 
     @property
     def is_over(self) -> bool:
         """Whether there is something to count, and everybody who is waited for has sent."""
-        return bool(self.sent) and self.members <= self.sent.keys() | self.idle
+        return bool(self.sent) and self.members <= self.sent.keys() | self.waiting
 
     @property
     def is_finished(self) -> bool:
@@ -79,9 +101,9 @@ class Rounds:
         return self.units.is_exhausted and not self.taken and not self.sent
 
     def close(self, mark: str) -> "Rounds":
-        """The next round. Those who have not sent have weight zero in this one, and are not waited for until they ask again."""
+        """The next round. Those who have neither sent nor asked in vain have weight zero in this one, and are not waited for until they ask again."""
         units = self.units.give_back(self.taken.values())
-        return Rounds(units, mark, members=self.members - self.taken.keys())
+        return Rounds(units, mark, members=self.members & (self.sent.keys() | self.idle))
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint has between two rounds: the data position and the mark. See `resumed`."""
@@ -90,6 +112,24 @@ class Rounds:
             "returned": as_text(self.units.returned),
             "mark": self.mark,
         }
+
+
+def waits_since(rounds: Rounds, before: Mapping[str, float], now: float) -> dict[str, float]:
+    """Since when each worker has waited for others: for the end of the round, once something was sent, and for a unit before that.
+
+    Args:
+        rounds: now.
+        before: what this function returned after the change before.
+        now: of any clock, in seconds.
+
+    Examples:
+        >>> rounds, unit = Rounds(WorkUnits(size=4, total=4), "a").hand_out("one")
+        >>> rounds, none = rounds.hand_out("two")
+        >>> before = waits_since(rounds, {}, 7.0)
+        >>> before, waits_since(rounds.accept("one", "a", unit), before, 9.0)
+        ({'two': 7.0}, {'one': 9.0})
+    """
+    return {worker: before.get(worker, now) for worker in rounds.sent or rounds.idle}
 
 
 def resumed(position: Mapping[str, Any], *, size: int, total: int | None) -> Rounds:

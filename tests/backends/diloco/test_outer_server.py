@@ -122,6 +122,23 @@ def test_a_worker_that_hangs_with_the_last_unit_does_not_stop_the_run(rounds):
     assert rounds.end().trainer.samples == 4
 
 
+@pytest.mark.parametrize("rounds", [{"grace_secs": 0.2, "total_samples": 4}], indirect=True)
+def test_a_unit_that_takes_longer_than_the_grace_counts_while_another_worker_is_idle(rounds):
+    """Each of the two lost the unit to the other while it was at it, and what it had made was refused: the unit was handed out for ever."""
+    (slow, unit), (idle, found) = stuck(rounds), [rounds.client(), []]
+    dict(idle.take(WANTED))
+    thread = threading.Thread(target=lambda: found.append(idle.work()))
+    thread.start()
+    thread.join(20)
+    assert found == [unit], "it was handed over after the grace"
+    assert slow.send(unit, rounds.local()) is not None
+    assert idle.send(unit, rounds.local()) is None
+    for client in (slow, idle):
+        assert client.work() == "over"
+        client.close()
+    assert rounds.end().trainer.samples == 4
+
+
 def test_the_unit_of_a_worker_that_ends_is_handed_out_at_once(rounds):
     client, unit = stuck(rounds)
     client.close()
@@ -162,41 +179,39 @@ def test_weights_are_there_before_the_loop_and_no_round_is_lost_if_it_is_left(ro
         assert None not in found
 
 
+ASKED = "a tensor that was asked for, with the shape"
 SENDS = {
-    "a name that is not due": [{"name": "other", "dtype": "float32", "shape": [1, 3]}],
-    "another shape": [{"name": "weight", "dtype": "float32", "shape": [1 << 40, 3]}],
-    "no dtype": [{"name": "weight", "dtype": "object", "shape": [1, 3]}],
-    "nothing": [{"end": 0}],
-    "no message": [{"x": 1}],
+    "a name that is not due": ({"name": "other", "dtype": "float32", "shape": [1, 3]}, ASKED),
+    "another shape": ({"name": "weight", "dtype": "float32", "shape": [1 << 40, 3]}, ASKED),
+    "no dtype": ({"name": "weight", "dtype": "object", "shape": [1, 3]}, ASKED),
+    "nothing": ({"end": 0}, "all 2 tensors, found nothing for bias, weight"),
+    "no message": ({"x": 1}, ASKED),
 }
 
 
 @pytest.mark.parametrize("case", SENDS)
 def test_what_a_worker_sends_is_checked_before_memory_is_taken(case, rounds):
-    """U05: it loses its connection, and its unit goes to another."""
+    """U05: it gets the reason and loses its connection, and its unit goes to another."""
     client, unit = stuck(rounds)
     client.close()
     channel = rounds.channel()
     channel.send({"send": [unit.start, unit.stop], "mark": client.mark})
     assert "go" in channel.receive()
-
-    def talk():
-        for each in SENDS[case]:
-            channel.send(each)
+    message, reason = SENDS[case]
+    channel.send(message)
+    with pytest.raises(PeerRefused, match=reason):
         channel.receive()
-
-    with pytest.raises(PeerLost):
-        talk()
     channel.close()
     assert sorted(rounds.work_off()) == units(0, 4, 8, 12)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(lambda each: each * float("nan"), "not finite"), (lambda each: each.long(), None)]
+    ("change", "said"),
+    [(lambda each: each * float("nan"), "not finite"), (lambda each: each.long(), "floating tensors")],
 )
 def test_what_is_no_number_is_refused_and_the_others_go_on(change, said, rounds):
     client, unit = stuck(rounds)
-    with pytest.raises(PeerRefused if said else PeerLost, match=said):
+    with pytest.raises(PeerRefused, match=said):
         client.send(unit, {name: change(each) for name, each in rounds.local().items()})
     client.close()
     assert sorted(rounds.work_off()) == units(0, 4, 8, 12)
@@ -297,6 +312,49 @@ def test_a_server_that_stays_away_is_an_error_in_time():
     with pytest.raises(PeerLost, match=f"127.0.0.1:{port}"):
         OuterClient("127.0.0.1", port, token=TOKEN, secs=5.0, retry_secs=0.3).work()
     assert 0.1 < time.monotonic() - begun < 5.0
+
+
+def test_a_worker_that_sends_much_is_given_the_reason_of_a_refusal_and_does_not_try_again():
+    """The server had closed the connection while the worker was still sending, so it raised PeerLost, and tried again for ten minutes."""
+    size = 16 << 20  # bytes: more than the buffers of the sockets
+    model = torch.nn.ParameterDict({name: torch.zeros(size // 8) for name in "ab"})
+    state = outer_state(model, optimizer=PLAIN)
+    with DilocoServer(state, token=TOKEN, unit_samples=4, total_samples=8, optimizer=PLAIN) as server:
+        threading.Thread(target=lambda: list(server.rounds()), daemon=True).start()
+        client = OuterClient("127.0.0.1", server.port, token=TOKEN, secs=10.0, retry_secs=600.0)
+        dict(client.take({name: Wanted("float32", (size // 8,), ((0, size // 8),)) for name in "ab"}))
+        unit = client.work()
+        with pytest.raises(PeerRefused, match=r"expected a tensor that was asked for, .* found 'b', float32"):
+            client.send(unit, {"b": torch.zeros(size // 4), "a": torch.zeros(size // 8)})
+
+
+def test_what_was_trained_for_other_fragments_does_not_count():
+    """A server may be started again with another plan. What a worker has trained for the one before is late, and it takes the weights first."""
+    model = torch.nn.Linear(3, 1)
+    given = {"token": TOKEN, "unit_samples": 4, "total_samples": 8, "optimizer": PLAIN}
+    state = outer_state(model, optimizer=PLAIN)
+    with DilocoServer(state, **given) as server:
+        client = OuterClient("127.0.0.1", server.port, token=TOKEN, secs=10.0, retry_secs=10.0)
+        position = server._rounds.position()
+        dict(client.take(WANTED))
+        unit, port = client.work(), server.port
+    state = state.evolve(dataset=trainfold.core.state.state.Opaque(position))  # as a checkpoint has it
+    with DilocoServer(state, **given, fragments=2, port=port) as server:
+        local = {name: each.detach() for name, each in model.named_parameters()}
+        assert client.send(unit, local) is None
+        assert client.work() == "stale"
+        assert client.fragments == server.plan.names
+        client.close()
+
+
+@pytest.mark.parametrize("rounds", [{"most_workers": 1}], indirect=True)
+def test_a_worker_that_is_one_too_many_is_given_the_reason(rounds):
+    client, _ = stuck(rounds)
+    with pytest.raises(
+        PeerLost, match="expected at most 1 that are connected, found one more; wait until one has ended"
+    ):
+        rounds.client().work()
+    client.close()
 
 
 @pytest.mark.parametrize("rounds", [{"total_samples": 40}, {"total_samples": 40, "fragments": 2}], indirect=True)

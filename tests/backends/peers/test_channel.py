@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import trainfold.backends.peers.channel
 from trainfold.backends.peers.channel import MAGIC, PIECE_BYTES, check_token, introduced
 from trainfold.core.errors import PeerLost, PeerRefused
 
@@ -182,6 +183,45 @@ def test_frames_cannot_be_repeated(pair):
     thread.join()
     assert outcomes["first"] == {"a": 1}
     assert "bytes that it has sent" in outcomes["second"]
+
+
+@pytest.mark.parametrize("linger_secs", [0.0, 5.0])
+@pytest.mark.parametrize("is_for_now", [False, True])
+def test_a_refusal_arrives_also_at_a_side_that_is_still_sending(linger_secs, is_for_now, monkeypatch):
+    """It saw a broken connection, and tried again until its time was over."""
+    near, far = connected_over_tcp()  # with resets, as between machines
+    monkeypatch.setattr(trainfold.backends.peers.channel, "_LINGER_SECS", linger_secs)
+    reason = PeerLost("near", expected="this", found="that", fix="do so")
+
+    def far_side():
+        with far:
+            channel = introduced(far, TOKEN, is_server=True, secs=5.0, peer="near")
+            channel.receive()
+            channel.refuse(reason, is_for_now=is_for_now)
+
+    thread = threading.Thread(target=far_side)
+    thread.start()
+    with near:
+        channel = introduced(near, TOKEN, is_server=False, secs=5.0, peer="far")
+
+        def talk():
+            channel.send({"bytes": 1})
+            if not linger_secs:
+                thread.join()
+                monkeypatch.setattr(trainfold.backends.peers.channel, "_LINGER_SECS", 5.0)
+            for _ in range(8):
+                channel.send_bytes(memoryview(bytes(PIECE_BYTES)))
+            channel.receive()
+
+        with pytest.raises(PeerLost if is_for_now else PeerRefused, match="far: expected this, found that; do so"):
+            talk()
+    thread.join()
+
+
+def connected_over_tcp():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        return near, listening.accept()[0]
 
 
 @pytest.mark.parametrize(

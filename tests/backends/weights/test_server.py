@@ -1,5 +1,6 @@
 """Weights over TCP: the contract, in parts, from a process that may be killed, and with clients that are not what they should be."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 import pytest
 import torch
 
+from trainfold.backends.peers import listener
 from trainfold.backends.peers.channel import MAGIC, introduced
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
@@ -87,20 +89,45 @@ def test_a_client_without_the_token_gets_nothing_and_the_next_one_is_served():
         assert dict(client(server).supply(WANTED))["w"].tolist() == TENSORS["w"][1:3].tolist()
 
 
-def test_too_many_clients_are_turned_away():
+def test_a_client_that_is_one_too_many_is_given_the_reason():
     with WeightServer(Held(), token=TOKEN, most_clients=1, secs=30.0) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as first:
-            assert first.recv(len(MAGIC)) == MAGIC
-            with pytest.raises(PeerLost):
+            introduced(first, TOKEN, is_server=False, secs=5.0, peer="the server")
+            until_true(lambda: server._listener.clients == 1)
+            with pytest.raises(PeerLost, match="expected at most 1 that are connected, found one more"):
                 dict(client(server).supply(WANTED))
-        until = time.monotonic() + 30.0
-        while True:  # until the server has seen that the first one has left
-            try:
-                assert dict(client(server).supply(WANTED))
-                break
-            except PeerLost:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+        until_true(lambda: server._listener.clients == 0)
+        assert dict(client(server).supply(WANTED))
+
+
+def test_programs_that_do_not_know_the_token_take_no_place():
+    """U02: they had places of clients for as long as a frame may take, a minute by default."""
+    with WeightServer(Held(), token=TOKEN, most_clients=1, secs=30.0) as server, contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            assert stranger.recv(len(MAGIC)) == MAGIC
+        assert dict(client(server).supply(WANTED))
+
+
+def test_strangers_have_a_bound_and_a_short_time(monkeypatch):
+    """U02: memory and threads are not theirs; their time is not that of a frame."""
+    monkeypatch.setattr(listener, "_STRANGERS", 2)
+    monkeypatch.setattr(listener, "_PROOF_SECS", 0.2)
+    with WeightServer(Held(), token=TOKEN, secs=30.0) as server, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            assert stranger.recv(len(MAGIC)) == MAGIC
+        with socket.create_connection(("127.0.0.1", server.port)) as third:
+            assert third.recv(len(MAGIC)) == b""
+        until_true(lambda: not server._listener._strangers)
+        assert dict(client(server).supply(WANTED))
+
+
+def until_true(condition):
+    until = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +143,12 @@ def test_too_many_clients_are_turned_away():
     ],
 )
 def test_what_a_client_asks_is_checked(message):
-    """U02: it loses its connection, and the server goes on."""
+    """U02: it gets the reason and loses its connection, and the server goes on."""
     with WeightServer(Held(), token=TOKEN, secs=2.0) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             channel = introduced(sock, TOKEN, is_server=False, secs=2.0, peer="the server")
             channel.send(message)
-            with pytest.raises(PeerLost):
+            with pytest.raises(PeerRefused, match="the dtypes, shapes and boxes of tensors"):
                 channel.receive()
         assert dict(client(server).supply(WANTED))
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainfold.core.diloco.rounds import Rounds, resumed
+from trainfold.core.diloco.rounds import Rounds, resumed, waits_since
 from trainfold.core.diloco.work_units import MOST_AHEAD, WorkUnit, WorkUnits, as_text, from_text
 
 WORKERS = "abcd"
-ACTIONS = ("ask", "send", "die", "late", "close", "kill the server")
+ACTIONS = ("ask", "send", "die", "late", "hand over", "close", "kill the server")
 
 
 class World:
@@ -41,6 +41,10 @@ class World:
     def late(self, worker):
         """Its connection is lost, and it has its unit still."""
         self.rounds = self.rounds.leave(worker)
+
+    def hand_over(self):
+        """Others have waited for too long; those who were late have their units still."""
+        self.rounds = self.rounds.hand_over()
 
     def close(self, saves):
         if self.rounds.sent:
@@ -87,13 +91,132 @@ def test_each_sample_counts_once_in_the_state_that_survives(size, total, actions
             world.close(saves=flag)
         elif action == "kill the server":
             world.kill()
+        elif action == "hand over":
+            world.hand_over()
         else:
             getattr(world, action)(worker)
         assert len(set(world.counted)) == len(world.counted)
-        waits = world.rounds.idle - world.rounds.sent.keys()
-        assert not waits or world.rounds.units.is_exhausted, "a worker waits although there is work"
+        held = [*world.rounds.taken.values(), *world.rounds.sent.values(), *world.rounds.units.returned]
+        assert len(set(held)) == len(held), "a unit is in two places"
     world.finish()
     assert sorted(world.counted) == list(range(total))
+
+
+class Clocked:
+    """Workers and a server in virtual time: each worker takes its own time for a unit, or hangs for ever; the server waits as `DilocoServer` does."""
+
+    GRACE = 10
+
+    def __init__(self, takes, units, order):
+        self.takes, self.order = (
+            takes,
+            order,
+        )  # worker -> seconds of a unit, None for ever; who is first among those that can go on
+        self.rounds, self.now, self.waits = Rounds(WorkUnits(1, units), "0"), 0, {}
+        self.trains = {}  # worker -> when it has ended, under which mark, on which unit
+        self.sent = {}  # worker -> the mark under which it has sent
+        self.counted = []
+
+    def see(self, rounds):
+        self.rounds, self.waits = rounds, waits_since(rounds, self.waits, self.now)
+
+    def ask(self):
+        """Those that have nothing to do ask for work, in the drawn order."""
+        for worker in sorted(self.takes, key=lambda each: self.order[each]):
+            waits = self.sent.get(worker) == self.rounds.mark or worker in self.rounds.waiting
+            if worker not in self.trains and not waits:
+                rounds, unit = self.rounds.hand_out(worker)
+                self.see(rounds)
+                if unit is not None:
+                    secs = float("inf") if self.takes[worker] is None else self.takes[worker]
+                    self.trains[worker] = self.now + secs, self.rounds.mark, unit
+
+    def close_if_over(self, *, is_late=False):
+        if self.rounds.is_over or (is_late and self.rounds.sent):
+            self.counted += self.rounds.sent.values()
+            self.see(self.rounds.close(str(int(self.rounds.mark) + 1)))
+            return True
+        return False
+
+    def step(self):
+        """Go to the next time at which something happens."""
+        self.ask()
+        if self.close_if_over():
+            return
+        deadline = min(self.waits.values(), default=float("inf")) + self.GRACE
+        worker = min(self.trains, key=lambda each: (self.trains[each][0], self.order[each]))
+        self.now = min(self.trains[worker][0], deadline)
+        if self.trains[worker][0] <= self.now:
+            _, mark, unit = self.trains.pop(worker)
+            if (rounds := self.rounds.accept(worker, mark, unit)) is not None:
+                self.sent[worker] = mark
+                self.see(rounds)
+        elif not self.close_if_over(is_late=True):
+            self.see(self.rounds.hand_over())
+
+
+@settings(max_examples=400)
+@example(units=1, takes=[15, 15], order=[0, 1, 2, 3])
+@example(units=2, takes=[25, 3, None], order=[2, 0, 1, 3])
+@given(
+    units=st.integers(1, 8),
+    takes=st.lists(st.none() | st.integers(1, 60), min_size=1, max_size=4).filter(any),
+    order=st.permutations(range(4)),
+)
+def test_each_unit_counts_in_time_however_long_one_takes(units, takes, order):
+    """G09: also where a unit takes longer than the grace, and others hang. It was handed from one worker to the other for ever, and what each made of it was refused."""
+    clocked = Clocked(dict(zip(WORKERS, takes, strict=False)), units, dict(zip(WORKERS, order, strict=True)))
+    slowest = max(each for each in takes if each)
+    while not clocked.rounds.is_finished:
+        clocked.step()
+        assert clocked.now <= units * (2 * slowest + (len(takes) + 1) * Clocked.GRACE), "it does not end"
+    assert sorted(unit.start for unit in clocked.counted) == list(range(units))
+
+
+def test_a_worker_that_hangs_costs_the_grace_of_one_round():
+    """It was a member of all later rounds, and each of them waited for it."""
+    rounds = Rounds(WorkUnits(4, 40), "m")
+    for mark in "no":
+        rounds, unit = rounds.hand_out("a")
+        if mark == "n":
+            rounds, other = rounds.hand_out("b")
+            rounds = rounds.accept("b", "m", other)  # and hangs from now on
+        rounds = rounds.accept("a", rounds.mark, unit)
+        assert rounds.is_over == (mark == "n")
+        rounds = rounds.close(mark)
+    rounds, unit = rounds.hand_out("a")
+    assert rounds.accept("a", "o", unit).is_over
+
+
+def test_the_first_that_sends_a_unit_counts_and_the_other_one_is_not_waited_for():
+    """The unit was given to `b`, because `a` seemed to hang and `b` had nothing to do."""
+    rounds, unit = Rounds(WorkUnits(4, 4), "m").hand_out("a")
+    rounds, _ = rounds.hand_out("b")
+    rounds, again = rounds.hand_over().hand_out("b")
+    assert again == unit
+    counted = rounds.accept("a", "m", unit)
+    assert counted.is_over
+    assert counted.accept("b", "m", unit) is None
+
+
+def test_only_as_much_is_handed_over_as_others_can_take():
+    rounds = Rounds(WorkUnits(4, 12), "m")
+    for worker in "abcd":
+        rounds, _ = rounds.hand_out(worker)
+    over = rounds.hand_over()
+    assert (list(over.taken), over.members) == (["b", "c"], {"b", "c", "d"})
+
+
+def test_a_clock_runs_for_those_that_wait_now():
+    """One clock for two kinds of waiting ended a round at once, if another worker had been idle for long; and ran on after the idle one had got a unit."""
+    rounds, first = Rounds(WorkUnits(4, 8), "m").hand_out("a")
+    rounds, _ = rounds.hand_out("b")
+    rounds, _ = rounds.hand_out("c")
+    waits = waits_since(rounds, {}, 1.0)
+    assert waits == {"c": 1.0}
+    assert waits_since(rounds.accept("a", "m", first), waits, 9.0) == {"a": 9.0}
+    given, _ = rounds.leave("a").hand_out("c")
+    assert waits_since(given, waits, 9.0) == {}
 
 
 def test_a_round_waits_for_its_members_and_for_nobody_else():
@@ -113,8 +236,10 @@ def test_who_waits_for_work_gets_that_of_a_worker_that_ends():
     rounds, _ = Rounds(WorkUnits(4, 4), "m").hand_out("a")
     rounds, none = rounds.hand_out("b")
     assert (none, rounds.idle) == (None, {"b"})
+    assert rounds.waiting == {"b"}
     left = rounds.leave("a")
-    assert (left.idle, left.units.returned) == (frozenset(), (WorkUnit(0, 4),))
+    assert left.waiting == set()
+    assert left.hand_out("b")[1] == WorkUnit(0, 4)
 
 
 def test_what_is_late_or_of_another_history_is_not_counted():

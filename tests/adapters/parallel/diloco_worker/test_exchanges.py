@@ -155,8 +155,28 @@ def test_what_is_trained_here_and_not_there_is_refused():
     with serving(served) as server:
         worker = worker_of(server)
         live = trainfold.attach(model, torch.optim.SGD(model.parameters()), weights=worker)
-        with pytest.raises(InvalidState, match=r"0\.bias, 0\.weight"):
+        with pytest.raises(InvalidState, match=r"found 4; trained 0\.bias, 0\.weight only here"):
             next(worker.units(live))
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_parameter_that_is_frozen_or_unfrozen_in_the_loop_is_refused(is_frozen):
+    """Frozen, it was a KeyError; unfrozen, each worker trained it for itself in silence."""
+    model, served = net(), net()
+    for each in (model, served):
+        each[0].requires_grad_(is_frozen)
+    with serving(served) as server:
+        worker = worker_of(server)
+        live = trainfold.attach(model, torch.optim.SGD(model.parameters()), weights=worker)
+        live.take_weights()
+        units = worker.units(live)
+        next(units)
+        model[0].requires_grad_(not is_frozen)
+        with pytest.raises(
+            InvalidState,
+            match=rf"trained 0\.bias, 0\.weight only {'there' if is_frozen else 'here'}; .* leave requires_grad",
+        ):
+            next(units)
 
 
 def test_a_run_that_takes_its_weights_from_elsewhere_is_refused():
