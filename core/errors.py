@@ -217,6 +217,10 @@ class SameBatch(UserWarning):
     """Ranks of a step that train on one batch, although each is to have a share of its own."""
 
 
+class LateWork(UserWarning):
+    """A worker of DiLoCo has trained a unit that did not count."""
+
+
 class StateDonated(TrainfoldError):
     """A leaf of a state that a donating step has consumed; the new state has its storage."""
 

@@ -7,8 +7,9 @@ import torch
 
 from trainfold.adapters.outside.takes_weights import TakesWeights
 from trainfold.backends.diloco.outer_client import OuterClient
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.diloco.work_units import WorkUnit
-from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.errors import InvalidArgument, InvalidState, LateWork
 from trainfold.core.layout.shard import Shard
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.source import Wanted
@@ -30,6 +31,9 @@ class DilocoWorker:
         secs: how long connecting, and each frame, may take.
         retry_secs: how long the server may be gone, such as when it was killed and starts again.
 
+    Attributes:
+        late_units: how many units it has trained that did not count. The first one is a warning (`LateWork`).
+
     Raises:
         PeerRefused: for a token that is too short.
 
@@ -43,6 +47,7 @@ class DilocoWorker:
     ) -> None:
         self._shown = f"DilocoWorker({host!r}, {port})"
         self._client = OuterClient(host, port, token=token, secs=secs, retry_secs=retry_secs)
+        self.late_units = 0
         self._is_looping = False  # in `units`, which closes the connection at its end
         self._exchanged: dict[str, torch.Tensor] | None = (
             None  # the weights after an exchange, until the model has them
@@ -153,12 +158,24 @@ class DilocoWorker:
         _check_fixed(before, buffers)
         names = self._client.fragments[self._client.round % len(self._client.fragments)]
         found = self._client.send(unit, {name: trained[name] for name in names})
-        if found is not None:
+        if found is None:
+            self._count_late(unit)
+        else:
             self._exchanged = {**trained, **frozen, **buffers, **found}
         try:
             live.take_weights()
         finally:
             self._exchanged = None
+
+    def _count_late(self, unit: WorkUnit) -> None:
+        self.late_units += 1
+        if self.late_units == 1:
+            warn_user(
+                f"{self}: the work on samples {unit.start} to {unit.stop} did not count, and they are trained again: it came after the end of its "
+                "round, or the server went on from an older checkpoint. If it happens often, raise the server's grace_secs, or shorten its units; "
+                "worker.late_units counts further ones",
+                LateWork,
+            )
 
 
 def _check_fixed(before: Sequence[tuple[str, torch.Tensor]], now: Mapping[str, torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 """`OuterClient`: a worker's connection to a `DilocoServer`, which it makes again if the server was killed."""
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from trainfold.core.diloco.work_units import WorkUnit
 from trainfold.core.errors import PeerLost
 from trainfold.core.weights.source import Wanted
 
+_LOG: Final = logging.getLogger("trainfold")
 _FIRST_PAUSE_SECS: Final = 0.05
 _LONGEST_PAUSE_SECS: Final = 5.0
 T = TypeVar("T")
@@ -142,10 +144,12 @@ class OuterClient:
         while True:
             try:
                 return talk(self._connected())
-            except PeerLost:
+            except PeerLost as error:
                 self.close()
                 now = time.monotonic()
-                until = now + self._retry_secs if until is None else until
+                if until is None:
+                    until = now + self._retry_secs
+                    _LOG.warning("%s (tries again for %g s)", error, self._retry_secs)
                 if now + pause > until:
                     raise
                 time.sleep(pause)

@@ -14,7 +14,7 @@ import torch
 from trainfold.backends.diloco.messages import VERSION, field, receive_tensors, round_mark, send_tensors, unit_of
 from trainfold.backends.peers.channel import Channel
 from trainfold.backends.peers.listener import Listener
-from trainfold.backends.weights.server import send_weights, wanted_of
+from trainfold.backends.weights.server import asked, send_weights, wanted_of
 from trainfold.core.checks import count, positive
 from trainfold.core.diloco.fragments import Fragments, fragments_of
 from trainfold.core.diloco.outer_step import (
@@ -26,8 +26,10 @@ from trainfold.core.diloco.outer_step import (
 )
 from trainfold.core.diloco.rounds import Rounds, resumed, waits_since
 from trainfold.core.diloco.work_units import WorkUnit, WorkUnits
-from trainfold.core.errors import PeerRefused
+from trainfold.core.errors import InvalidState, PeerRefused
 from trainfold.core.format.codec import torch_dtype
+from trainfold.core.json_values import canonical_json
+from trainfold.core.layout.slices import whole_box
 from trainfold.core.state.state import Opaque, Progress, TrainState
 from trainfold.core.step.optimizer import Optimizer
 from trainfold.core.weights.source import Wanted
@@ -36,6 +38,7 @@ _PEER: Final = "a worker"
 _SECS: Final = 60.0
 _GRACE_SECS: Final = 60.0
 _WORKERS: Final = 64
+_SHORT_BYTES: Final = 4096  # of other requests
 
 
 @final
@@ -64,7 +67,8 @@ class DilocoServer:
 
     Raises:
         PeerRefused: for a token that is too short.
-        InvalidArgument: for a number that is out of range.
+        InvalidArgument: for a number that is out of range, or another optimizer than that of the state.
+        InvalidState: for a state that is not on the CPU, or has rounds and no data position.
         OSError: if the address cannot be used.
 
     Examples:
@@ -94,6 +98,7 @@ class DilocoServer:
         if total_samples is not None:
             count("total_samples", total_samples, least=0, fix="pass the samples of the run, over all epochs")
         check_outer_optimizer(state, optimizer)
+        _check_on_cpu(state)
         self.plan: Fragments = fragments_of(trained_elements(state), fragments)
         self._state, self._optimizer, self._secs = state, optimizer, secs
         self._grace_secs = positive("grace_secs", grace_secs, fix="pass how long a round waits for late workers")
@@ -101,7 +106,10 @@ class DilocoServer:
         self._received: dict[str, Contribution] = {}
         self._waits: dict[str, float] = {}  # worker -> since when it waits for others
         self._is_open = True  # False while the weights of the next round are made and saved
-        self._is_ended = False
+        self._is_ended = self._is_closed = False
+        self._longest_request = _longest_request(state)
+        # workers of the server before this one may come back after the last round
+        self._answers_until = time.monotonic() + self._grace_secs if (state.trainer or Progress()).step else 0.0
         self._changed = threading.Condition()
         self._workers = itertools.count()
         self._listener = Listener(
@@ -117,7 +125,8 @@ class DilocoServer:
         """Yield the state after each round; workers get it when the loop asks for the next one. Ends when every sample has counted.
 
         Save the state in the loop, each time or now and then: a server that was killed goes on from what was saved, and hands out again what had
-        counted since then.
+        counted since then. Where it ends, workers are given time to hear that all is over: those that are connected, and for ``grace_secs``
+        after its start those of a server before this one.
         """
         while True:
             with self._changed:
@@ -130,14 +139,16 @@ class DilocoServer:
             self._state = state.evolve(dataset=Opaque(self._rounds.position()))
             yield self._state
         until = time.monotonic() + self._grace_secs
-        while self._listener.clients and time.monotonic() < until:  # they hear that it is over
+        while not self._is_closed and time.monotonic() < until:  # workers hear that it is over
+            if not self._listener.clients and time.monotonic() >= self._answers_until:
+                break
             time.sleep(0.01)
 
     def close(self) -> None:
         """Stop to accept workers, and end those that are connected."""
         self._listener.close()
         with self._changed:
-            self._is_ended = True
+            self._is_ended = self._is_closed = True
             self._changed.notify_all()
 
     def __enter__(self) -> Self:
@@ -176,7 +187,7 @@ class DilocoServer:
     # --- one worker, in its thread -----------------------------------------------------------------------------------
 
     def _talk(self, channel: Channel) -> None:
-        worker = str(next(self._workers))
+        worker, channel.json_limit = str(next(self._workers)), self._longest_request
         try:
             while True:
                 channel.wait()
@@ -299,7 +310,41 @@ def _version(value: Any) -> None:
         raise ValueError(f"{value!r}")
 
 
+def _longest_request(state: TrainState) -> int:
+    """The most bytes of what a worker says in JSON: that it wants all tensors, each with a box and a dtype of its own."""
+    assert state.model is not None
+    tensors = {**state.model.params, **state.model.buffers}
+    wanted = {
+        name: Wanted("float64", tuple(each.shape), whole_box(tuple(each.shape))) for name, each in tensors.items()
+    }
+    tied = {alias: attrs.evolve(wanted[name], tied_to=name) for alias, name in state.model.ties}
+    return 2 * len(canonical_json(asked({**wanted, **tied}))) + _SHORT_BYTES
+
+
+def _check_on_cpu(state: TrainState) -> None:
+    assert state.model is not None
+    for name, each in {**state.model.params, **state.model.buffers}.items():
+        if each.device.type != "cpu":
+            raise InvalidState(
+                f"state.model[{name!r}]",
+                expected="a tensor on the CPU, where the server adds what workers send",
+                found=f"one on {each.device}",
+                fix="make the state of a model on the CPU: outer_state(model.cpu())",
+            )
+
+
 def _rounds_of(state: TrainState, size: int, total: int | None) -> Rounds:
-    if isinstance(state.dataset, Opaque):
-        return resumed(state.dataset.value, size=size, total=total)
+    """The rounds that go on from the data position of a state; those of a new run if it has no rounds yet."""
+    position = state.dataset.value if isinstance(state.dataset, Opaque) else None
+    if isinstance(position, Mapping) and position.keys() >= {"next_index", "returned", "mark"}:
+        return resumed(position, size=size, total=total)
+    rounds = (state.trainer or Progress()).step
+    if rounds or state.dataset is not None:
+        raise InvalidState(
+            "state.dataset",
+            expected=f"the data position of a server, after {rounds} rounds",
+            found="none" if state.dataset is None else type(state.dataset).__name__,
+            fix="load the state with its dataset; or begin with the first sample on purpose, with the weights alone: "
+            "state.evolve(dataset=None, trainer=trainfold.Progress())",
+        )
     return Rounds(WorkUnits(size, total), secrets.token_hex(16))

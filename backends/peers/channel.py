@@ -190,7 +190,10 @@ class Channel:
 
     def _refused(self, expected: str, found: object) -> PeerRefused:
         return PeerRefused(
-            self._peer, expected=expected, found=found, fix="close it; look at who else can reach this port"
+            self._peer,
+            expected=expected,
+            found=found,
+            fix="use the same version and model on both sides; look at who else can reach this port",
         )
 
 

@@ -45,7 +45,7 @@ def outer_state(model: torch.nn.Module, *, optimizer: Optimizer = NESTEROV) -> T
         A state to save and load as any other: ``model``, ``optimizer`` and ``trainer``, which counts rounds and samples.
 
     Raises:
-        InvalidState: if nothing is trained.
+        InvalidState: if nothing is trained, or the model has no values yet.
 
     Examples:
         >>> state = outer_state(torch.nn.Linear(2, 1))
@@ -53,6 +53,14 @@ def outer_state(model: torch.nn.Module, *, optimizer: Optimizer = NESTEROV) -> T
         (torch.float64, 0)
     """
     named = named_tensors(model)
+    for name, each in {**named.params, **named.buffers}.items():
+        if each.is_meta:
+            raise InvalidState(
+                f"model[{name!r}]",
+                expected="the first weights of the run",
+                found="a tensor on meta",
+                fix="build the server's model as usual; only workers build theirs on meta",
+            )
     params = {name: each.detach().clone() for name, each in named.params.items()}
     trained = {
         name: params[name].double()

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,9 @@ from trainfold.backends.peers.channel import introduced
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.core.diloco.outer_step import NESTEROV, outer_state
 from trainfold.core.diloco.work_units import WorkUnit
-from trainfold.core.errors import InvalidArgument, PeerLost, PeerRefused, TrainfoldError
+from trainfold.core.errors import InvalidArgument, InvalidState, PeerLost, PeerRefused, TrainfoldError
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Opaque
 from trainfold.core.weights.source import Wanted
 from trainfold.properties.contracts import check_weight_source
 
@@ -305,13 +308,17 @@ def test_what_a_server_says_is_checked(case):
     listening.close()
 
 
-def test_a_server_that_stays_away_is_an_error_in_time():
+def test_a_server_that_stays_away_is_an_error_in_time(caplog):
+    """Meanwhile the log has the reason, once."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     begun = time.monotonic()
     with pytest.raises(PeerLost, match=f"127.0.0.1:{port}"):
         OuterClient("127.0.0.1", port, token=TOKEN, secs=5.0, retry_secs=0.3).work()
     assert 0.1 < time.monotonic() - begun < 5.0
+    assert len(caplog.messages) == 1
+    assert f"127.0.0.1:{port}" in caplog.text
+    assert "(tries again for 0.3 s)" in caplog.text
 
 
 def test_a_worker_that_sends_much_is_given_the_reason_of_a_refusal_and_does_not_try_again():
@@ -338,7 +345,7 @@ def test_what_was_trained_for_other_fragments_does_not_count():
         position = server._rounds.position()
         dict(client.take(WANTED))
         unit, port = client.work(), server.port
-    state = state.evolve(dataset=trainfold.core.state.state.Opaque(position))  # as a checkpoint has it
+    state = state.evolve(dataset=Opaque(position))  # as a checkpoint has it
     with DilocoServer(state, **given, fragments=2, port=port) as server:
         local = {name: each.detach() for name, each in model.named_parameters()}
         assert client.send(unit, local) is None
@@ -372,6 +379,85 @@ def test_a_round_sends_the_due_fragment_once_each_way(rounds):
         for now, then in zip((client.sent_bytes, client.received_bytes), before, strict=True):
             assert size <= now - then < size + 600 * len(local)
     client.close()
+
+
+@pytest.mark.parametrize("samples", [8, 4])
+def test_workers_hear_from_a_server_that_was_started_again_that_all_is_over(samples):
+    """It had been killed after its last round, or shortly before. It ended at once, or with the first worker, and the others waited for it for ten minutes."""
+    model = torch.nn.Linear(3, 1)
+    given = {"token": TOKEN, "unit_samples": 4, "optimizer": PLAIN, "grace_secs": 1.5}
+    local = {name: each.detach() for name, each in model.named_parameters()}
+
+    def client(port):
+        return OuterClient("127.0.0.1", port, token=TOKEN, secs=10.0, retry_secs=20.0)
+
+    with DilocoServer(outer_state(model, optimizer=PLAIN), total_samples=4, **given) as server:
+        first, port = client(server.port), server.port
+        dict(first.take(WANTED))
+        thread = threading.Thread(target=lambda: first.send(first.work(), local))
+        thread.start()
+        state = next(server.rounds())  # it is killed before the worker hears of it
+    with DilocoServer(state, total_samples=samples, port=port, **given) as server:
+        states = []
+        loop = threading.Thread(target=lambda: states.extend(server.rounds()))
+        loop.start()
+        thread.join(20)
+        if samples > 4:
+            dict(first.take(WANTED))
+            first.send(first.work(), local)
+        assert first.work() in {"stale", "over"}
+        first.close()
+        for _ in range(2):  # one after the other, so that none keeps the server up for the next
+            other = client(port)
+            assert other.work() == "over"
+            other.close()
+        loop.join(20)
+        assert not loop.is_alive()
+    assert [each.trainer.samples for each in states] == ([8] if samples > 4 else [])
+
+
+def test_a_request_is_as_long_as_the_names_of_the_model_need(rounds):
+    """U05: a program that knows the token could have the server keep 64 MB for each connection."""
+    client, unit = stuck(rounds)
+    channel = rounds.channel()
+    channel.send({"wanted": {f"{number}": ["float32", [1], [[0, 1]], None] for number in range(1000)}})
+    with pytest.raises(
+        PeerRefused, match=r"at most \d{4} bytes, found .* use the same version and model on both sides"
+    ):
+        channel.receive()
+    channel.close()
+    assert client.send(unit, rounds.local()) is not None
+    client.close()
+
+
+def test_a_state_that_has_rounds_and_no_data_position_is_refused(rounds):
+    """It began with the first sample again, in silence: as where a state was loaded without its dataset."""
+    rounds.work_off()
+    state = rounds.end()
+    given = {"token": TOKEN, "unit_samples": 4, "total_samples": 16, "optimizer": PLAIN}
+    for dataset in (None, Opaque({"loader": 3})):
+        with pytest.raises(
+            InvalidState, match=r"state.dataset: expected the data position of a server, after 4 rounds"
+        ):
+            DilocoServer(state.evolve(dataset=dataset), **given)
+    with DilocoServer(state.evolve(dataset=None, trainer=trainfold.Progress()), **given) as server:
+        assert server._rounds.units.next_index == 0
+
+
+def test_a_model_that_is_not_on_the_cpu_is_refused():
+    """A model on meta failed in the first outer step, and one on a GPU where workers had trained."""
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 1)
+    with pytest.raises(
+        InvalidState, match=r"model\['weight'\]: expected the first weights .* only workers build theirs on meta"
+    ):
+        outer_state(model)
+    state = outer_state(torch.nn.Linear(2, 1))
+    elsewhere = attrs.evolve(
+        state.model, params=Leaves({name: each.to("meta") for name, each in state.model.params.items()})
+    )
+    with pytest.raises(InvalidState, match=r"expected a tensor on the CPU"):
+        DilocoServer(state.evolve(model=elsewhere), token=TOKEN, unit_samples=4, total_samples=8)
 
 
 def test_numbers_are_checked():

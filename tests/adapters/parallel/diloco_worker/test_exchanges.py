@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 import trainfold
+import trainfold.errors
+from trainfold.backends.diloco.outer_client import OuterClient
 from trainfold.construct import materialize, on_meta
 from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.layout.slices import whole_box
+from trainfold.core.weights.source import Wanted
 from trainfold.diloco import DilocoServer, DilocoWorker, outer_state
 from trainfold.properties.contracts import check_weight_source
 
@@ -146,6 +150,34 @@ def test_a_buffer_that_training_changes_is_refused():
             for unit in worker.units(live):
                 train(model, optimizer, unit.start)
                 live.advance(samples=4)
+
+
+def test_work_that_did_not_count_is_a_warning_once_and_a_count():
+    """It was dropped in silence, and the worker took the weights of a later round."""
+    model = net()
+    with serving(net(), total_samples=12, grace_secs=0.1) as server:
+        worker, quick = worker_of(server), OuterClient("127.0.0.1", server.port, token=TOKEN, secs=10.0, retry_secs=0.0)
+        live = trainfold.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=worker)
+        live.take_weights()
+        wanted = {
+            name: Wanted("float32", tuple(each.shape), whole_box(tuple(each.shape)))
+            for name, each in model.named_parameters()
+        }
+        local = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+        def be_late():
+            """Another worker sends in time, and the round ends without this one."""
+            dict(quick.take(wanted))
+            assert quick.send(quick.work(), local) is not None
+
+        with pytest.warns(trainfold.errors.LateWork, match="samples 0 to 4 did not count.*grace_secs") as warned:  # noqa: PT031
+            for turn, _ in enumerate(worker.units(live)):
+                if turn < 2:
+                    be_late()
+        quick.close()
+    assert len(warned) == 1
+    assert worker.late_units == 2
+    assert server.states[-1].trainer.samples == 12
 
 
 def test_what_is_trained_here_and_not_there_is_refused():
