@@ -218,7 +218,7 @@ class SameBatch(UserWarning):
 
 
 class LateWork(UserWarning):
-    """A worker of DiLoCo has trained a unit that did not count."""
+    """The server of DiLoCo took nothing of what a worker has trained."""
 
 
 class StateDonated(TrainfoldError):

@@ -32,7 +32,7 @@ class DilocoWorker:
         retry_secs: how long the server may be gone, such as when it was killed and starts again.
 
     Attributes:
-        late_units: how many units it has trained that did not count. The first one is a warning (`LateWork`).
+        late_units: how many units it has trained of which the server took nothing. The first one is a warning (`LateWork`).
 
     Raises:
         PeerRefused: for a token that is too short.
@@ -171,9 +171,9 @@ class DilocoWorker:
         self.late_units += 1
         if self.late_units == 1:
             warn_user(
-                f"{self}: the work on samples {unit.start} to {unit.stop} did not count, and they are trained again: it came after the end of its "
-                "round, or the server went on from an older checkpoint. If it happens often, raise the server's grace_secs, or shorten its units; "
-                "worker.late_units counts further ones",
+                f"{self}: the server took nothing of the work on samples {unit.start} to {unit.stop}, and they are trained again unless they had counted: "
+                "it came after the end of its round, another worker was first, or the server was started again. If it happens often, raise the "
+                "server's grace_secs, or shorten its units; worker.late_units counts further ones",
                 LateWork,
             )
 

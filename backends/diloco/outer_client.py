@@ -28,7 +28,7 @@ from trainfold.core.weights.source import Wanted
 
 _LOG: Final = logging.getLogger("trainfold")
 _FIRST_PAUSE_SECS: Final = 0.05
-_LONGEST_PAUSE_SECS: Final = 5.0
+_LONGEST_PAUSE_SECS: Final = 1.0
 T = TypeVar("T")
 
 

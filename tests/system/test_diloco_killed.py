@@ -19,7 +19,7 @@ SERVER = """
 import sys, torch, trainfold
 from trainfold.diloco import DilocoServer, outer_state
 
-run, port, fragments, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+run, (port, fragments, every, grace_secs) = sys.argv[1], map(int, sys.argv[2:])
 plain = trainfold.optimizer(torch.optim.SGD, lr=1.0)
 model = torch.nn.ParameterDict({name: torch.zeros(SAMPLES) for name in "ab"})
 state = outer_state(model, optimizer=plain)
@@ -27,7 +27,7 @@ with trainfold.CheckpointManager(run, every=every, keep_last=2) as manager:
     if manager.should_load(state):
         state = manager.load(state)
     server = DilocoServer(state, token=TOKEN, unit_samples=UNIT, total_samples=SAMPLES, optimizer=plain, port=port,
-                          fragments=fragments, grace_secs=20.0)
+                          fragments=fragments, grace_secs=grace_secs)
     with server:
         print(server.port, flush=True)
         for state in server.rounds():
@@ -69,8 +69,8 @@ print("over", worker.sent_bytes, worker.received_bytes, flush=True)
 class Programs:
     """Starts and kills them."""
 
-    def __init__(self, warm_python, folder, *, fragments=1, every=1):
-        self.warm, self.folder, self.options = warm_python, folder, (fragments, every)
+    def __init__(self, warm_python, folder, *, fragments=1, every=1, grace_secs=1):
+        self.warm, self.folder, self.options = warm_python, folder, (fragments, every, grace_secs)
         self.port, self.rounds, self.ends = 0, [], {}
         self.all = []
 
@@ -116,6 +116,23 @@ def kill(process):
     process.wait()
 
 
+def wait_for_all(programs, server, workers):
+    """Wait until all have ended well; return what the server and each worker have printed. Where it ends before a worker has heard that all is over, it is started again, as the page says."""
+    lines, until = "", time.monotonic() + 120
+    while any(each.poll() is None for each in workers):
+        assert time.monotonic() < until
+        if server.poll() is not None:
+            lines += server.stdout.read()
+            assert server.returncode == 0
+            server = programs.server()
+        time.sleep(0.02)
+    lines += server.communicate(timeout=60)[0]
+    assert [each.returncode for each in (server, *workers)] == [0] * (1 + len(workers))
+    said = [each.stdout.read() for each in workers]
+    assert all("over" in each for each in said)
+    return lines, said
+
+
 def final_state(folder):
     model = torch.nn.ParameterDict({name: torch.zeros(SAMPLES) for name in "ab"})
     plain = trainfold.optimizer(torch.optim.SGD, lr=1.0)
@@ -130,9 +147,8 @@ def check_each_counted_once(state):
         assert all(any(abs(value - 1 / count) < 1e-9 for count in (1, 2, 3)) for value in each.tolist())
 
 
-@pytest.mark.slow(6)
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 def test_each_sample_counts_once_whoever_is_killed(seed, programs):
     """G09, J01, J05: a worker is killed and comes back with its own optimizer, the server is killed and goes on, and all end."""
     chance = random.Random(seed)
@@ -141,19 +157,16 @@ def test_each_sample_counts_once_whoever_is_killed(seed, programs):
     begun = [each.stdout.readline() for each in workers]
     assert begun == ["begins at 0\n"] * 3
     read_until(server, chance.randint(1, 3))
+    while not list((programs.folder / "worker-b").glob("step-*/manifest.json")):
+        time.sleep(0.005)
     time.sleep(chance.random() * 0.03)
     kill(workers[1])
     read_until(server, chance.randint(4, 5))
     workers[1] = programs.worker("b")
-    assert int(workers[1].stdout.readline().split()[-1]) > 0, "it continues from its own checkpoint"
-    time.sleep(chance.random() * 0.05)
+    time.sleep(chance.random() * 0.3)
     kill(server)
-    server = programs.server()
-    assert server.communicate(timeout=60)[0]
-    assert server.returncode == 0
-    for each in workers:
-        assert "over" in each.communicate(timeout=60)[0]
-        assert each.returncode == 0
+    _, said = wait_for_all(programs, programs.server(), workers)
+    assert int(said[1].splitlines()[0].removeprefix("begins at ")) > 0, "it continues from its own checkpoint"
     check_each_counted_once(final_state(programs.folder))
 
 
@@ -165,25 +178,20 @@ def test_what_the_server_had_not_saved_is_trained_again(seed, programs):
     """It saves every fifth round, so up to four are lost, and their units are handed out again to workers that take the older weights."""
     server = programs.server()
     workers = [programs.worker(name) for name in "ab"]
-    read_until(server, 8 + seed)
+    read_until(server, 7 + seed)
     kill(server)
-    server = programs.server()
-    assert "round 6" in server.communicate(timeout=60)[0]
-    for each in workers:
-        assert "over" in each.communicate(timeout=60)[0]
+    assert "round 6" in wait_for_all(programs, programs.server(), workers)[0]
     check_each_counted_once(final_state(programs.folder))
 
 
 @pytest.mark.slow(4)
 @pytest.mark.long
-@pytest.mark.parametrize("programs", [{"fragments": 2}], indirect=True)
+@pytest.mark.parametrize("programs", [{"fragments": 2, "grace_secs": 20}], indirect=True)
 def test_each_fragment_has_what_was_trained_when_its_turn_came(programs):
     """One after the other is exchanged, so a unit is in a fragment after at most as many rounds as there are fragments; the last unit is in one alone."""
     server = programs.server()
     workers = [programs.worker(name) for name in "ab"]
-    assert server.communicate(timeout=60)[0]
-    for each in workers:
-        assert "over" in each.communicate(timeout=60)[0]
+    wait_for_all(programs, server, workers)
     state = final_state(programs.folder)
     assert state.trainer.samples == SAMPLES
     moved = [(each > 0).sum().item() for each in state.model.params.values()]

@@ -170,7 +170,7 @@ def test_work_that_did_not_count_is_a_warning_once_and_a_count():
             dict(quick.take(wanted))
             assert quick.send(quick.work(), local) is not None
 
-        with pytest.warns(trainfold.errors.LateWork, match="samples 0 to 4 did not count.*grace_secs") as warned:  # noqa: PT031
+        with pytest.warns(trainfold.errors.LateWork, match="samples 0 to 4, and.*grace_secs") as warned:  # noqa: PT031
             for turn, _ in enumerate(worker.units(live)):
                 if turn < 2:
                     be_late()
