@@ -18,7 +18,8 @@ from trainfold.backends.diloco.messages import (
     send_tensors,
     unit_of,
 )
-from trainfold.backends.peers.channel import Channel, check_token, introduced, lost
+from trainfold.backends.peers.channel import Channel, lost
+from trainfold.backends.peers.introduction import check_token, introduced
 from trainfold.backends.peers.listener import prompt
 from trainfold.backends.weights.served import received_tensor
 from trainfold.backends.weights.server import asked

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Self, final
 
-import attrs
 import torch
 
 from trainfold.backends.diloco.messages import VERSION, field, receive_tensors, round_mark, send_tensors, unit_of
+from trainfold.backends.diloco.served_state import Rounded, check_on_cpu, longest_request, rounds_of
 from trainfold.backends.peers.channel import Channel
 from trainfold.backends.peers.listener import Listener
-from trainfold.backends.weights.server import asked, send_weights, wanted_of
+from trainfold.backends.weights.server import send_weights, wanted_of
 from trainfold.core.checks import count, positive
 from trainfold.core.diloco.fragments import Fragments, fragments_of
 from trainfold.core.diloco.outer_step import (
@@ -24,12 +24,9 @@ from trainfold.core.diloco.outer_step import (
     outer_step,
     trained_elements,
 )
-from trainfold.core.diloco.rounds import Rounds, resumed, waits_since
-from trainfold.core.diloco.work_units import WorkUnit, WorkUnits
-from trainfold.core.errors import InvalidState, PeerRefused
-from trainfold.core.format.codec import torch_dtype
-from trainfold.core.json_values import canonical_json
-from trainfold.core.layout.slices import whole_box
+from trainfold.core.diloco.rounds import Rounds, waits_since
+from trainfold.core.diloco.work_units import WorkUnit
+from trainfold.core.errors import PeerRefused
 from trainfold.core.state.state import Opaque, Progress, TrainState
 from trainfold.core.step.optimizer import Optimizer
 from trainfold.core.weights.source import Wanted
@@ -38,7 +35,6 @@ _PEER: Final = "a worker"
 _SECS: Final = 60.0
 _GRACE_SECS: Final = 60.0
 _WORKERS: Final = 64
-_SHORT_BYTES: Final = 4096  # of other requests
 
 
 @final
@@ -58,8 +54,8 @@ class DilocoServer:
         host: the address to listen on; by default this machine alone can connect.
         port: 0 for any free one, which `port` then has.
         secs: how long a worker may take for a frame.
-        grace_secs: how long a round waits for the others after the first worker has sent.
-        most_workers: how many may be connected at once; others are turned away.
+        grace_secs: how long a round waits for the others after the first worker has sent, and a worker without a unit for one of theirs.
+        most_workers: how many may be connected at once; others are turned away with the reason.
 
     Attributes:
         plan: which tensors are exchanged in which round; it prints as a table.
@@ -98,16 +94,16 @@ class DilocoServer:
         if total_samples is not None:
             count("total_samples", total_samples, least=0, fix="pass the samples of the run, over all epochs")
         check_outer_optimizer(state, optimizer)
-        _check_on_cpu(state)
+        check_on_cpu(state)
         self.plan: Fragments = fragments_of(trained_elements(state), fragments)
         self._state, self._optimizer, self._secs = state, optimizer, secs
         self._grace_secs = positive("grace_secs", grace_secs, fix="pass how long a round waits for late workers")
-        self._rounds = _rounds_of(state, size, total_samples)
+        self._rounds = rounds_of(state, size, total_samples)
         self._received: dict[str, Contribution] = {}
         self._waits: dict[str, float] = {}  # worker -> since when it waits for others
         self._is_open = True  # False while the weights of the next round are made and saved
         self._is_ended = self._is_closed = False
-        self._longest_request = _longest_request(state)
+        self._longest_request = longest_request(state)
         # workers of the server before this one may come back after the last round
         self._answers_until = time.monotonic() + self._grace_secs if (state.trainer or Progress()).step else 0.0
         self._changed = threading.Condition()
@@ -215,7 +211,7 @@ class DilocoServer:
                 if self._is_ended:
                     return
                 self._changed.wait(self._secs)
-        send_weights(channel, wanted, _Rounded(state), mark=mark)
+        send_weights(channel, wanted, Rounded(state), mark=mark)
 
     def _give_work(self, channel: Channel, worker: str, mark: str) -> None:
         while True:
@@ -286,65 +282,6 @@ class DilocoServer:
         send_tensors(channel, {name: model.params[name].to(each.dtype) for name, each in local.items()}, mark=mark)
 
 
-@final
-@attrs.frozen
-class _Rounded:
-    """The weights of a state, each trained one rounded once to the dtype that a worker has."""
-
-    state: TrainState
-
-    def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
-        model = self.state.model
-        assert model is not None
-        trained = trained_elements(self.state)
-        for name, each in wanted.items():
-            tensor = model.params.get(name, model.buffers.get(name))
-            if each.tied_to is not None or tensor is None:
-                continue
-            dtype = torch_dtype(each.dtype) if each.dtype else torch.float64
-            yield name, tensor.to(dtype) if name in trained and dtype.is_floating_point else tensor
-
-
 def _version(value: Any) -> None:
     if value != VERSION:
         raise ValueError(f"{value!r}")
-
-
-def _longest_request(state: TrainState) -> int:
-    """The most bytes of what a worker says in JSON: that it wants all tensors, each with a box and a dtype of its own."""
-    assert state.model is not None
-    tensors = {**state.model.params, **state.model.buffers}
-    wanted = {
-        name: Wanted("float64", tuple(each.shape), whole_box(tuple(each.shape))) for name, each in tensors.items()
-    }
-    tied = {alias: attrs.evolve(wanted[name], tied_to=name) for alias, name in state.model.ties}
-    return 2 * len(canonical_json(asked({**wanted, **tied}))) + _SHORT_BYTES
-
-
-def _check_on_cpu(state: TrainState) -> None:
-    assert state.model is not None
-    for name, each in {**state.model.params, **state.model.buffers}.items():
-        if each.device.type != "cpu":
-            raise InvalidState(
-                f"state.model[{name!r}]",
-                expected="a tensor on the CPU, where the server adds what workers send",
-                found=f"one on {each.device}",
-                fix="make the state of a model on the CPU: outer_state(model.cpu())",
-            )
-
-
-def _rounds_of(state: TrainState, size: int, total: int | None) -> Rounds:
-    """The rounds that go on from the data position of a state; those of a new run if it has no rounds yet."""
-    position = state.dataset.value if isinstance(state.dataset, Opaque) else None
-    if isinstance(position, Mapping) and position.keys() >= {"next_index", "returned", "mark"}:
-        return resumed(position, size=size, total=total)
-    rounds = (state.trainer or Progress()).step
-    if rounds or state.dataset is not None:
-        raise InvalidState(
-            "state.dataset",
-            expected=f"the data position of a server, after {rounds} rounds",
-            found="none" if state.dataset is None else type(state.dataset).__name__,
-            fix="load the state with its dataset; or begin with the first sample on purpose, with the weights alone: "
-            "state.evolve(dataset=None, trainer=trainfold.Progress())",
-        )
-    return Rounds(WorkUnits(size, total), secrets.token_hex(16))

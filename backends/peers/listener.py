@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from trainfold.backends.peers.channel import Channel, check_token, introduced
+from trainfold.backends.peers.channel import Channel
+from trainfold.backends.peers.introduction import check_token, introduced
 from trainfold.core.errors import PeerLost
 
 _PROOF_SECS: Final = 10.0  # for a program to prove that it knows the token

@@ -6,7 +6,8 @@ from typing import Any, Final, final
 
 import torch
 
-from trainfold.backends.peers.channel import Channel, check_token, introduced, lost
+from trainfold.backends.peers.channel import Channel, lost
+from trainfold.backends.peers.introduction import check_token, introduced
 from trainfold.backends.peers.listener import prompt
 from trainfold.backends.weights.server import asked
 from trainfold.core.errors import PeerRefused

@@ -29,7 +29,7 @@ class WeightServer:
         host: the address to listen on; by default this machine alone can connect.
         port: 0 for any free one, which `port` then has.
         secs: how long a client may take for a frame.
-        most_clients: how many may be connected at once; others are turned away.
+        most_clients: how many may be connected at once; others are turned away with the reason.
 
     Raises:
         PeerRefused: for a token that is too short.

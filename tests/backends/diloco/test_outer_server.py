@@ -14,7 +14,7 @@ import trainfold
 from trainfold.backends.diloco.messages import VERSION
 from trainfold.backends.diloco.outer_client import OuterClient
 from trainfold.backends.diloco.outer_server import DilocoServer
-from trainfold.backends.peers.channel import introduced
+from trainfold.backends.peers.introduction import introduced
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.core.diloco.outer_step import NESTEROV, outer_state
 from trainfold.core.diloco.work_units import WorkUnit

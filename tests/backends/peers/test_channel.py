@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainfold.backends.peers.channel
-from trainfold.backends.peers.channel import MAGIC, PIECE_BYTES, check_token, introduced
+from trainfold.backends.peers.channel import PIECE_BYTES
+from trainfold.backends.peers.introduction import MAGIC, check_token, introduced
 from trainfold.core.errors import PeerLost, PeerRefused
 
 TOKEN = "a token that both sides know"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainfold.backends.peers import listener
-from trainfold.backends.peers.channel import MAGIC, introduced
+from trainfold.backends.peers.introduction import MAGIC, introduced
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
 from trainfold.core.errors import PeerLost, PeerRefused
