@@ -188,15 +188,14 @@ def test_what_the_server_had_not_saved_is_trained_again(seed, programs):
 @pytest.mark.long
 @pytest.mark.parametrize("programs", [{"fragments": 2, "grace_secs": 20}], indirect=True)
 def test_each_fragment_has_what_was_trained_when_its_turn_came(programs):
-    """One after the other is exchanged, so a unit is in a fragment after at most as many rounds as there are fragments; the last unit is in one alone."""
+    """One after the other is exchanged, so what a worker has trained is in a fragment when the worker next sends it: only of its last unit a fragment may have nothing."""
     server = programs.server()
     workers = [programs.worker(name) for name in "ab"]
     wait_for_all(programs, server, workers)
     state = final_state(programs.folder)
     assert state.trainer.samples == SAMPLES
-    moved = [(each > 0).sum().item() for each in state.model.params.values()]
-    assert max(moved) == SAMPLES
-    assert SAMPLES - min(moved) <= 2 * UNIT  # the last round
+    missing = [SAMPLES - (each > 0).sum().item() for each in state.model.params.values()]
+    assert sum(missing) <= 2 * UNIT, "a unit of each worker, in one fragment"
 
 
 @pytest.mark.slow(90)
@@ -205,7 +204,7 @@ def test_the_example_ends_and_draws(root, tmp_path):
     """A worker and the server are killed in it; every sample counts."""
     run = tmp_path / "run"
     command = [sys.executable, root / "examples" / "diloco.py", run, "18000"]
-    assert subprocess.run(command, check=False, timeout=280).returncode == 0
+    assert subprocess.run(command, check=False, timeout=600).returncode == 0
     last = json.loads((run / "diloco.jsonl").read_text().splitlines()[-1])
     assert last["samples"] == 18000
     assert last["loss"] < 2.5
