@@ -21,12 +21,8 @@ from trainfold.adapters.cli.demo.model import GPT
 from trainfold.construct import materialize, on_meta
 from trainfold.diloco import DilocoServer, DilocoWorker, outer_state
 
-WORKERS, BATCH, STEPS, CONTEXT = (
-    3,
-    16,
-    25,
-    64,
-)  # windows of a step of a worker; its steps between two exchanges; bytes of a window
+WORKERS, CONTEXT = 3, 64  # bytes of a window
+BATCH, STEPS = 16, 25  # windows of a step of a worker; its steps between two exchanges
 CORPUS = make_corpus(help_text(), context=CONTEXT, heldout_bytes=20_000)
 CURSOR = trainfold.data.make_cursor(len(CORPUS.train), seed=0)
 
@@ -148,7 +144,7 @@ def main(run: Path, samples: int) -> None:
         return process
 
     def wait_for_round(number: int) -> None:
-        while len(points_of(run, "diloco, loss")) < number:
+        while server.is_alive() and len(points_of(run, "diloco, loss")) < number:
             time.sleep(0.05)
 
     server = start(serve, samples)
