@@ -179,6 +179,23 @@ def _exchanged(collectives: Collectives) -> object:
     return [bytes(each) for each in found] == [part(source, rank) for source in ranks]
 
 
+def _exchanged_in_groups(collectives: Collectives) -> object:
+    """Even and odd ranks exchange among themselves, and then the lower half and the upper half, which may be one rank."""
+    rank, size = collectives.rank, collectives.world_size
+    if not isinstance(collectives, Exchanges):
+        return True
+    halves = range(size // 2), range(size // 2, size)
+    for among in (range(rank % 2, size, 2), next(half for half in halves if rank in half)):
+        sizes = [0 if source == rank else 100 * source + rank for source in among]
+        parts = [[memoryview(bytes([rank]) * (100 * rank + target))] * (target != rank) for target in among]
+        found = collectives.exchange(parts, sizes, among=among, doing="exchange in groups")
+        if [bytes(each) for each in found] != [
+            bytes([source]) * size for source, size in zip(among, sizes, strict=True)
+        ]:
+            return False
+    return True
+
+
 def _bad_source(collectives: Collectives) -> object:
     return [
         _heard(lambda source=source: collectives.broadcast(1, source=source))[0]  # type: ignore[misc]
@@ -275,6 +292,10 @@ PEACE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {
         _same(lambda n: (True, [-rank for rank in range(n)], [list(range(n))])),
     ),
     "each rank gets the part that every other one has for it": (_exchanged, _same(lambda _: True)),
+    "each rank of a group gets the part that every other one of it has for it": (
+        _exchanged_in_groups,
+        _same(lambda _: True),
+    ),
     "a source outside of the world is refused": (_bad_source, _same(lambda _: [InvalidArgument.__name__] * 2)),
 }
 TROUBLE: Final[dict[str, tuple[Play, Callable[[int], list[Any]]]]] = {

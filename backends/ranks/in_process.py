@@ -146,11 +146,20 @@ class ThreadCollectives:
         """Copies of the values of all ranks, in rank order."""
         return copy.deepcopy(self._meet(Call("gather", "", doing), copy.deepcopy(value), is_vote=is_vote))
 
-    def exchange(self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, doing: str = "") -> list[bytes]:
+    def exchange(
+        self,
+        parts: Sequence[Sequence[memoryview]],
+        sizes: Sequence[int],
+        *,
+        among: Sequence[int] | None = None,
+        doing: str = "",
+    ) -> list[bytes]:
         """Copies of what each rank has for this one."""
         del sizes
-        given = self._meet(Call("exchange", "", doing), [b"".join(each) for each in parts])
-        return [each[self.rank] for each in given]
+        ranks = range(self.world_size) if among is None else among
+        mine = {rank: b"".join(each) for rank, each in zip(ranks, parts, strict=True)}
+        given = self._meet(Call("exchange", "", doing), mine)
+        return [given[rank][self.rank] for rank in ranks]
 
     def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_PendingInRoom":
         """Start to gather the numbers of all ranks."""

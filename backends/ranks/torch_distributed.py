@@ -35,7 +35,8 @@ from trainfold.backends.ranks.processes.left_in_children import keep_in_children
 from trainfold.backends.ranks.processes.mesh import Exchange, MeshExchange, PendingNumbers
 from trainfold.backends.ranks.processes.tree import TreeExchange
 from trainfold.backends.ranks.processes.waiting import Waiting, look_secs
-from trainfold.backends.ranks.wire import from_wire, to_wire
+from trainfold.backends.ranks.wire import all_from_wire, from_wire, to_wire
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.agreement.rank_tree import SAME_NODE, RankTree, rank_tree
 from trainfold.core.state.spec import dtype_name
@@ -169,10 +170,16 @@ class TorchCollectives:
             self.world_size,
         )  # not `self`, or its sockets would wait for the garbage collector
 
-        def mesh() -> Any:
+        def make_group(name: str, index: int, size: int) -> Any:
             # Not `new_group`: torch names a group made by its own ranks after the number of groups in this process. The number differs between
             # ranks after one of them has released a group, and it repeats.
-            return dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world_size, timeout)
+            return dist.ProcessGroupGloo(dist.PrefixStore(name, store), index, size, timeout)
+
+        def mesh() -> Any:
+            return make_group("group", rank, world_size)
+
+        self._make_group = make_group
+        self._groups: dict[tuple[int, ...], Any] = {}
 
         if tree is None:
             self._exchange: Exchange = MeshExchange(self._waiting, mesh() if group is None else group, self.world_size)
@@ -252,15 +259,20 @@ class TorchCollectives:
             RanksDisagree: if a rank calls something else.
             InvalidArgument: if the value cannot be encoded.
         """
-        return [
-            from_wire(each)
-            for each in self._exchange.meet(Call("gather", "", doing), self._bytes_of(value), self._deadline(is_vote))
-        ]
+        call, until = Call("gather", "", doing), self._deadline(is_vote)
+        return all_from_wire(self._exchange.meet(call, self._bytes_of(value), until))
 
     def exchange(
-        self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, doing: str = ""
+        self,
+        parts: Sequence[Sequence[memoryview]],
+        sizes: Sequence[int],
+        *,
+        among: Sequence[int] | None = None,
+        doing: str = "",
     ) -> list[memoryview]:
         """What each rank has sent to this one. A rank sends and receives what it has to, and no more.
+
+        The ranks of a group are connected to each other when they first exchange something.
 
         Raises:
             RankFailed: if a rank failed or was late.
@@ -268,23 +280,22 @@ class TorchCollectives:
         """
         call, until = Call("exchange", "", doing), Deadline(self._timeout_secs)
         self._exchange.meet(call, b"", until)
+        here = self.rank if among is None else among.index(self.rank)
         # a byte to itself: gloo wants something from each rank
         go, come = [sum(map(len, each)) for each in parts], list(sizes)
-        go[self.rank] = come[self.rank] = 1
+        go[here] = come[here] = 1
         given, received = (torch.empty(sum(each), dtype=torch.uint8) for each in (go, come))
         memory, place = tensor_bytes(given), 0
         for rank, each in enumerate(parts):
             for part in each:
                 memory[place : place + len(part)] = part
                 place += len(part)
-            place += rank == self.rank
-        work = start_all_to_all(self._mesh(call), received, given, until.left(), (come, go))
+            place += rank == here
+        work = start_all_to_all(self._mesh(call, among), received, given, until.left(), (come, go))
         self._waiting.wait(work, call, until)
         data, ends = tensor_bytes(received), [0, *accumulate(come)]
         found = [data[start:stop] for start, stop in pairwise(ends)]
-        return [
-            each[: size if rank != self.rank else 0] for rank, (each, size) in enumerate(zip(found, sizes, strict=True))
-        ]
+        return [each[: size if rank != here else 0] for rank, (each, size) in enumerate(zip(found, sizes, strict=True))]
 
     def start_gather(self, numbers: Sequence[int], *, doing: str = "") -> "_PendingGather":
         """Start to gather whole numbers below 2**63 of all ranks, at most 60. What goes wrong is raised when they are waited for."""
@@ -331,10 +342,16 @@ class TorchCollectives:
         is_cheap = self.world_size <= _MOST_BULLETIN_RANKS and is_of_tcp(self._dist, default_store(self._dist))
         return self._waiting.board.bulletin(f"bulletin/{self._bulletins}", self._waiting.look) if is_cheap else None
 
-    def _mesh(self, call: Call) -> Any:
-        """A group in which each rank is connected to each, of which all ranks make this call."""
+    def _mesh(self, call: Call, among: Sequence[int] | None = None) -> Any:
+        """A group in which each rank is connected to each, of all ranks or of some, for a call that all ranks make."""
         try:
-            return self._exchange.group()
+            if among is None:
+                return self._exchange.group()
+            if (ranks := tuple(among)) not in self._groups:
+                self._groups[ranks] = self._make_group(
+                    f"among/{digest_of(repr(ranks).encode())}", ranks.index(self.rank), len(ranks)
+                )
+            return self._groups[ranks]
         except RuntimeError as error:
             self._waiting.call_roll(f"it did not connect a mesh for {call}: {first_sentence(error)}", error)
 

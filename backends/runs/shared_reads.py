@@ -4,32 +4,42 @@
 verifies them in either case: no rank trusts another.
 """
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Final, NoReturn, TypeVar, final
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.protocol import SharedByRanks, Store
+from trainfold.core.digest import digest_of
 from trainfold.core.format.manifest import PIECE_BYTES, FileRecord, Manifest
-from trainfold.core.layout.shared_reads import ByteSpan, SharedRange, share_ranges
+from trainfold.core.json_values import canonical_json
+from trainfold.core.layout.agreement.rank_grid import RankGrid, rank_grid
+from trainfold.core.layout.shared_reads import ByteSpan, SharedRange, hops_of, share_ranges
 from trainfold.core.layout.world import Collectives, Exchanges
 from trainfold.core.resume.reads import ReadPlan
 
 T = TypeVar("T")
+_LOG: Final = logging.getLogger("trainfold")
 ROUND_BYTES: Final = 16 << 20  # what a rank takes, or sends, in a round
-_ROUND_RANKS: Final = 64  # more ranks have larger rounds, so that each reads 256 KiB at once if all need the same
-_RANKS_LIMIT: Final = 256  # rounds of 64 MiB
+_MESH_RANKS: Final = 256  # more ranks stand in a grid, in which a rank has fewer sockets
+_ROUND_RANKS: Final = (
+    64  # longer rows and columns have larger rounds, so that a rank reads 256 KiB at once if all need the same
+)
+_SPANS_LIMIT: Final = 2**19  # of all ranks, each distinct list once: about 150 MB
 _THREADS: Final = 8  # reads at once, from a store that was declared slow
 _READING: Final = "read for the other ranks"
 
 
 def may_share(store: Store, world: Collectives) -> bool:
     """Whether this rank is to read for others, and can."""
-    is_shared = isinstance(store, SharedByRanks) and store.is_shared
-    return is_shared and isinstance(world, Exchanges) and 1 < world.world_size <= _RANKS_LIMIT
+    return (
+        isinstance(store, SharedByRanks) and store.is_shared and isinstance(world, Exchanges) and world.world_size > 1
+    )
 
 
 @final
@@ -68,26 +78,47 @@ class SharedReads:
             RankFailed: on the other ranks.
         """
         plans: list[ReadPlan] = []
+        mine: list[tuple[int, int, int]] = []
 
-        def plan_spans() -> list[tuple[int, int, int]]:
+        def plan_spans() -> tuple[str, int]:
             plans.append(make_plan())
             files = {file.label: number for number, file in enumerate(_file_order(plans[0], manifest))}
-            return sorted((files[name], *span) for name, spans in plans[0].ranges.items() for span in spans)
+            mine[:] = sorted((files[name], *span) for name, spans in plans[0].ranges.items() for span in spans)
+            return digest_of(canonical_json(mine)), len(mine)
 
-        told = self.on_all_ranks(plan_spans, doing="plan what it reads")
-        wanted = [[ByteSpan(*span) for span in spans] for spans in told]
-        limit = max(ROUND_BYTES, ROUND_BYTES // _ROUND_RANKS * self.world_size)
-        rounds = share_ranges(wanted, unit_bytes=PIECE_BYTES, round_bytes=limit)
-        if not rounds:  # no two ranks need the same
+        wanted, needs = self._wanted(self.on_all_ranks(plan_spans, doing="plan what it reads"), mine)
+        grid = rank_grid(self.world_size, most_connected=_MESH_RANKS)
+        rounds = share_ranges(wanted, needs=needs, grid=grid, unit_bytes=PIECE_BYTES, round_bytes=round_bytes(grid))
+        first = next(rounds, None)
+        if first is None:  # no two ranks need the same
             yield plans[0], self._store
             return
         names = [file.path(plans[0].checkpoint) for file in _file_order(plans[0], manifest)]
-        shared = SharedStore(self._store, self, names, rounds)
+        shared = SharedStore(self._store, self, names, chain([first], rounds), grid)
         try:
             yield plans[0], shared  # type: ignore[misc]  # as much of a store as a reader needs
         except Exception as error:  # noqa: BLE001 - raised again
             shared.stop(error)
         shared.finish()
+
+    def _wanted(
+        self, told: Sequence[tuple[str, int]], mine: Sequence[tuple[int, int, int]]
+    ) -> tuple[list[list[ByteSpan]], list[int]]:
+        """The distinct lists of spans, each of which one rank sends, and which list each rank needs; no lists if they are too many."""
+        lists = {each: number for number, each in enumerate(dict.fromkeys(told))}
+        needs = [lists[each] for each in told]
+        if sum(count for _, count in lists) > _SPANS_LIMIT:
+            if self.rank == 0:
+                _LOG.warning(
+                    "each rank reads alone, though the store is shared: together they need %d parts of files, in %d different lists, and agree on %d at most",
+                    sum(count for _, count in lists), len(lists), _SPANS_LIMIT,
+                )  # fmt: skip
+            return [], needs
+        if len(lists) == 1:
+            return [[ByteSpan(*span) for span in mine]], needs
+        is_first = needs.index(needs[self.rank]) == self.rank
+        texts = self.gather(mine if is_first else [], doing="name what it reads")
+        return [[ByteSpan(*span) for span in texts[needs.index(number)]] for number in range(len(lists))], needs
 
     def on_all_ranks(self, action: Callable[[], T], *, doing: str) -> list[T]:
         """See `trainfold.backends.ranks.all_ranks.on_all_ranks`."""
@@ -99,12 +130,13 @@ class SharedReads:
             return self._world.gather(value, doing=doing, is_vote=is_vote)
 
     def exchange(
-        self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, doing: str
+        self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, among: Sequence[int], doing: str
     ) -> Sequence[bytes | memoryview]:
         """See `Exchanges.exchange`."""
         assert isinstance(self._world, Exchanges)  # `may_share`
+        some = {} if len(among) == self.world_size else {"among": among}
         with self._noted():
-            return self._world.exchange(parts, sizes, doing=doing)
+            return self._world.exchange(parts, sizes, doing=doing, **some)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -121,6 +153,12 @@ def _file_order(plan: ReadPlan, manifest: Manifest) -> list[FileRecord]:
     return sorted(manifest.files, key=lambda file: (places.get(file.component, -1), file.path(plan.checkpoint)))
 
 
+def round_bytes(grid: RankGrid) -> int:
+    """What a rank takes, or sends, in a round."""
+    longest = max(len(grid.row(grid.size - 1)), len(grid.column(0)))
+    return max(ROUND_BYTES, ROUND_BYTES // _ROUND_RANKS * longest)
+
+
 @final
 class SharedStore:
     """A store as a `PlanReader` uses it, in which ranks read for each other. It does a round when bytes of that round are asked for.
@@ -130,6 +168,7 @@ class SharedStore:
         ranks: the calls of the ranks.
         names: the name of each file, by its number in the ranges.
         rounds: who reads what, from `share_ranges`; the same on all ranks.
+        grid: how the ranks are connected.
     """
 
     in_order = True
@@ -139,16 +178,15 @@ class SharedStore:
         store: Store,
         ranks: SharedReads,
         names: Sequence[str],
-        rounds: Sequence[Sequence[SharedRange]],
+        rounds: Iterator[Sequence[SharedRange]],
+        grid: RankGrid,
     ) -> None:
-        self._store, self._ranks, self._names, self._rounds, self._done = store, ranks, names, rounds, 0
+        self._store, self._ranks, self._names, self._grid = store, ranks, names, grid
+        self._files = {name: number for number, name in enumerate(names)}
+        self._rounds = rounds
+        self._next = next(rounds, None)
         self._came: dict[tuple[int, int], memoryview] = {}
-        self._mine: dict[str, list[tuple[int, SharedRange]]] = {name: [] for name in names}
-        for number, each in enumerate(rounds):
-            for one in each:
-                if ranks.rank in one.takers:
-                    self._mine[names[one.file]].append((number, one))
-        self._starts = {name: [one.start for _, one in mine] for name, mine in self._mine.items()}
+        self._starts: list[tuple[int, int]] = []
 
     @property
     def url(self) -> str:
@@ -165,54 +203,61 @@ class SharedStore:
 
     def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
         """See `Store.read_into`; bytes of the plan, and none of those before the ones that were read last."""
-        view, mine, starts = buffer.cast("B"), self._mine[name], self._starts[name]
+        view, file = buffer.cast("B"), self._files[name]
         at, end = start, start + len(view)
         while at < end:
-            number, one = mine[bisect_right(starts, at) - 1]
-            while self._done <= number:
-                self._do_round()
-            stop = min(end, one.stop)
-            view[at - start : stop - start] = self._came[one.file, one.start][at - one.start : stop - one.start]
+            low, data = self._holding(file, at)
+            stop = min(end, low + len(data))
+            view[at - start : stop - start] = data[at - low : stop - low]
             at = stop
 
     def finish(self) -> None:
         """Take part in the rounds that are left, of which this rank needs nothing."""
-        while self._done < len(self._rounds):
+        while self._next is not None:
             self._do_round()
 
     def stop(self, error: Exception) -> NoReturn:
         """Report an error of this rank to those that wait for what it reads, and raise it."""
-        if self._done < len(self._rounds):
-            self._done = len(self._rounds)
+        if self._next is not None:
+            self._next = None
             self._ranks.on_all_ranks(partial(_raise, error), doing=_READING)
         raise error
 
+    def _holding(self, file: int, at: int) -> tuple[int, memoryview]:
+        """The range that has a byte: its first one, and its bytes. It does rounds until the byte has come."""
+        while True:
+            if before := bisect_right(self._starts, (file, at)):
+                found, low = place = self._starts[before - 1]
+                if found == file and at < low + len(self._came[place]):
+                    return low, self._came[place]
+            self._do_round()
+
     def _do_round(self) -> None:
-        """Read what this rank reads in the next round, send it, and keep what comes."""
-        me, number = self._ranks.rank, self._done
-        go: list[list[memoryview]] = [[] for _ in range(self._ranks.world_size)]
-        come: list[list[SharedRange]] = [[] for _ in go]
-        self._came = {}
-        reads = []
-        for one in self._rounds[number]:
-            if one.reader == me:
-                data = memoryview(bytearray(one.stop - one.start))
-                self._came[one.file, one.start] = data
-                reads.append(partial(self._store.read_into, self._names[one.file], data, start=one.start))
-                for rank in one.takers - {me}:
-                    go[rank].append(data)
-            elif me in one.takers:
-                come[one.reader].append(one)
-        self._done = len(self._rounds)  # after a failure no rank makes another call
+        """Read what this rank reads in the next round, send it, pass on what others read, and keep what this rank needs."""
+        ranges, me = self._next, self._ranks.rank
+        assert ranges is not None, "bytes of the plan are in some round"
+        self._next, self._came, self._starts = None, {}, []  # after a failure no rank makes another call
+        mine = [one for one in ranges if one.reader == me]
+        held = {(one.file, one.start): memoryview(bytearray(one.size_bytes)) for one in mine}
+        reads = [
+            partial(self._store.read_into, self._names[one.file], held[one.file, one.start], start=one.start)
+            for one in mine
+        ]
         self._ranks.on_all_ranks(partial(_read, reads), doing=_READING)
-        sizes = [sum(one.stop - one.start for one in each) for each in come]
-        for each, received in zip(come, self._ranks.exchange(go, sizes, doing=_READING), strict=True):
-            place = 0
-            for one in each:
-                end = place + one.stop - one.start
-                self._came[one.file, one.start] = memoryview(received)[place:end]
-                place = end
-        self._done = number + 1
+        for hop in hops_of(ranges, self._grid, me):
+            go = [[held[one.file, one.start] for one in hop.go.get(rank, ())] for rank in hop.ranks]
+            come = [hop.come.get(rank, []) for rank in hop.ranks]
+            sizes = [sum(one.size_bytes for one in each) for each in come]
+            for each, received in zip(
+                come, self._ranks.exchange(go, sizes, among=hop.ranks, doing=_READING), strict=True
+            ):
+                place = 0
+                for one in each:
+                    held[one.file, one.start] = memoryview(received)[place : place + one.size_bytes]
+                    place += one.size_bytes
+        self._came = {(one.file, one.start): held[one.file, one.start] for one in ranges if me in one.takers}
+        self._starts = sorted(self._came)
+        self._next = next(self._rounds, None)
 
 
 def _read(reads: Sequence[Callable[[], None]]) -> None:

@@ -85,13 +85,20 @@ class Exchanges(Protocol):
     """Collectives by which each rank can send every other rank something else."""
 
     def exchange(
-        self, parts: Sequence[Sequence[memoryview]], sizes: Sequence[int], *, doing: str = ""
+        self,
+        parts: Sequence[Sequence[memoryview]],
+        sizes: Sequence[int],
+        *,
+        among: Sequence[int] | None = None,
+        doing: str = "",
     ) -> Sequence[bytes | memoryview]:
         """Send bytes to each rank, and return what each rank has sent to this one.
 
         Args:
             parts: for each rank, the bytes that it gets, in one part or several; none for this rank itself.
             sizes: for each rank, how many bytes come from it, which both know beforehand.
+            among: the ranks of which ``parts`` and ``sizes`` are, this one among them; None for all. All ranks call, each of them in a group, and the ranks of a group name
+                the same ones in the same order.
             doing: see `Collectives`.
         """
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.backends.ranks.ordered_sum import sum_plan
-from trainfold.backends.ranks.wire import from_wire, to_wire
+from trainfold.backends.ranks.wire import all_from_wire, from_wire, to_wire
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.problem import Problem
@@ -80,6 +80,16 @@ def types_in(value):
     if isinstance(value, list | tuple):
         return type(value), [types_in(item) for item in value]
     return type(value), repr(value) if isinstance(value, float) else None
+
+
+@given(some=st.lists(values, max_size=3), picks=st.lists(st.integers(0, 2), max_size=6))
+def test_what_many_ranks_give_comes_back_as_from_each_alone(some, picks):
+    """And what can be changed is a copy for each rank, also where ranks give the same."""
+    given = [to_wire(some[pick]) for pick in picks if pick < len(some)]
+    found = all_from_wire(given)
+    assert [to_wire(each) for each in found] == given
+    changeable = [id(each) for each in found if isinstance(each, (list, dict, set, Loose))]
+    assert len(set(changeable)) == len(changeable)
 
 
 @given(value=values)

@@ -1,11 +1,14 @@
 """`share_ranges`: bytes that several ranks need are read by one of them, each rank gets exactly what it needs, and rounds are bounded."""
 
 import itertools
+from collections import Counter
 
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from trainfold.core.layout.shared_reads import ByteSpan, share_ranges
+from trainfold.core.layout.agreement.rank_grid import rank_grid
+from trainfold.core.layout.shared_reads import ByteSpan, hops_of, share_ranges
 
 
 @st.composite
@@ -18,44 +21,96 @@ def spans(draw):
     return found
 
 
-RANKS = st.lists(spans(), min_size=1, max_size=5)
+@st.composite
+def worlds(draw):
+    """Distinct lists of spans, and which one each of some ranks needs; in a mesh of all, or in a grid."""
+    wanted = draw(st.lists(spans(), min_size=1, max_size=4, unique_by=tuple))
+    needs = draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=11))
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(needs))}
+    wanted, needs = [wanted[each] for each in numbers], [numbers[each] for each in needs]
+    return wanted, needs, rank_grid(len(needs), most_connected=draw(st.sampled_from([3, 11])))
 
 
-@given(wanted=RANKS, unit=st.integers(1, 5), limit=st.integers(5, 12))
-def test_each_needed_byte_is_read_once_by_a_rank_that_needs_it_and_comes_to_all_that_do(wanted, unit, limit):
+@given(world=worlds(), unit=st.integers(1, 5), limit=st.integers(11, 16))
+def test_each_needed_byte_is_read_once_by_a_rank_that_needs_it_and_comes_to_all_that_do(world, unit, limit):
     """X03, X13: no other byte is read; and where no two ranks need the same, none of them waits for another."""
-    rounds = share_ranges(wanted, unit_bytes=unit, round_bytes=limit)
-    event(f"{min(len(rounds), 5)} rounds")
-    needs = [{(file, at) for file, start, stop in each for at in range(start, stop)} for each in wanted]
+    wanted, needs, grid = world
+    rounds = list(share_ranges(wanted, needs=needs, grid=grid, unit_bytes=unit, round_bytes=limit))
+    event(f"{min(len(rounds), 5)} rounds, {'a mesh' if grid.columns == 1 else 'a grid'}")
+    bytes_of = [{(file, at) for file, start, stop in each for at in range(start, stop)} for each in wanted]
     takers = {}
     for one in itertools.chain(*rounds):
         assert one.reader in one.takers
-        assert 0 < one.stop - one.start <= unit
+        assert 0 < one.size_bytes <= unit
         for at in range(one.start, one.stop):
             assert (one.file, at) not in takers
             takers[one.file, at] = one.takers
-    by_need = {at: {rank for rank, each in enumerate(needs) if at in each} for at in set().union(*needs)}
+    every = set().union(*(bytes_of[each] for each in needs))
+    by_need = {at: {rank for rank, each in enumerate(needs) if at in bytes_of[each]} for at in every}
     assert takers == (by_need if any(len(ranks) > 1 for ranks in by_need.values()) else {})
 
 
-@given(wanted=RANKS, unit=st.integers(1, 20), limit=st.integers(5, 12))
-def test_each_rank_takes_in_the_order_in_which_it_reads_and_no_more_in_a_round_than_a_limit(wanted, unit, limit):
-    rounds = share_ranges(wanted, unit_bytes=unit, round_bytes=limit)
+@given(world=worlds(), unit=st.integers(1, 20), limit=st.integers(11, 16))
+def test_each_rank_takes_in_the_order_in_which_it_reads_and_no_more_in_a_round_than_a_limit(world, unit, limit):
+    """P31: in either hop no rank sends or receives more, what it only passes on included."""
+    wanted, needs, grid = world
+    rounds = list(share_ranges(wanted, needs=needs, grid=grid, unit_bytes=unit, round_bytes=limit))
     assert all(rounds)
-    for rank in range(len(wanted)):
+    for rank in range(grid.size):
         mine = [[one for one in each if rank in one.takers] for each in rounds]
         order = [(one.file, one.start) for each in mine for one in each]
         assert order == sorted(order)
         for each in mine:
-            assert sum(one.stop - one.start for one in each) <= limit
-            assert sum((one.stop - one.start) * (len(one.takers) - 1) for one in each if one.reader == rank) <= limit
+            assert sum(one.size_bytes for one in each) <= limit
+        for each in rounds:
+            for hop in hops_of(each, grid, rank):
+                for way in (hop.go, hop.come):
+                    assert sum(one.size_bytes for some in way.values() for one in some) <= limit
 
 
-@given(spans=spans(), ranks=st.sampled_from([2, 3, 6, 512]), unit=st.integers(1, 5))
-def test_ranks_that_need_the_same_read_about_as_much_and_together_what_one_of_them_needs(spans, ranks, unit):
-    """X03: at any number of replicas."""
-    read = [0] * ranks
-    for one in itertools.chain(*share_ranges([spans] * ranks, unit_bytes=unit, round_bytes=512)):
-        read[one.reader] += one.stop - one.start
+@given(world=worlds(), unit=st.integers(1, 20), limit=st.integers(11, 16))
+def test_hops_bring_each_range_to_its_takers_over_neighbours_and_to_each_rank_once(world, unit, limit):
+    """X03: what one rank sends is what the other one expects, in the same order; a rank sends only what it has."""
+    wanted, needs, grid = world
+    for ranges in share_ranges(wanted, needs=needs, grid=grid, unit_bytes=unit, round_bytes=limit):
+        has = {rank: [one for one in ranges if one.reader == rank] for rank in range(grid.size)}
+        plans = [hops_of(ranges, grid, rank) for rank in range(grid.size)]
+        for hops in zip(*plans, strict=True):
+            before = {rank: set(each) for rank, each in has.items()}
+            for rank, hop in enumerate(hops):
+                assert rank in hop.ranks
+                for other, some in hop.go.items():
+                    assert other != rank
+                    assert set(some) <= before[rank]
+                    assert hops[other].ranks == hop.ranks
+                    assert hops[other].come[rank] == some
+                    has[other] += some
+                assert {source for source, some in hop.come.items() if some} <= set(hop.ranks) - {rank}
+            assert sum(map(len, [some for hop in hops for some in hop.go.values()])) == sum(
+                map(len, [some for hop in hops for some in hop.come.values()])
+            )
+        for rank, got in has.items():
+            assert max(Counter(got).values(), default=1) == 1
+            assert {one for one in ranges if rank in one.takers} <= set(got)
+
+
+@given(spans=spans(), ranks=st.sampled_from([2, 3, 6, 61, 512]), unit=st.integers(1, 5), most=st.sampled_from([4, 512]))
+def test_ranks_that_need_the_same_read_about_as_much_and_together_what_one_of_them_needs(spans, ranks, unit, most):
+    """X03: at any number of replicas; and no rank receives anything that it does not need."""
+    read, grid = [0] * ranks, rank_grid(ranks, most_connected=most)
+    for each in share_ranges([spans], needs=[0] * ranks, grid=grid, unit_bytes=unit, round_bytes=512):
+        for one in each:
+            read[one.reader] += one.size_bytes
+            assert len(one.takers) == ranks
     assert max(read) - min(read) <= unit
     assert sum(read) == sum(stop - start for _, start, stop in spans)
+
+
+@pytest.mark.parametrize("size", [257, 311, 512, 2_048, 16_381, 16_384])
+def test_a_rank_of_a_grid_has_about_two_roots_of_neighbours(size):
+    """X03: also where the number of ranks is a prime. Rows are disjoint, so are columns, and both hold all ranks."""
+    grid = rank_grid(size, most_connected=256)
+    assert max(map(grid.neighbours, range(size))) <= 3 * size**0.5
+    for groups in ({grid.row(rank) for rank in range(size)}, {grid.column(rank) for rank in range(size)}):
+        assert sorted(itertools.chain(*groups)) == list(range(size))
+        assert all(grid.relay(source, size - 1) in grid.column(size - 1) for source in range(0, size, 7))

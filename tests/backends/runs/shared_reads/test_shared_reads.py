@@ -110,28 +110,34 @@ def cuts_of(data, mesh, names):
     return {name: data.draw(st.sampled_from(rules)) for name in names}
 
 
-@settings(deadline=None, max_examples=15)
+GRID = 3  # ranks that are connected to each other; more stand in a grid
+
+
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_ranks_that_share_a_store_load_what_was_saved_and_read_each_byte_once(data):
-    """X01, X03: any rule on any mesh to any other, in small rounds, with small, uneven and empty parts, columns and replicas."""
+    """X01, X03: any rule on any mesh to any other, in small rounds, with small, uneven and empty parts, columns and replicas, in a mesh of all ranks or in a grid."""
     sizes = st.tuples(st.integers(1, 40), st.sampled_from([1, 9, 700, 9_000]))
     values = {name: noise(*data.draw(sizes)) for name in "abc"}
-    meshes = st.sampled_from([(1,), (2,), (3,), (2, 2)])
-    before, after = make_mesh(data.draw(meshes)), make_mesh(data.draw(meshes))
+    meshes = [(1,), (2,), (3,), (2, 2)]
+    before, after = (make_mesh(data.draw(st.sampled_from(some))) for some in (meshes, [*meshes, (5,), (2, 3), (7,)]))
     store = saved(values, cuts_of(data, before, values), before)
     cuts = cuts_of(data, after, values)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_reads, "ROUND_BYTES", data.draw(st.sampled_from([5_000, 300_000, 1 << 21])))
+        patch.setattr(shared_reads, "_MESH_RANKS", data.draw(st.sampled_from([GRID, 256])))
         outcomes, read = loads(store, values, cuts, after)
     check(outcomes, values, cuts, after)
-    event(f"{min(sum(call.kind == 'exchange' for call in outcomes[0].schedule), 3)} rounds")
+    event(f"{min(sum(call.kind == 'exchange' for call in outcomes[0].schedule), 3)} exchanges")
     if after.size > 1:
         assert sum(read) == size_of(values)
 
 
+@pytest.mark.parametrize("most", [GRID, 256])
 @pytest.mark.parametrize(("mesh", "cuts"), [((4,), COLUMNS), ((2, 2), [[0], [1]]), ((2, 2), [[], [1]]), ((6,), [[]])])
-def test_each_rank_reads_its_share_of_what_all_need(mesh, cuts):
+def test_each_rank_reads_its_share_of_what_all_need(mesh, cuts, most, monkeypatch):
     """X03: a load of tensor parallelism reads at most 1.25 x what it needs; six replicas together what one of them needs."""
+    monkeypatch.setattr(shared_reads, "_MESH_RANKS", most)
     values = {"w": noise(4096, 640), "v": noise(1000, 700), "small": noise(40, 60)}
     mesh, every = make_mesh(mesh), dict.fromkeys(values, cuts)
     store = saved(values, {name: [[0]] for name in values}, make_mesh((2,)))
@@ -141,23 +147,27 @@ def test_each_rank_reads_its_share_of_what_all_need(mesh, cuts):
     assert max(read) <= 1.25 * size_of(values) / mesh.size + PIECE_BYTES
 
 
-def test_what_is_in_flight_in_a_round_is_bounded(monkeypatch):
-    """P31: a rank sends no more than a limit, and has no more than it of what it has read for others and received."""
-    sent, came, exchange = [], [], ThreadCollectives.exchange
+@pytest.mark.parametrize("most", [GRID, 256])
+def test_what_is_in_flight_in_a_round_is_bounded(most, monkeypatch):
+    """P31: a rank sends no more than a limit in an exchange, and has no more than it of what it has read for others and received. Replicas receive nothing but what they need."""
+    sent, came, groups, exchange = [], [], set(), ThreadCollectives.exchange
 
-    def counted(self, parts, sizes, *, doing=""):
+    def counted(self, parts, sizes, *, among=None, doing=""):
         sent.append(sum(len(part) for each in parts for part in each))
         came.append(sum(sizes))
-        return exchange(self, parts, sizes, doing=doing)
+        groups.add(among)
+        return exchange(self, parts, sizes, among=among, doing=doing)
 
     monkeypatch.setattr(ThreadCollectives, "exchange", counted)
     monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    monkeypatch.setattr(shared_reads, "_MESH_RANKS", most)
     values, mesh = {"w": noise(2048, 640)}, make_mesh((5,))
     store = saved(values, {"w": [[0]]}, make_mesh((2,)))
     check(loads(store, values, {"w": [[]]}, mesh)[0], values, {"w": [[]]}, mesh)
     assert max(sent) <= 1 << 20
     assert max(came) <= 1 << 20
     assert sum(sent) == sum(came) == 4 * size_of(values)
+    assert groups == ({None} if most > 5 else {range(2), range(2, 5), range(0, 5, 2), range(1, 5, 2)})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -177,8 +187,8 @@ def test_bytes_that_change_between_ranks_fail_the_load_on_all_and_name_the_one_t
     """C07: it verifies what it receives, and the others begin no other round."""
     exchange = ThreadCollectives.exchange
 
-    def changed(self, parts, sizes, *, doing=""):
-        found = exchange(self, parts, sizes, doing=doing)
+    def changed(self, parts, sizes, **how):
+        found = exchange(self, parts, sizes, **how)
         return [bytes(len(each)) for each in found] if self.rank == 1 else found
 
     monkeypatch.setattr(ThreadCollectives, "exchange", changed)
@@ -241,17 +251,19 @@ def test_ranks_share_only_if_all_of_them_say_that_the_store_is_shared():
     assert run_threads(2, loaded) == [size_of(values)] * 2
 
 
-def test_a_rank_that_fails_in_any_call_fails_it_everywhere(monkeypatch):
-    """C07: no rank waits for it, and no rank goes on alone."""
-    values, mesh, cuts = {"w": noise(1024, 640)}, make_mesh((3,)), {"w": COLUMNS}
+@pytest.mark.parametrize(("ranks", "exchanges"), [(3, 3), (5, 8)])
+def test_a_rank_that_fails_in_any_call_fails_it_everywhere(ranks, exchanges, monkeypatch):
+    """C07: no rank waits for it, and no rank goes on alone; nor in either hop of a grid."""
+    values, mesh, cuts = {"w": noise(1024, 640)}, make_mesh((ranks,)), {"w": COLUMNS}
     store = saved(values, {"w": [[]]}, make_mesh((1,)))
     monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    monkeypatch.setattr(shared_reads, "_MESH_RANKS", GRID)
     schedule = loads(store, values, cuts, mesh)[0][0].schedule
     kinds = [call.kind for call in schedule]
-    assert kinds.count("exchange") == 3
-    for index in range(kinds.index("exchange") - 2, len(kinds)):
+    assert kinds.count("exchange") == exchanges
+    for index in range(kinds.index("exchange") - 3, len(kinds)):
         outcomes, _ = loads(store, values, cuts, mesh, fail_at=RankFault(1, index))
-        for rank in (0, 2):
+        for rank in {*range(ranks)} - {1}:
             assert type(outcomes[rank].error) is RankFailed
             assert outcomes[rank].error.rank == 1
             assert str(schedule[index]) in str(outcomes[rank].error)
@@ -274,7 +286,7 @@ def test_a_call_that_fails_on_one_rank_with_an_error_of_its_own_fails_it_everywh
 
 
 def load_columns(collectives, run, victim):
-    values, mesh = {"w": noise(4096, 640)}, make_mesh((3,))
+    values, mesh = {"w": noise(4096, 640)}, make_mesh((collectives.world_size,))
     wanted = state_of(values, {"w": COLUMNS}, mesh, collectives.rank)
 
     class Killed(Slow):
@@ -287,23 +299,30 @@ def load_columns(collectives, run, victim):
         state_of({"w": torch.zeros_like(values["w"])}, {"w": COLUMNS}, mesh, collectives.rank),
         Killed(LocalStore(run)),
     )
-    shared_reads.ROUND_BYTES = 4 << 20
+    shared_reads.ROUND_BYTES, shared_reads._MESH_RANKS = 4 << 20, GRID
     found = load(store, like=like, collectives=collectives, policy={"world": "adapt"})
-    return torch.equal(found.model.params["w"].tensor, wanted.model.params["w"].tensor), store.read_bytes
+    is_same = torch.equal(found.model.params["w"].tensor, wanted.model.params["w"].tensor)
+    return is_same, store.read_bytes, [list(each) for each in collectives._groups]
 
 
-def test_processes_share_as_threads_do_and_a_killed_one_is_named(processes, tmp_path):
-    """X03, C07: what a rank reads is at most 1.25 times what it needs."""
+@pytest.mark.parametrize(
+    ("ranks", "topology"), [(3, "mesh"), (4, "tree"), pytest.param(4, "mesh", marks=pytest.mark.long)]
+)
+def test_processes_share_as_threads_do_and_a_killed_one_is_named(ranks, topology, processes, tmp_path):
+    """X03, C07: what a rank reads is at most 1.25 times what it needs; four ranks stand in a grid of two rows."""
     values, run = {"w": noise(4096, 640)}, str(tmp_path / "run")
     save(state_of(values, {"w": [[]]}, make_mesh((1,)), 0), run)
-    how = {"timeout_secs": 60.0, "grace_secs": 0.5}
+    how = {"timeout_secs": 60.0, "grace_secs": 0.5, "topology": topology}
 
-    for is_same, read in processes.run(3, load_columns, run, None, collectives=how):
-        assert is_same
-        assert read <= 1.25 * size_of(values) / 3
-    ended = processes.outcomes(3, load_columns, run, 1, collectives=how)
-    assert [rank.code for rank in ended] == [1, -signal.SIGKILL, 1]
-    for rank in (0, 2):
+    found = processes.run(ranks, load_columns, run, None, collectives=how)
+    assert [is_same for is_same, _, _ in found] == [True] * ranks
+    assert sum(read for _, read, _ in found) == size_of(values)
+    assert max(read for _, read, _ in found) <= 1.25 * size_of(values) / ranks
+    grid = [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    assert [groups for _, _, groups in found] == (grid if ranks > GRID else [[]] * ranks)
+    ended = processes.outcomes(ranks, load_columns, run, 1, collectives=how)
+    assert [rank.code for rank in ended] == [1, -signal.SIGKILL, *[1] * (ranks - 2)]
+    for rank in {*range(ranks)} - {1}:
         assert ended[rank].error == "RankFailed"
         assert "rank 1" in ended[rank].text
 
