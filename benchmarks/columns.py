@@ -41,6 +41,7 @@ from trainfold.backends.runs.shared_reads import ROUND_BYTES, SharedReads, Share
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES
+from trainfold.core.layout.agreement.rank_grid import rank_grid
 from trainfold.core.layout.shared_reads import ByteSpan, share_ranges
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
@@ -134,8 +135,12 @@ class Case:
         self.itemsize, self.size_bytes = values.element_size(), values.nbytes
         self.rows, self.step = self._flat(values)
         self.world = TorchCollectives()
-        spans = [[ByteSpan(0, low, high) for low, high in ranges_of(self, box)] for box in self.boxes]
-        self.rounds = share_ranges(spans, unit_bytes=PIECE_BYTES, round_bytes=ROUND_BYTES)
+        spans = [tuple(ByteSpan(0, low, high) for low, high in ranges_of(self, box)) for box in self.boxes]
+        wanted, self.grid = list(dict.fromkeys(spans)), rank_grid(self.ranks, most_connected=self.ranks)
+        needs = list(map(wanted.index, spans))
+        self.rounds = list(
+            share_ranges(wanted, needs=needs, grid=self.grid, unit_bytes=PIECE_BYTES, round_bytes=ROUND_BYTES)
+        )
         self.placement = Replicate() if cut is None else Shard(cut)
         self.mesh = init_device_mesh("cpu", (self.ranks,))
         share = values.tensor_split(self.ranks)[self.rank].clone()
@@ -223,7 +228,7 @@ def read_once(case, store):
     """Read as a load does where ranks share a store."""
     if not case.rounds:
         return read_pieces(case, store)
-    shared = SharedStore(store, SharedReads(store, case.world), [NAME], case.rounds)
+    shared = SharedStore(store, SharedReads(store, case.world), [NAME], iter(case.rounds), case.grid)
     out = read_pieces(case, shared)
     shared.finish()
     return out

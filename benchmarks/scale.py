@@ -10,6 +10,8 @@ if it were a run of its own: what a rank opens of other stages is their part of 
 A parameter is five leaves: its weight in bfloat16, and a master, two moments and a step in float32. ``cuts`` are the axes of the mesh along which each
 dimension is cut, outermost first. Replicas divide the bytes of leaves that they hold alike; ``balance`` is how far the bytes of a rank are from its
 shares of them, and ``spread`` is the most that a rank writes over the mean, which is the balance of the state itself. ``peak`` is memory of Python.
+Ranks that share a slow store are those of replicas: ``alone`` and ``shared`` are what all read / what they need, each byte once; what a rank reads, receives, gets along
+its row to pass on, and sends is / what it needs. ``round`` is the most that it sends or receives at once.
 ``but cuts`` is ``read needed`` without up to 1 MiB for each shard through which a cut of the new mesh goes.
 """
 
@@ -25,6 +27,7 @@ import torch
 from _targets import Target, finish, machine, make_parser
 
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.runs.shared_reads import SharedReads, spans_of
 from trainfold.core.digest import digest_of
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.file_names import index_name
@@ -41,6 +44,7 @@ from trainfold.core.format.manifest import (
 )
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.format.structure.describe import Described, describe
+from trainfold.core.json_values import canonical_json
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
@@ -330,30 +334,47 @@ def resume_row(old, new):
     return {"model": old.model, "from": old.ranks, "ranks": new.ranks, "mesh": new.name, **row}
 
 
+class Resuming:
+    """One rank of a new world, and what it needs of the checkpoint of an old one."""
+
+    def __init__(self, old, new, rank):
+        specs = {
+            path: spec for name, each in said_of(new).items() if name != "rng" for path, spec in each.tensors.items()
+        }
+        known = cache(lambda spec: box_of(spec, rank))
+        self.boxes = {path: None if spec.placement is None else known(spec) for path, spec in specs.items()}
+        self.needed = sum(
+            volume(whole_box(spec.shape) if self.boxes[path] is None else self.boxes[path])
+            * STORED[spec.dtype].itemsize
+            for path, spec in specs.items()
+        )
+        self.targets = {
+            name: {path: self.boxes[path] for path in said_of(new)[name].tensors} for name in ("model", "optimizer")
+        }
+        self.needs = Needs(rank, new.size, lambda _component, path, _shape: self.boxes.get(path))
+        self.read = lambda name, _: wrote(old, int(name.split("-")[1]))[0]
+        self.asked = Opened(old)
+        needs = attrs.evolve(self.needs, opened=self.asked)
+        decode_manifest(roomy_root(old), "step-00000001", read=self.read, needs=needs)
+        self.root = root_of(old, self.asked)
+
+    def opened(self):
+        """Return the manifest, as the rank opens it."""
+        return without_collecting(decode_manifest)(self.root, "step-00000001", read=self.read, needs=self.needs)
+
+    def plan(self, manifest):
+        """Return the plan of its reads."""
+        actions = tuple(ComponentAction(name, "load") for name in ("model", "optimizer", "trainer"))
+        plan = ResumePlan("run", "step-00000001", manifest, actions, (), ())
+        return without_collecting(plan_reads)(plan, self.targets)
+
+
 def resume_of(old, new, rank):
     """Measure the resume of one rank."""
-    specs = {path: spec for name, each in said_of(new).items() if name != "rng" for path, spec in each.tensors.items()}
-    known = cache(lambda spec: box_of(spec, rank))
-    boxes = {path: None if spec.placement is None else known(spec) for path, spec in specs.items()}
-    needs = Needs(rank, new.size, lambda _component, path, _shape: boxes.get(path))
-    asked = Opened(old)
-    read = lambda name, _: wrote(old, int(name.split("-")[1]))[0]  # noqa: E731
-    decode_manifest(roomy_root(old), "step-00000001", read=read, needs=attrs.evolve(needs, opened=asked))
-    data = root_of(old, asked)
-
-    def opened(data):
-        return without_collecting(decode_manifest)(data, "step-00000001", read=read, needs=needs)
-
-    manifest, open_secs = timed(lambda: opened(data))
-    actions = tuple(ComponentAction(name, "load") for name in ("model", "optimizer", "trainer"))
-    plan = ResumePlan("run", "step-00000001", manifest, actions, (), ())
-    targets = {name: {path: boxes[path] for path in said_of(new)[name].tensors} for name in ("model", "optimizer")}
-    reads, read_secs = timed(lambda: without_collecting(plan_reads)(plan, targets))
-    spans = sum(stop - start for each in reads.ranges.values() for start, stop in each)
-    needed = sum(
-        volume(whole_box(spec.shape) if boxes[path] is None else boxes[path]) * STORED[spec.dtype].itemsize
-        for path, spec in specs.items()
-    )
+    resuming = Resuming(old, new, rank)
+    manifest, open_secs = timed(resuming.opened)
+    reads, read_secs = timed(lambda: resuming.plan(manifest))
+    spans, asked = bytes_of(reads), resuming.asked
     return {
         "open_secs": open_secs,
         "indexes": len(asked),  # of other ranks than 0
@@ -361,10 +382,121 @@ def resume_of(old, new, rank):
         "reads_secs": read_secs,
         "reads": sum(len(read.shards) for each in reads.components.values() for read in each.tensors.values()),
         "twice": reads.size_bytes / spans,
-        "peak_mb": peak_mb(lambda: without_collecting(plan_reads)(attrs.evolve(plan, manifest=opened(data)), targets)),
-        "read_needed": spans / needed,
-        "but_cuts": (spans - sum(min(beyond, PIECE_BYTES) for beyond in beyond_needs(reads))) / needed,
+        "peak_mb": peak_mb(lambda: resuming.plan(resuming.opened())),
+        "read_needed": spans / resuming.needed,
+        "but_cuts": (spans - sum(min(beyond, PIECE_BYTES) for beyond in beyond_needs(reads))) / resuming.needed,
     }
+
+
+def bytes_of(reads):
+    """Return the bytes of a plan of reads, each once."""
+    return sum(stop - start for each in reads.ranges.values() for start, stop in each)
+
+
+class Rest:
+    """The other ranks of a world that share a slow store, as one of them sees them. Bytes that they would send are not there; they are counted."""
+
+    def __init__(self, rank, plans, needs, spans_of):
+        self.rank, self.world_size = rank, len(needs)
+        self.spans = [spans_of(each) for each in plans]
+        told = [(digest_of(canonical_json(each)), len(each)) for each in self.spans]
+        self.needs, self.told = needs, [(told[each], None) for each in needs]
+        self.came, self.groups, self.nothing = {}, {}, memoryview(bytearray(1))
+
+    def gather(self, value, *, doing="", is_vote=False):
+        """Return what each rank has."""
+        del value, is_vote
+        if doing == "plan what it reads":
+            return self.told
+        if doing == "name what it reads":
+            return [self.spans[each] if self.needs.index(each) == rank else [] for rank, each in enumerate(self.needs)]
+        return [(None, None)] * self.world_size
+
+    def exchange(self, parts, sizes, *, among=None, doing=""):
+        """Count what goes and comes."""
+        del doing
+        group = range(self.world_size) if among is None else among
+        count = self.groups.setdefault(group, {"sent": 0, "received": 0, "most": 0})
+        sent = sum(len(part) for each in parts for part in each)
+        count["sent"] += sent
+        count["received"] += sum(sizes)
+        count["most"] = max(count["most"], sent, sum(sizes))
+        return [bytes(size) if size else b"" for size in sizes]
+
+
+class Counted:
+    """A slow store of which a rank reads nothing; it is counted."""
+
+    is_shared, url = True, "counted"
+
+    def __init__(self):
+        self.read_bytes = 0
+
+    def read_into(self, name, buffer, *, start=0):
+        """Count it."""
+        del name, start
+        self.read_bytes += len(buffer)
+
+
+def share_row(old, new):
+    """Measure a load in which ranks that need the same read for each other: by what one rank does, in the library's own code, without the bytes."""
+    cuts = new.fsdp * new.tp
+    resuming = [Resuming(old, new, rank) for rank in range(cuts)]
+    manifests = [each.opened() for each in resuming]
+    plans = [each.plan(manifest) for each, manifest in zip(resuming, manifests, strict=True)]
+    rank = new.size // 3
+    needs = [each % cuts for each in range(new.size)]
+    manifest, plan = manifests[needs[rank]], plans[needs[rank]]
+    rest = Rest(rank, plans, needs, lambda each: spans_of(each, manifest))
+    store = Counted()
+    found = {"rounds": 0, "read": 0}
+
+    def close():
+        begun()[0].gen.close()
+
+    def begun():
+        sharing = SharedReads(store, rest).planned(manifest, lambda: plan)
+        return sharing, sharing.__enter__()[1]
+
+    def shared(each):
+        while (ranges := each._next) is not None:  # noqa: SLF001 - what all ranks do in a round
+            found["read"] += sum(one.size_bytes for one in ranges)
+            found["rounds"] += 1
+            each._do_round()  # noqa: SLF001 - as above
+
+    (sharing, source), plan_secs = timed(begun)
+    _, round_secs = timed(lambda: shared(source))
+    sharing.__exit__(None, None, None)
+    needed, whole = bytes_of(plan), union_of(rest.spans)
+    along = [count for group, count in rest.groups.items() if group.step == 1 and len(rest.groups) > 1]
+    return {
+        "model": new.model,
+        "ranks": new.ranks,
+        "mesh": new.name,
+        "needed_gb": needed / 1e9,
+        "alone": needed * new.ranks / whole if cuts == 1 else sum(map(bytes_of, plans)) * new.dp / whole,
+        "shared": found["read"] / whole,
+        "read": store.read_bytes / needed,
+        "received": sum(count["received"] for count in rest.groups.values()) / needed,
+        "passed on": sum(count["received"] for count in along) / needed,
+        "sent": sum(count["sent"] for count in rest.groups.values()) / needed,
+        "sockets": sum(len(group) - 1 for group in rest.groups),
+        "round_mb": max(count["most"] for count in rest.groups.values()) / MB,
+        "rounds": found["rounds"],
+        "round_ms": 1e3 * round_secs / found["rounds"],
+        "plan_secs": plan_secs,
+        "peak_mb": peak_mb(close),
+    }
+
+
+def union_of(lists):
+    """Return the bytes that lists of spans have, each once."""
+    total, file, end = 0, -1, 0
+    for number, start, stop in sorted({span for spans in lists for span in spans}):
+        if number != file:
+            file, end = number, 0
+        total, end = total + max(0, stop - max(start, end)), max(end, stop)
+    return total
 
 
 def beyond_needs(reads):
@@ -397,7 +529,11 @@ def worlds(layers):
         (from_dense, dense(8, 3, 64, 8)), (from_dense, dense(8, 4, 48, 8)), (from_dense, dense(8, 1, 64, 4)),
         (from_experts, experts(8, 16, 12, 8)), (from_experts, experts(8, 8, 8, 4)),
     ]  # fmt: skip
-    return saves, resumes
+    few = min(layers, 16)  # of a model that a rank has room for
+    writers = Layout("dense", few, fsdp=8, tp=8)
+    shares = [Layout("dense", few, dp=ranks) for ranks in (512, 2_048, 16_384)]
+    shares += [Layout("dense", few, dp=2_048, tp=8), Layout("dense", few, dp=256, fsdp=8, tp=8)]
+    return saves, resumes, [(writers, each) for each in shares]
 
 
 def main():
@@ -405,12 +541,14 @@ def main():
     options = make_parser(__doc__, quick="16 layers on 8 and 64 ranks").parse_args()
     around = machine()
     layers = 16 if options.quick else 2000
-    saves, resumes = worlds(layers)
+    saves, resumes, shares = worlds(layers)
     if options.quick:
         old = Layout("dense", layers, 2, dp=2, fsdp=4, tp=4)
         saves, resumes = [Layout("dense", layers, fsdp=8), old], [(old, attrs.evolve(old, fsdp=3))]
+        shares = [(Layout("dense", 2, fsdp=2), Layout("dense", 2, dp=512))]
     rows = [save_row(layout) for layout in saves]
     moved = [resume_row(*pair) for pair in resumes]
+    shared = [share_row(*pair) for pair in shares]
     opened = "reading the root and the indexes, of a rank, CPU s"
     targets = [
         Target("plan of a save, of a rank, CPU s", most(rows, "plan_secs"), "<=", 0.2),
@@ -422,9 +560,18 @@ def main():
         Target("bytes read by ranks, but 1 MiB a cut / bytes that they need", most(moved, "but_cuts"), "<=", 1.02),
         Target("root, MB", most(rows, "root_mb"), "<=", 16),
         Target("index / files of its rank", most(rows, "index_ratio"), "<=", 0.001),
+        Target(
+            "bytes that ranks which share a store read of it / bytes that they need, each once",
+            most(shared, "shared"),
+            "<=",
+            1.05,
+        ),
+        Target("plan of shared reads, of a rank, CPU s", most(shared, "plan_secs"), "<=", 0.2),
+        Target("peak of that plan, MB", most(shared, "peak_mb"), "<=", 200),
+        Target("what a rank sends or receives at once of shared reads, MB", most(shared, "round_mb"), "<=", 67.2),
     ]
-    table = [*listed("save on", rows), "", *listed("resume on", moved)]
-    return finish(options, {"machine": around, "saves": rows, "resumes": moved}, targets, table)
+    table = [*listed("save on", rows), "", *listed("resume on", moved), "", *listed("share reads on", shared)]
+    return finish(options, {"machine": around, "saves": rows, "resumes": moved, "shared": shared}, targets, table)
 
 
 def most(rows, key):

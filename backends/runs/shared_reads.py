@@ -82,8 +82,7 @@ class SharedReads:
 
         def plan_spans() -> tuple[str, int]:
             plans.append(make_plan())
-            files = {file.label: number for number, file in enumerate(_file_order(plans[0], manifest))}
-            mine[:] = sorted((files[name], *span) for name, spans in plans[0].ranges.items() for span in spans)
+            mine[:] = spans_of(plans[0], manifest)
             return digest_of(canonical_json(mine)), len(mine)
 
         wanted, needs = self._wanted(self.on_all_ranks(plan_spans, doing="plan what it reads"), mine)
@@ -145,6 +144,12 @@ class SharedReads:
         except BaseException as error:
             self.broken = error
             raise
+
+
+def spans_of(plan: ReadPlan, manifest: Manifest) -> list[tuple[int, int, int]]:
+    """The spans of bytes that a plan reads, in the order in which they are read: the number of the file, the first byte, and one past the last."""
+    files = {file.label: number for number, file in enumerate(_file_order(plan, manifest))}
+    return sorted((files[name], *span) for name, spans in plan.ranges.items() for span in spans)
 
 
 def _file_order(plan: ReadPlan, manifest: Manifest) -> list[FileRecord]:

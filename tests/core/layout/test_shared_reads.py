@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from trainfold.core.layout.agreement.rank_grid import rank_grid
@@ -50,6 +50,19 @@ def test_each_needed_byte_is_read_once_by_a_rank_that_needs_it_and_comes_to_all_
     assert takers == (by_need if any(len(ranks) > 1 for ranks in by_need.values()) else {})
 
 
+ONE_READS_FOR_ITS_ROW = (  # ranks 1 and 2 have read much when the three of the first row need the same, so rank 0 reads it
+    [
+        [ByteSpan(1, 0, 12)],
+        [ByteSpan(0, 0, 24), ByteSpan(1, 0, 12)],
+        [ByteSpan(0, 30, 54), ByteSpan(1, 0, 12)],
+        [ByteSpan(2, 0, 1)],
+    ],
+    [0, 1, 2, *[3] * 8],
+    rank_grid(11, most_connected=3),
+)
+
+
+@example(world=ONE_READS_FOR_ITS_ROW, unit=12, limit=12)
 @given(world=worlds(), unit=st.integers(1, 20), limit=st.integers(11, 16))
 def test_each_rank_takes_in_the_order_in_which_it_reads_and_no_more_in_a_round_than_a_limit(world, unit, limit):
     """P31: in either hop no rank sends or receives more, what it only passes on included."""
@@ -92,6 +105,19 @@ def test_hops_bring_each_range_to_its_takers_over_neighbours_and_to_each_rank_on
         for rank, got in has.items():
             assert max(Counter(got).values(), default=1) == 1
             assert {one for one in ranges if rank in one.takers} <= set(got)
+
+
+@given(world=worlds(), unit=st.integers(1, 5))
+def test_ranks_with_the_same_needs_read_about_as_much_whatever_they_share_with_others(world, unit):
+    """X03: where no round is full."""
+    wanted, needs, grid = world
+    read = [0] * grid.size
+    for each in share_ranges(wanted, needs=needs, grid=grid, unit_bytes=unit, round_bytes=10**6):
+        for one in each:
+            read[one.reader] += one.size_bytes
+    for number in range(len(wanted)):
+        alike = [each for each, need in zip(read, needs, strict=True) if need == number]
+        assert max(alike) - min(alike) <= unit
 
 
 @given(spans=spans(), ranks=st.sampled_from([2, 3, 6, 61, 512]), unit=st.integers(1, 5), most=st.sampled_from([4, 512]))
