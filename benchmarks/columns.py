@@ -41,8 +41,9 @@ from trainfold.backends.runs.shared_reads import ROUND_BYTES, SharedReads, Share
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES
-from trainfold.core.layout.agreement.rank_grid import rank_grid
-from trainfold.core.layout.shared_reads import ByteSpan, share_ranges
+from trainfold.core.layout.sharing.ranges import ByteSpan
+from trainfold.core.layout.sharing.rank_grid import rank_grid
+from trainfold.core.layout.sharing.share_ranges import share_ranges
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
 

@@ -18,8 +18,10 @@ from trainfold.backends.stores.protocol import SharedByRanks, Store
 from trainfold.core.digest import digest_of
 from trainfold.core.format.manifest import PIECE_BYTES, FileRecord, Manifest
 from trainfold.core.json_values import canonical_json
-from trainfold.core.layout.agreement.rank_grid import RankGrid, rank_grid
-from trainfold.core.layout.shared_reads import ByteSpan, SharedRange, hops_of, share_ranges
+from trainfold.core.layout.sharing.hops import hops_of
+from trainfold.core.layout.sharing.ranges import ByteSpan, SharedRange
+from trainfold.core.layout.sharing.rank_grid import RankGrid, rank_grid
+from trainfold.core.layout.sharing.share_ranges import share_ranges
 from trainfold.core.layout.world import Collectives, Exchanges
 from trainfold.core.resume.reads import ReadPlan
 
@@ -190,6 +192,7 @@ class SharedStore:
         self._files = {name: number for number, name in enumerate(names)}
         self._rounds = rounds
         self._next = next(rounds, None)
+        self._at = (0, 0)  # what is before is not read any more
         self._came: dict[tuple[int, int], memoryview] = {}
         self._starts: list[tuple[int, int]] = []
 
@@ -230,6 +233,7 @@ class SharedStore:
 
     def _holding(self, file: int, at: int) -> tuple[int, memoryview]:
         """The range that has a byte: its first one, and its bytes. It does rounds until the byte has come."""
+        self._at = file, at
         while True:
             if before := bisect_right(self._starts, (file, at)):
                 found, low = place = self._starts[before - 1]
@@ -241,7 +245,8 @@ class SharedStore:
         """Read what this rank reads in the next round, send it, pass on what others read, and keep what this rank needs."""
         ranges, me = self._next, self._ranks.rank
         assert ranges is not None, "bytes of the plan are in some round"
-        self._next, self._came, self._starts = None, {}, []  # after a failure no rank makes another call
+        self._next = None  # after a failure no rank makes another call
+        self._came = {place: data for place, data in self._came.items() if place > self._at}
         mine = [one for one in ranges if one.reader == me]
         held = {(one.file, one.start): memoryview(bytearray(one.size_bytes)) for one in mine}
         reads = [
@@ -260,7 +265,7 @@ class SharedStore:
                 for one in each:
                     held[one.file, one.start] = memoryview(received)[place : place + one.size_bytes]
                     place += one.size_bytes
-        self._came = {(one.file, one.start): held[one.file, one.start] for one in ranges if me in one.takers}
+        self._came.update({(one.file, one.start): held[one.file, one.start] for one in ranges if me in one.takers})
         self._starts = sorted(self._came)
         self._next = next(self._rounds, None)
 
