@@ -60,7 +60,7 @@ class TorchCollectives:
     In a mesh, where each rank is connected to each, a call starts with one small all-gather, in which the ranks check that all make the same call.
     What a value has beyond 4 KiB, or half a KiB where there are thousands of ranks, follows in a second exchange: an all-gather, or a broadcast of
     what one rank gives. In a tree the ranks of a node are connected to its first one, and that to a few others: values go up to rank 0, and come
-    down. Sums of floats and exchanges make a mesh there too, when the first of them is called. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises `RankFailed`, with the same text
+    down. Sums of floats and exchanges of all ranks make a mesh there too, when the first of them is called, and exchanges of groups a mesh of each group. A waiting rank also watches for trouble. If a rank raises (and reports it with `fail`), dies, or is late, every other rank raises `RankFailed`, with the same text
     everywhere. A rank that posted no error is named after a roll call of ``grace_secs``; a rank that is only busy elsewhere cannot be
     distinguished from it and is named too. Afterwards every call raises that error again: restart the job.
 

@@ -65,8 +65,8 @@ class SharedReads:
     def planned(self, manifest: Manifest, make_plan: Callable[[], ReadPlan]) -> Iterator[tuple[ReadPlan, Store]]:
         """A context in which the ranks read. All of them enter it; if one fails in it, the others leave it at the next round.
 
-        Memory: beside what is loaded, a rank has at most about four times `ROUND_BYTES`: what it has read or received, what it sends and receives now, and
-        what it sent last, which its collectives keep until the next exchange.
+        Memory: beside what is loaded, a rank has at most about five times `round_bytes`: what it has read or received, of this round and before its turn, what it sends and
+        receives now, and what it sent last, which its collectives keep until the next exchange.
 
         Args:
             manifest: of the checkpoint; the same on all ranks.
@@ -105,7 +105,7 @@ class SharedReads:
     def _wanted(
         self, told: Sequence[tuple[str, int]], mine: Sequence[tuple[int, int, int]]
     ) -> tuple[list[list[ByteSpan]], list[int]]:
-        """The distinct lists of spans, each of which one rank sends, and which list each rank needs; no lists if they are too many."""
+        """The distinct lists of spans, each of which one rank sends, and which list each rank needs; empty lists if they have too many."""
         lists = {each: number for number, each in enumerate(dict.fromkeys(told))}
         needs = [lists[each] for each in told]
         if sum(count for _, count in lists) > _SPANS_LIMIT:
@@ -114,7 +114,7 @@ class SharedReads:
                     "each rank reads alone, though the store is shared: together they need %d parts of files, in %d different lists, and agree on %d at most",
                     sum(count for _, count in lists), len(lists), _SPANS_LIMIT,
                 )  # fmt: skip
-            return [], needs
+            return [[] for _ in lists], needs
         if len(lists) == 1:
             return [[ByteSpan(*span) for span in mine]], needs
         is_first = needs.index(needs[self.rank]) == self.rank

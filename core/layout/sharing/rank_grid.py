@@ -34,7 +34,7 @@ class RankGrid:
 
     def row(self, rank: int) -> range:
         """The ranks of its row."""
-        start = self._start(rank)
+        start = self.row_start(rank)
         is_last = start + 2 * self.columns > self.size
         return range(start, self.size if is_last else start + self.columns)
 
@@ -45,14 +45,14 @@ class RankGrid:
     def relay(self, source: int, rank: int) -> int:
         """From which rank of its own column a rank gets what another one has: that one itself, or the first of its row in this column."""
         column = rank % self.columns
-        return source if source % self.columns == column else self._start(source) + column
+        return source if source % self.columns == column else self.row_start(source) + column
 
     def neighbours(self, rank: int) -> int:
         """The ranks to which it is connected."""
         along = len(self.row(rank)) - 1 if self.columns > 1 else 0
         return along + len(self.column(rank)) - 1
 
-    def _start(self, rank: int) -> int:
+    def row_start(self, rank: int) -> int:
         """The first rank of its row."""
         return min(rank // self.columns, self.size // self.columns - 1) * self.columns
 

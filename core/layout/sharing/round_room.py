@@ -115,7 +115,7 @@ class RoundRoom:
         if number not in self._readers:
             rows = self._readers[number] = {}
             for rank in self._ranks[number]:
-                rows.setdefault(self._grid.row(rank).start, []).append((0, rank))
+                rows.setdefault(self._grid.row_start(rank), []).append((0, rank))
         return self._readers[number]
 
     def _sends(self, reader: int, row: int, size: int, takers: Takers) -> bool:

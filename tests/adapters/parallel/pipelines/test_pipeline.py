@@ -1,6 +1,8 @@
 """Stages of a pipeline are attached as `PipelineStage` objects; the ranks save one model. Here ranks are threads, and stages only say where they are."""
 
 import copy
+import logging
+import os
 import warnings
 
 import attrs
@@ -13,14 +15,15 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.ranks.in_process import InjectedFailure, RankFault, run_threads, thread_outcomes
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import InvalidArgument, RanksDisagree
+from trainfold.core.errors import HalfRestored, InvalidArgument, RankFailed, RanksDisagree, SaveFailedElsewhere
 from trainfold.core.format.fingerprint import fingerprint
 
 LAYERS = 6
+STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak") else 12
 
 
 @attrs.frozen
@@ -112,6 +115,40 @@ def whole(store):
         manager.restore(live)
     found = fingerprint(live.capture())
     return {name: found[name] for name in ("model", "optimizer", "scheduler", "trainer")}
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.CheckpointPassedOver")  # what a save has written
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_of_a_pipeline_that_fails_at_any_call_ends_all_ranks_in_that_call(count, caplog):
+    """C07, P06: to describe the stages and to put them together too. The other rank names it, and a restart continues from a step that both have."""
+    caplog.set_level(logging.CRITICAL)
+
+    def outcomes(store, steps, fault=None):
+        work = lambda world: train(world.rank, 2, count, steps=steps, store=store, world=world)
+        return thread_outcomes(2, work, fail_at=fault)
+
+    def first_run():
+        store = MemoryStore()
+        assert [each.error for each in outcomes(store, 1)] == [None, None]
+        return store
+
+    whole_run, other = outcomes(first_run(), 2)
+    assert whole_run.error is other.error is None
+    assert whole_run.schedule == other.schedule
+    calls = whole_run.schedule
+    assert [call.doing for call in calls].count("describe its stages") == 2
+    cases = [(index, victim) for index in range(len(calls)) for victim in (0, 1)]
+    for index, victim in cases[count % STRIDE :: STRIDE]:
+        store = first_run()
+        ended = outcomes(store, 2, RankFault(victim, index))
+        failed, survivor = ended[victim], ended[1 - victim]
+        case = calls[index], victim, failed.error, survivor.error
+        assert isinstance(failed.error, InjectedFailure | HalfRestored), case
+        assert isinstance(survivor.error, RankFailed | SaveFailedElsewhere | HalfRestored), case
+        assert survivor.error.rank == victim, case
+        assert {len(each.schedule) for each in ended} == {index + 1}, case
+        again = outcomes(store, 2)
+        assert [(each.error, each.schedule == again[0].schedule) for each in again] == [(None, True)] * 2, case
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 4), (3, 3), (1, 2)])

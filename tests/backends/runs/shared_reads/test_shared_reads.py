@@ -149,7 +149,7 @@ def test_each_rank_reads_its_share_of_what_all_need(mesh, cuts, most, monkeypatc
 
 @pytest.mark.parametrize("most", [GRID, 256])
 def test_what_is_in_flight_in_a_round_is_bounded(most, monkeypatch):
-    """P31: a rank sends no more than a limit in an exchange, and has no more than it of what it has read for others and received. Replicas receive nothing but what they need."""
+    """X13: a rank sends no more than a limit in an exchange, and has no more than it of what it has read for others and received. Replicas receive nothing but what they need."""
     sent, came, groups, exchange = [], [], set(), ThreadCollectives.exchange
 
     def counted(self, parts, sizes, *, among=None, doing=""):
@@ -249,6 +249,34 @@ def test_ranks_share_only_if_all_of_them_say_that_the_store_is_shared():
         return mine.read_bytes
 
     assert run_threads(2, loaded) == [size_of(values)] * 2
+
+
+@pytest.mark.parametrize(("mesh", "cuts", "named"), [((6,), [[]], 0), ((2, 3), [[1]], 3)])
+def test_ranks_with_the_same_needs_name_them_once(mesh, cuts, named, monkeypatch):
+    """N01: replicas compare digests, and name nothing; of two groups that are cut alike, one names what both need."""
+    values, mesh, gather, told = {"w": noise(60, 9_000)}, make_mesh(mesh), ThreadCollectives.gather, []
+
+    def noted(self, value, *, doing="", is_vote=False):
+        told.extend([value] if doing == "name what it reads" else [])
+        return gather(self, value, doing=doing, is_vote=is_vote)
+
+    store = saved(values, {"w": [[]]}, make_mesh((1,)))
+    monkeypatch.setattr(ThreadCollectives, "gather", noted)
+    outcomes, read = loads(store, values, {"w": cuts}, mesh)
+    check(outcomes, values, {"w": cuts}, mesh)
+    assert sum(read) == size_of(values)
+    assert sum(map(bool, told)) == named
+
+
+def test_ranks_whose_needs_are_too_many_parts_read_alone_and_rank_0_logs_it(monkeypatch, caplog):
+    """X13: who declared a shared store learns that it does not help."""
+    values, mesh, cuts = {"w": noise(4096, 640)}, make_mesh((2,)), {"w": COLUMNS}
+    store = saved(values, {"w": [[]]}, make_mesh((1,)))
+    monkeypatch.setattr(shared_reads, "_SPANS_LIMIT", 0)
+    outcomes, read = loads(store, values, cuts, mesh)
+    check(outcomes, values, cuts, mesh)
+    assert read == [size_of(values)] * 2
+    assert [each.getMessage().partition(",")[0] for each in caplog.records] == ["each rank reads alone"] * 1
 
 
 @pytest.mark.parametrize(("ranks", "exchanges"), [(3, 3), (5, 8)])

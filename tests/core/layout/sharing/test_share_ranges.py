@@ -67,7 +67,7 @@ ONE_READS_FOR_ITS_ROW = (  # ranks 1 and 2 have read much when the three of the 
 @example(world=ONE_READS_FOR_ITS_ROW, unit=12, limit=12)
 @given(world=worlds(), unit=st.integers(1, 20), limit=st.integers(11, 16))
 def test_each_rank_has_little_before_it_reads_it_and_takes_no_more_in_a_round_than_a_limit(world, unit, limit):
-    """P31: in either hop no rank sends or receives more, what it only passes on included."""
+    """X13: in either hop no rank sends or receives more, what it only passes on included."""
     wanted, needs, grid = world
     rounds = list(share_ranges(wanted, needs=needs, grid=grid, unit_bytes=unit, round_bytes=limit))
     assert all(rounds)
@@ -113,7 +113,7 @@ def test_hops_bring_each_range_to_its_takers_over_neighbours_and_to_each_rank_on
 
 @pytest.mark.parametrize("lists", [2, 4, 9])
 def test_ranks_read_what_is_their_own_at_the_same_time_though_all_need_a_little_of_each_file(lists):
-    """P31: as where parameters are cut and norms are not. One after the other took as many times longer as there were ranks."""
+    """X13: as where parameters are cut and norms are not. One after the other took as many times longer as there were ranks."""
     wanted = [
         [ByteSpan(file, 0, 8) if file != own else ByteSpan(file, 0, 400) for file in range(lists)]
         for own in range(lists)
