@@ -24,7 +24,7 @@ KEYS = {
     "plan": {"plans", "ranks", "growth", "checkpoints", "find_newest_secs"},
     "ranks": {"size", "rounds", "rows"},
     "replicas": {"hashed", "summed", "rows"},
-    "scale": {"saves", "resumes"},
+    "scale": {"saves", "resumes", "shared"},
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},

@@ -170,6 +170,26 @@ def test_what_is_in_flight_in_a_round_is_bounded(most, monkeypatch):
     assert groups == ({None} if most > 5 else {range(2), range(2, 5), range(0, 5, 2), range(1, 5, 2)})
 
 
+@pytest.mark.parametrize(("mesh", "cuts"), [((3,), [[0]]), ((3,), COLUMNS), ((2, 2), [[], [0]])])
+def test_what_a_rank_keeps_is_bounded(mesh, cuts, monkeypatch):
+    """X13: of a round, and of what came before its turn. What has been read is dropped."""
+    kept, do_round = [], shared_reads.SharedStore._do_round
+
+    def noted(self):
+        do_round(self)
+        kept.append(sum(map(len, self._came.values())))
+
+    monkeypatch.setattr(shared_reads.SharedStore, "_do_round", noted)
+    monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    values = {name: noise(1500, 640) for name in "abc"} | {name: noise(3, 70) for name in "no"}
+    mesh, cuts = make_mesh(mesh), {name: cuts if name in "abc" else [[]] for name in values}
+    store = saved(values, {name: [[0]] if name in "abc" else [[]] for name in values}, make_mesh((3,)))
+    outcomes, read = loads(store, values, cuts, mesh)
+    check(outcomes, values, cuts, mesh)
+    assert sum(read) == size_of(values)
+    assert max(kept) <= 2 << 20
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bytes_that_change_on_their_way_to_a_rank_fail_the_load_on_all_and_name_the_file(rank, monkeypatch):
     """C07: also on the ranks to which it sent them, since no rank trusts another; no rank begins another round."""
