@@ -547,7 +547,7 @@ def main():
     if options.quick:
         old = Layout("dense", layers, 2, dp=2, fsdp=4, tp=4)
         saves, resumes = [Layout("dense", layers, fsdp=8), old], [(old, attrs.evolve(old, fsdp=3))]
-        shares = [(Layout("dense", 2, fsdp=2), Layout("dense", 2, dp=512))]
+        shares = [(Layout("dense", 1, fsdp=2), Layout("dense", 1, dp=512))]
     rows = [save_row(layout) for layout in saves]
     moved = [resume_row(*pair) for pair in resumes]
     shared = [share_row(*pair) for pair in shares]

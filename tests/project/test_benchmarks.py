@@ -74,6 +74,9 @@ TARGETS = {
         "bytes that they need",
         "root, MB",
         "index /",
+        "share a store",
+        "plan of shared reads",
+        "at once of shared reads",
     ],
     "stall": [
         "call, ms",

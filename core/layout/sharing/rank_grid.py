@@ -15,7 +15,7 @@ from trainfold.core.errors import InvalidArgument
 @final
 @attrs.frozen
 class RankGrid:
-    """Where ranks stand, row by row. The last row has all that are left, so every row has a rank in each column, also where the number of ranks is no product.
+    """Where ranks stand, row by row. The last row has all that are left, so every row has a rank in each column, also where the number of ranks is not a product.
 
     Attributes:
         size: the number of ranks.

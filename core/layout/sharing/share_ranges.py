@@ -23,10 +23,9 @@ def share_ranges(
 ) -> Iterator[list[SharedRange]]:
     """Decide what ranks read for each other, in rounds. Every rank decides the same.
 
-    Laws: each byte that a rank needs is in one range, whose takers are the ranks that need it; no other byte is in any. When a byte has
-    come to a rank, all before it have too, but for as much as ``round_bytes`` that came early. In a round no rank takes more than ``round_bytes``, what it reads itself included, and no rank sends
-    more in either hop. Where all ranks need the
-    same, no rank reads more than a range above another.
+    Laws: each byte that a rank needs is in one range, whose takers are the ranks that need it; no other byte is in any. When a byte has come to a rank, all before it have
+    too, and no more than ``round_bytes`` of those after it from earlier rounds. In a round no rank takes more than ``round_bytes``, what it reads itself included, and no rank
+    sends more in either hop. Where all ranks need the same, no rank reads more than a range above another; in a grid, if its rows have one length.
 
     Args:
         wanted: the lists of spans that ranks need, each list once: disjoint, none touching the next, and in the order in which they are read.

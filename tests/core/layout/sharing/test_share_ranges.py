@@ -148,6 +148,20 @@ def test_ranks_that_need_the_same_read_about_as_much_and_together_what_one_of_th
     assert sum(read) == sum(stop - start for _, start, stop in spans)
 
 
+@pytest.mark.parametrize(("ranks", "most"), [(36, 4), (36, 36), (37, 4)])
+def test_replicas_read_about_as_much_and_rounds_are_full_over_many_rounds(ranks, most):
+    """X13: in a mesh and in a grid. Ranks of a longer row read less, since all ranks of it pass on what one reads."""
+    read, grid, size = [0] * ranks, rank_grid(ranks, most_connected=most), 20_000
+    spans = [ByteSpan(0, 0, size)]
+    rounds = list(share_ranges([spans], needs=[0] * ranks, grid=grid, unit_bytes=10, round_bytes=420))
+    for one in itertools.chain(*rounds):
+        read[one.reader] += one.size_bytes
+    unit = max(one.size_bytes for each in rounds for one in each)
+    assert max(read) <= size / ranks + 2 * unit
+    assert max(read) - min(read) <= (unit if ranks == 36 else size / ranks / 2)
+    assert len(rounds) <= 1.2 * size / 420
+
+
 @pytest.mark.parametrize("size", [257, 311, 512, 2_048, 16_381, 16_384])
 def test_a_rank_of_a_grid_has_about_two_roots_of_neighbours(size):
     """X03: also where the number of ranks is a prime. Rows are disjoint, so are columns, and both hold all ranks."""
