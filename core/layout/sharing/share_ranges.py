@@ -73,7 +73,7 @@ class _Schedule:
     """The runs that are left.
 
     Each list takes its own runs in order. What several lists need is taken in order too, but for a list before its turn if need be: otherwise the lists would wait for each
-    other, where all need a little of each file and each the most of one.
+    other, where all need a little of each file and each the most of one. Some list can always go on: one whose next run is its own, or else all that need the first common run.
 
     Args:
         runs: all of them.
@@ -85,9 +85,7 @@ class _Schedule:
     def __init__(self, runs: Sequence[_Run], lists: int, room: RoundRoom, early_bytes: int) -> None:
         self._runs, self._room, self._early_bytes = runs, room, early_bytes
         self._places = [run.start for run in runs]
-        self._early: list[dict[int, int]] = [
-            {} for _ in range(lists)
-        ]  # by list: run -> bytes that came before its turn
+        self._early: list[dict[int, int]] = [{} for _ in range(lists)]  # of each list: run -> bytes before its turn
         self._early_sum = [0] * lists
         self._left: list[list[int]] = [[] for _ in range(lists)]  # the next one last
         for number in range(len(runs) - 1, -1, -1):
