@@ -245,7 +245,7 @@ class LoadRunner:
         if self.first.start_over:
             return self._start_over(live, step, reset)
         try:
-            state = self._load(live, step, mapping_given("reset", reset), in_place=in_place)
+            self._load(live, step, mapping_given("reset", reset), in_place=in_place)
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
@@ -253,7 +253,6 @@ class LoadRunner:
             is_fresh = True
         else:
             is_fresh = False
-            self._warn_of_half_a_reset(state, reset or {})
         return self._restored(live, is_fresh=is_fresh)  # not above, where its errors would seem to come from a refusal
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
@@ -316,21 +315,6 @@ class LoadRunner:
                 _step_of(run) or 0,
             )
         return state
-
-    def _warn_of_half_a_reset(self, state: TrainState, reset: Mapping[str, str]) -> None:
-        """Say which learning rate counts if an optimizer was reset without its scheduler, or the scheduler alone."""
-        if state.optimizer is None or state.scheduler is None or ("optimizer" in reset) == ("scheduler" in reset):
-            return
-        names = ("optimizer", "scheduler") if "optimizer" in reset else ("scheduler", "optimizer")
-        cure = "reset both" if "optimizer" in reset else "set lr and initial_lr in its param groups after restore"
-        self._warn(
-            "%s: the %s is reset and the %s is not: the learning rate in the param groups is that of the %s, and the scheduler may continue from it as "
-            "if nothing had changed; %s",
-            self.loader.store.url,
-            *names,
-            "script" if "optimizer" in reset else "checkpoint",
-            cure,
-        )
 
     def _warn(self, text: str, *about: object) -> None:
         """Log a warning once a run, not once a rank."""

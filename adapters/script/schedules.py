@@ -17,12 +17,12 @@ from trainfold.adapters.components.optimizer import OptimizerPart
 from trainfold.adapters.components.optimizer_state import base_of
 from trainfold.adapters.components.schedule_settings import scheduler_settings
 from trainfold.adapters.components.scheduler import SchedulerPart, opaques
-from trainfold.adapters.script.script_contract import SCHEDULED, bare
+from trainfold.adapters.script.script_contract import bare
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import Json
 from trainfold.core.printable import with_article
-from trainfold.core.state.contract_kinds import BASE_RATES
+from trainfold.core.state.contract_kinds import BASE_RATES, SCHEDULED
 from trainfold.core.state.state import Opaque, OptimizerState, OwnOptimizerState
 
 _LOG: Final = logging.getLogger("trainfold")

@@ -12,10 +12,8 @@ from trainfold.adapters.components.optimizer_state import groups_of
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.codec import leaf_digest
 from trainfold.core.state.contract import checked_contract
+from trainfold.core.state.contract_kinds import SCHEDULED
 from trainfold.core.state.fqn import named_tensors
-
-# The key that a torch scheduler adds to a param group -> the hyperparameters that it then changes at each step.
-SCHEDULED = {"initial_lr": {"lr"}, "max_momentum": {"momentum", "betas"}}
 
 
 @final
@@ -110,7 +108,7 @@ def late_schedules(
     return {key: value for key, value in found.items() if key not in known}
 
 
-def _settings(part: OptimizerPart, prefix: str, signs: Mapping[str, set[str]], seen: set[int]) -> dict[str, Any]:
+def _settings(part: OptimizerPart, prefix: str, signs: Mapping[str, frozenset[str]], seen: set[int]) -> dict[str, Any]:
     """The hyperparameters in the groups of an optimizer and of the optimizers that it wraps, each group once."""
     found: dict[str, Any] = {}
     for group, live in zip(groups_of(part.optimizer, part.names), part.optimizer.param_groups, strict=True):

@@ -30,7 +30,13 @@ from trainfold.core.resume.reads import (
     slot_boxes,
 )
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
-from trainfold.core.resume.resumed import leaf_sources, resumed_contract, resumed_optimizer, resumed_origin
+from trainfold.core.resume.resumed import (
+    leaf_sources,
+    resumed_contract,
+    resumed_optimizer,
+    resumed_origin,
+    with_rates_of,
+)
 from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
 from trainfold.core.state.masters import refresh_masters, with_fitting_masters
@@ -118,7 +124,7 @@ def _resumed(  # noqa: PLR0913 - keywords
     for action in plan.actions:
         if action.verb in ("keep", "reset"):
             if action.name in mine:
-                found[action.name] = mine[action.name]
+                found[action.name] = _at_rates(mine[action.name], action, plan.manifest)
         else:
             planned, leaves = reads.components[action.name], targets.get(action.name, {})
             waits = unread is not None and action.name in unread.components and not makes_masters
@@ -130,12 +136,24 @@ def _resumed(  # noqa: PLR0913 - keywords
                 )
             else:
                 found[action.name] = _loaded(action, planned.leaves, tensors, leaves, mine[action.name])
+            if action.rates == "script":
+                found[action.name] = with_rates_of(found[action.name], mine[action.name])
     state = state_of(found).evolve(
         contract=resumed_contract(plan, like, found.get("optimizer")),
         origin=resumed_origin(plan, like.origin),
         stage=like.stage,
     )
     return _with_masters_of_its_weights(state, plan)
+
+
+def _at_rates(mine: Any, action: ComponentAction, manifest: Manifest) -> Any:
+    """A component that is not loaded; of an optimizer whose scheduler is, at the saved rates."""
+    saved = manifest.component(action.name)
+    if action.rates != "checkpoint" or saved is None:
+        return mine
+    return with_rates_of(
+        mine, rebuild(saved.nodes[0], action.name, lambda *_: None)
+    )  # rates that are tensors were refused
 
 
 def _later(planned: ComponentReads, action: ComponentAction, mine: Any) -> frozenset[int]:

@@ -1,8 +1,10 @@
-"""The comparison of a saved component with the run's own, leaf by leaf."""
+"""The comparison of a saved component with the run's own, leaf by leaf. `Findings` collects what any comparison finds."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
+
+import attrs
 
 from trainfold.core.format.fingerprint import tensor_digest
 from trainfold.core.format.manifest import ComponentRecord, TensorRecord
@@ -12,7 +14,7 @@ from trainfold.core.format.structure.united_contract import group_params_of
 from trainfold.core.json_values import Json
 from trainfold.core.layout.leaf_spec import AnySpec, LeafSpec, ScalarSpec, diff_specs
 from trainfold.core.problem import Problem
-from trainfold.core.resume.findings import Findings
+from trainfold.core.resume.drift import Drift, DriftAction, make_drift, verdict_of
 
 OPTIMIZER: Final = "trainfold.OptimizerState"
 MODEL: Final = "trainfold.ModelState"
@@ -20,6 +22,32 @@ OWNERS: Final = frozenset(  # their owners compare what is in them
     {"trainfold.Opaque", "trainfold.OwnOptimizerState", "trainfold.PerRank", "trainfold.OfRankZero"}
 )
 _SCALAR: Final = ScalarSpec("scalar")
+
+
+class Findings:
+    """Drifts with their verdicts, problems, and saved leaves that are not loaded."""
+
+    def __init__(self, policy: Mapping[str, DriftAction]) -> None:
+        self.drifts: list[Drift] = []
+        self.problems: list[Problem] = []
+        self.ignored: set[str] = set()
+        self._policy = policy
+
+    def drift(
+        self, kind: str, where: str, *, saved: object, wanted: object, cause: tuple[str, str] | None = None
+    ) -> DriftAction:
+        """Note a drift and return its verdict.
+
+        A drift with a cause (kind and place) takes the verdict of the cause, unless the policy names its own kind. If the cause is refused,
+        only the cause is listed.
+        """
+        found = make_drift(kind, where, saved=saved, wanted=wanted, policy=self._policy)
+        if cause is not None and kind not in self._policy and f"contract:{where}" not in self._policy:
+            found = attrs.evolve(found, verdict=verdict_of(*cause, self._policy))
+            if found.verdict == "refuse":
+                return found.verdict
+        self.drifts.append(found)
+        return found.verdict
 
 
 def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to take a component

@@ -11,9 +11,8 @@ from trainfold.core.format.structure.united_contract import group_params_of
 from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.optim.group_labels import relabelled
-from trainfold.core.resume.compare import OPTIMIZER, OWNERS, node_class
+from trainfold.core.resume.compare import OPTIMIZER, OWNERS, Findings, node_class
 from trainfold.core.resume.drift import ENVIRONMENT
-from trainfold.core.resume.findings import Findings
 from trainfold.core.state.contract_kinds import (
     BASE_RATES,
     OF_LATER,
@@ -34,20 +33,22 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     *,
     components: Mapping[str, Described],
     left_out: Container[str],
+    rated: Container[str] = (),
     world: World,
     versions: Mapping[str, str],
     findings: Findings,
 ) -> None:
     """Compare the resume contracts, worlds and versions, and note every difference.
 
-    Keys that describe a component that is not resumed, such as the learning rate of an optimizer that is reset, may differ. Keys that an
-    old checkpoint does not have are read from its components if these prove them. Keys that may differ between ranks, such as the
-    environment and the length of a rank's share, are saved by rank 0, and only rank 0 compares them.
+    Keys that describe a component that is not resumed (``left_out``), such as the betas of an optimizer that is reset, may differ, but not the
+    base rates of one that continues at the saved rates (``rated``). Keys that an old checkpoint does not have are read from its components if
+    these prove them. Keys that may differ between ranks, such as the environment and the length of a rank's share, are saved by rank 0, and
+    only rank 0 compares them.
     """
     saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
     saved = {**_of_late_groups(manifest, saved, wanted), **saved}
     known = sorted({*saved, *wanted} - NOTES - {RATES})
-    keys = [key for key in known if _component_of(key) not in left_out and not _is_in(key, alone)]
+    keys = [key for key in known if _is_compared(key, _component_of(key), left_out, rated) and not _is_in(key, alone)]
     keys = [key for key in keys if world.rank == 0 or not is_of_rank_zero(key)]
     if manifest.world_size != world.size:  # another number of ranks has another mesh
         keys = [key for key in keys if not key.endswith(OF_MESH)]
@@ -105,6 +106,10 @@ def _relabelled(
             saved, more = relabelled(saved, f"{prefix_of_optimizer(name)}.", have, want)
             alone |= more
     return saved, tuple(alone)
+
+
+def _is_compared(key: str, owner: str, left_out: Container[str], rated: Container[str]) -> bool:
+    return owner not in left_out or (owner in rated and ".groups[" in key and key.rpartition(".")[2] in BASE_RATES)
 
 
 def _is_in(key: str, alone: tuple[str, ...]) -> bool:

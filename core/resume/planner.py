@@ -38,10 +38,10 @@ from trainfold.core.resume.choose import (
     newer_with_problems,
     newer_without_components,
 )
-from trainfold.core.resume.compare import compare_component
+from trainfold.core.resume.compare import Findings, compare_component
 from trainfold.core.resume.compare_contract import compare_contract
 from trainfold.core.resume.drift import Drift, verdict_of
-from trainfold.core.resume.findings import Findings
+from trainfold.core.resume.half_resets import check_counters, with_rates
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
@@ -95,11 +95,14 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
     actions = tuple(
         _action(name, manifest, target, request, findings, dims=dims) for name in _names(manifest, target, request)
     )
+    actions = with_rates(actions, manifest, target, findings)
+    check_counters(actions, findings)
     compare_contract(
         manifest,
         target.contract,
         components=target.components,
         left_out={action.name for action in actions if action.verb in ("keep", "reset")},
+        rated={action.name for action in actions if action.rates == "checkpoint"},
         world=World(target.rank, target.world_size),
         versions=target.versions,
         findings=findings,

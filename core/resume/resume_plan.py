@@ -25,6 +25,7 @@ _LOSSES: Mapping[str, str] = {
 ONE_FOR_ALL: Final = "declared to be rank 0's now; the values that the other ranks had are dropped"
 NOT_ASKED_FOR: Final = "not asked for"
 Verb: TypeAlias = Literal["load", "adopt", "reset", "keep"]
+Rates: TypeAlias = Literal["own", "checkpoint", "script"]
 
 
 @final
@@ -42,6 +43,8 @@ class ComponentAction:
         cast: path -> dtype to cast to.
         kept: paths that keep the target's value.
         note: why, in words.
+        rates: of an optimizer, whose learning rate it gets: that of the value that it gets (``own``), or that of the other side, because its
+            scheduler is of that side.
     """
 
     name: str
@@ -52,6 +55,7 @@ class ComponentAction:
     cast: Mapping[str, str] = attrs.field(factory=dict)
     kept: tuple[str, ...] = ()
     note: str = ""
+    rates: Rates = "own"
 
 
 @final

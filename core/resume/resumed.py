@@ -12,7 +12,7 @@ from trainfold.core.optim.slot_layout import beside_params
 from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.state.contract import noted_settings
-from trainfold.core.state.contract_kinds import run_contract
+from trainfold.core.state.contract_kinds import BASE_RATES, SCHEDULED, run_contract
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import RATES, notes_of, settings_of_later, without_notes
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -155,6 +155,48 @@ def with_kept_hyper(
         )
 
     return attrs.evolve(saved, groups=tuple(fix(group) for group in saved.groups))
+
+
+def with_rates_of(mine: Any, theirs: Any) -> Any:
+    """An optimizer's state with the learning rates of another one, their bases, and the momentum if a cycle moves it.
+
+    A group gets those of the group that has one of its parameters. The first beta alone is part of a cycle. What is no state of an optimizer
+    is returned unchanged.
+
+    Examples:
+        >>> def state(**hyper):
+        ...     return OptimizerState("k", Leaves(), (ParamGroup(hyper, ("w",)),))
+        >>> mine, theirs = state(lr=0.1, betas=(0.9, 0.99)), state(lr=0.5, initial_lr=1.0, max_momentum=0.95, betas=(0.8, 0.5))
+        >>> dict(with_rates_of(mine, theirs).groups[0].hyper)
+        {'betas': (0.8, 0.99), 'lr': 0.5, 'initial_lr': 1.0, 'max_momentum': 0.95}
+    """
+    if isinstance(mine, OwnOptimizerState):
+        held = theirs.held if isinstance(theirs, OwnOptimizerState) else {}
+        return attrs.evolve(
+            mine,
+            base=with_rates_of(mine.base, theirs),
+            held={name: with_rates_of(each, held.get(name)) for name, each in mine.held.items()},
+        )
+    other = theirs.base if isinstance(theirs, OwnOptimizerState) else theirs
+    if not isinstance(mine, OptimizerState) or not isinstance(other, OptimizerState):
+        return mine
+    by_fqn = {fqn: group.hyper for group in other.groups for fqn in group.params}
+
+    def at_rates(group: ParamGroup) -> ParamGroup:
+        hyper = next((by_fqn[fqn] for fqn in group.params if fqn in by_fqn), None)
+        return group if hyper is None else attrs.evolve(group, hyper=_moved(group.hyper, hyper))
+
+    return attrs.evolve(mine, groups=tuple(map(at_rates, mine.groups)))
+
+
+def _moved(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    rates = {"lr", *BASE_RATES}
+    found = {key: value for key, value in mine.items() if key not in rates}
+    found |= {key: value for key, value in theirs.items() if key in rates}
+    for key in SCHEDULED["max_momentum"] if "max_momentum" in {*mine, *theirs} else ():
+        if key in mine and key in theirs:
+            found[key] = theirs[key] if key != "betas" else (theirs[key][0], *mine[key][1:])
+    return found
 
 
 def regrouped(saved: OptimizerState, wanted: OptimizerState) -> OptimizerState:

@@ -9,6 +9,11 @@ from trainfold.core.json_values import Json
 _OWNERS: Mapping[str, str] = {"optimizer": "hyperparameters", "dataset": "dataset", "environment": "environment"}
 # The base rates that a scheduler writes into the groups of its optimizer.
 BASE_RATES: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+# The key that a torch scheduler adds to a param group -> the hyperparameters that it then changes at each step.
+SCHEDULED: Final[Mapping[str, frozenset[str]]] = {
+    "initial_lr": frozenset({"lr"}),
+    "max_momentum": frozenset({"momentum", "betas"}),
+}
 # hyperparameters that have kinds of their own; foreach= is how torch walks through the parameters, and the algorithm is the same
 _OF_GROUPS: Final = {**dict.fromkeys(BASE_RATES, "scheduler"), "foreach": "implementation"}
 STEP_PREFIX: Final = "step."

@@ -1,7 +1,6 @@
 """A run changed on purpose: the refusal prints the fix to type, and that fix works (3.3, 3.4 of the issue)."""
 
 import logging
-import re
 import warnings
 
 import pytest
@@ -170,30 +169,6 @@ def test_another_optimizer_is_one_reason_whose_fix_works():
     assert '"Change the optimizer"' in error.fix
     restored(simple(torch.optim.SGD), store, reset={"optimizer": "SGD from here on"})
     restored(simple(torch.optim.SGD), store)  # and the next start needs no policy
-
-
-@pytest.mark.parametrize(
-    ("reset", "said"),
-    [
-        (["optimizer"], "the optimizer is reset and the scheduler is not: .* is that of the script, .*; reset both"),
-        (
-            ["scheduler"],
-            "the scheduler is reset and the optimizer is not: .* of the checkpoint, .*; set lr and initial_lr",
-        ),
-        (["optimizer", "scheduler"], ""),
-    ],
-)
-def test_a_reset_of_one_half_of_optimizer_and_scheduler_says_whose_learning_rate_counts(reset, said, caplog):
-    """B04: StepLR continued from the script's rate as from the decayed one, eight times too high, without a message."""
-
-    def steps(optimizer):
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    store = MemoryStore()
-    simple(schedule=steps, store=store)
-    with caplog.at_level(logging.WARNING, "trainfold"):
-        restored(simple(schedule=steps), store, reset=dict.fromkeys(reset, "on purpose"))
-    assert bool(re.search(said or "is reset and", caplog.text)) == bool(said), caplog.text
 
 
 @pytest.mark.parametrize("is_new", [True, False])
