@@ -163,9 +163,17 @@ def _newest(inventory: Inventory) -> str:
 
 def nothing_complete(inventory: Inventory) -> errors.RunEmpty:
     """The error for a run that has no complete checkpoint."""
+    begun = [entry for entry in inventory.entries if entry.head is None]
+    problems = [entry.problem for entry in inventory.entries if entry.head is not None and entry.problem is not None]
+    found = [f"{len(begun)} saves that did not finish"] if begun else []
+    if problems:
+        first = problems[0]
+        found.append(
+            f"{len(problems)} that cannot be used, the first one because of {first.where}: expected {first.expected}, found {first.found}"
+        )
     return errors.RunEmpty(
         inventory.run,
         expected="a complete checkpoint",
-        found=f"{len(inventory.entries)} saves that did not finish" if inventory.entries else "none",
-        fix="train from the start, or point at another run",
+        found=", and ".join(found) or "none",
+        fix=problems[0].fix if problems else "train from the start, or point at another run",
     )

@@ -1,6 +1,6 @@
 """`trainfold prune RUN`: deletes old checkpoints by the rules of a manager's retention, or shows what it would delete."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.scan import examine
+from trainfold.backends.runs.reuse.leftovers import leftovers
+from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError, InvalidArgument, TrainfoldError
@@ -91,29 +92,46 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
     with nullcontext() if dry_run else locked(store, lambda _: _WAIT):
         written = _newest(store, inventory if dry_run else open_run(run)[1])
         plan = pruner.plan(written)
-        alone, wrong = _stood_alone(store, plan, dry_run=dry_run) if flatten else ([], [])
+        alone, wrong, grown = _stood_alone(store, plan, dry_run=dry_run) if flatten else ([], [], 0)
         if alone or wrong:
             plan = pruner.plan(written, alone=alone)
         damage = _damage(run, written, plan)
         if damage is not None:
             plan = held_back(plan, written.name, problem_of(damage))
         sizes = _sizes(store, plan)
+        gone = {*plan.deleted, *plan.torn}
+        left = {} if damage is not None else leftovers(store, read_inventory(store))
+        left = {name: files for name, files in left.items() if name not in gone}
         if not dry_run and damage is None:
             pruner.prune(written, events)
+            for name, files in left.items():
+                for file in files:
+                    store.delete(f"{name}/{file}")
     deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)
     return attrs.evolve(
-        _answer(inventory, plan, deleted, sizes, alone=alone, dry_run=dry_run), error=damage or next(iter(wrong), None)
+        _answer(inventory, plan, deleted, sizes, alone=alone, left=left, grown=grown, dry_run=dry_run),
+        error=damage or next(iter(wrong), None),
     )
 
 
-def _stood_alone(store: Store, plan: Pruning, *, dry_run: bool) -> tuple[list[str], list[CheckpointError]]:
-    """The checkpoints that are written again without references, or would be, and what is wrong with others."""
+def _stood_alone(store: Store, plan: Pruning, *, dry_run: bool) -> tuple[list[str], list[CheckpointError], int]:
+    """The checkpoints that are written again without references, or would be; what is wrong with others; and how many bytes more they have then."""
     # late: other pruning writes no checkpoint
-    from trainfold.backends.runs.reuse.stand_alone import write_all_alone
+    from trainfold.backends.runs.reuse.stand_alone import grows_bytes, write_all_alone
     from trainfold.core.save.reuse.stand_alone import to_stand_alone
 
     names = [*to_stand_alone(plan)]
-    return (names, []) if dry_run or not names else write_all_alone(store, names)
+    if not names:
+        return [], [], 0
+    if dry_run:
+        return names, [], sum(grows_bytes(store, name) for name in names)
+    before = _bytes_in(store, names)
+    done, wrong = write_all_alone(store, names)
+    return done, wrong, _bytes_in(store, names) - before
+
+
+def _bytes_in(store: Store, names: Iterable[str]) -> int:
+    return sum(store.size(f"{name}/{file}") or 0 for name in names for file in store.list(name))
 
 
 def _policies(store: Store, keep: Keep) -> tuple[Retention, Retention | None]:
@@ -178,10 +196,7 @@ def _damage(run: Path, newest: Saved, plan: Pruning) -> TrainfoldError | None:
 
 def _sizes(store: Store, plan: Pruning) -> dict[str, int]:
     """How many bytes each directory that goes has in its files."""
-    return {
-        name: sum(store.size(f"{name}/{file}") or 0 for file in store.list(name))
-        for name in (*plan.deleted, *plan.torn)
-    }
+    return {name: _bytes_in(store, [name]) for name in (*plan.deleted, *plan.torn)}
 
 
 def _answer(  # noqa: PLR0913 - of one call
@@ -191,6 +206,8 @@ def _answer(  # noqa: PLR0913 - of one call
     sizes: Mapping[str, int],
     *,
     alone: Sequence[str],
+    left: Mapping[str, Mapping[str, int]],
+    grown: int,
     dry_run: bool,
 ) -> Answer:
     planned = {**plan.lineage.kept, **plan.left_behind.kept}
@@ -201,8 +218,19 @@ def _answer(  # noqa: PLR0913 - of one call
     rows += [(name, verb, size_text(sizes[name]), "nothing keeps it") for name in deleted]
     rows += [(name, verb, size_text(sizes[name]), UNFINISHED) for name in plan.torn]
     rows += [(name, "stays", "", why + again.get(name, "")) for name, why in plan.left_alone.items()]
-    freed = sum(sizes[name] for name in (*deleted, *plan.torn))
-    title = f"{inventory.run}: {'would free' if dry_run else 'freed'} {size_text(freed)}"
+    rows += [
+        (name, verb, size_text(sum(files.values())), f"{len(files)} files: {UNFINISHED}")
+        for name, files in left.items()
+    ]
+    freed = (
+        sum(sizes[name] for name in (*deleted, *plan.torn)) + sum(sum(each.values()) for each in left.values()) - grown
+    )
+    what = (
+        f"{'would free' if dry_run else 'freed'} {size_text(freed)}"
+        if freed >= 0
+        else f"{'would take' if dry_run else 'takes'} {size_text(-freed)} more than before"
+    )
+    title = f"{inventory.run}: {what}"
     data = {
         "run": inventory.run,
         "dry_run": dry_run,
@@ -211,6 +239,9 @@ def _answer(  # noqa: PLR0913 - of one call
         "torn": [{"name": name, "size_bytes": sizes[name]} for name in plan.torn],
         "left_alone": [{"name": name, "why": why} for name, why in plan.left_alone.items()],
         "flattened": list(alone),
+        "leftovers": [
+            {"name": name, "files": list(files), "size_bytes": sum(files.values())} for name, files in left.items()
+        ],
         "freed_bytes": freed,
     }
     return Answer(data, (Table(title, ("checkpoint", "what", "size", "why"), tuple(rows)),))

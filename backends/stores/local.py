@@ -132,6 +132,12 @@ class LocalStore:
         found = self._stat(name)
         return None if found is None else found.st_mtime
 
+    def set_committed_at(self, name: str, at: float) -> None:
+        """See `KeepsTime`."""
+        directory, last = split_name(name)
+        with self._writing(name), open_directory(self._root, directory) as parent:
+            os.utime(last, (at, at), dir_fd=parent, follow_symlinks=False)
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`. Links to a sibling, such as `point` makes, are hints and left out."""
         try:

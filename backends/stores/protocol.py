@@ -49,6 +49,14 @@ class SyncsLater(Protocol):
 
 
 @runtime_checkable
+class KeepsTime(Protocol):
+    """A `Store` that can give a committed name the time of what it replaced. This method is optional."""
+
+    def set_committed_at(self, name: str, at: float) -> None:
+        """Let `Store.committed_at` of a committed name answer this time, in seconds since 1970."""
+
+
+@runtime_checkable
 class Store(Protocol):
     """Where the bytes of one run are: a directory, a prefix in an object store, a dict.
 

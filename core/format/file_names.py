@@ -40,6 +40,18 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
+def revision_of(name: str) -> int:
+    """The revision of its step to which a data file belongs.
+
+    Examples:
+        >>> revision_of("model-00000-of-00001.r2.safetensors"), revision_of("model-00000-of-00001.safetensors")
+        (2, 0)
+    """
+    found = _DATA_FILE.fullmatch(name)
+    suffix = found and (found[2] or found[3])
+    return int(suffix[2:]) if suffix else 0
+
+
 def can_be_referred_to(directory: str, name: str) -> bool:
     """Whether another checkpoint may refer to a file: a data file with tensors, in the directory of a step.
 

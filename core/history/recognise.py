@@ -28,6 +28,7 @@ _OTHER_FORMATS: Final = (
     ".ckpt",
 )
 _OLDER: Final = f"{OLDER} of the run"
+_COPIED: Final = f"{_OLDER}; if this is a copy, copy {{}} too, or write the checkpoint again before it is copied, so that it stands alone: trainfold prune RUN --keep-last 1 --flatten"
 
 
 def no_manifest(where: str) -> CheckpointTorn:
@@ -92,7 +93,8 @@ class FileCheck:
             return None
         found = "no such file" if size_bytes is None else f"{size_bytes} bytes"
         why = ", because a later checkpoint refers to this file" if self.checkpoint else ""
-        return CheckpointTorn(f"{url}/{self.name}", expected=f"{self.size_bytes} bytes{why}", found=found, fix=_OLDER)
+        fix = _COPIED.format(self.checkpoint) if self.checkpoint and size_bytes is None else _OLDER
+        return CheckpointTorn(f"{url}/{self.name}", expected=f"{self.size_bytes} bytes{why}", found=found, fix=fix)
 
     def damaged(self, url: str, start: bytes) -> CheckpointDamaged | None:
         """The error for a file whose header has another length.

@@ -8,7 +8,7 @@ import xxhash
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.runs.commit import delete_stale, proved_bytes
 from trainfold.backends.runs.scan import read_manifest, read_root
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import KeepsTime, Store
 from trainfold.core.digest import DIGEST_PREFIX, digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointError, SaveFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, index_name
@@ -70,6 +70,7 @@ def write_alone(store: Store, name: str) -> Manifest:
         indexes = tuple(_write_indexes(store, plan, plan.done(digests), written))
         manifest = plan.done(digests, indexes)
         data = proved_bytes(manifest, name)
+        at = store.committed_at(f"{name}/{MANIFEST}")
         store.commit(f"{name}/{MANIFEST}", data, replaces=digest_of(root))
     except BaseException:
         with suppress(TrainfoldError, OSError):
@@ -77,8 +78,17 @@ def write_alone(store: Store, name: str) -> Manifest:
                 for each in written:
                     store.delete(f"{name}/{each}")
         raise
+    if at is not None and isinstance(store, KeepsTime):
+        store.set_committed_at(f"{name}/{MANIFEST}", at)  # it is the checkpoint that it was
     delete_stale(manifest, name, store)
     return manifest
+
+
+def grows_bytes(store: Store, name: str) -> int:
+    """How many bytes more a checkpoint would have in its directory if it stood alone, but for the sizes of manifest and indexes."""
+    manifest = read_manifest(store, name)
+    own = sum(file.size_bytes for file in manifest.files if not file.checkpoint)
+    return without_collecting(plan_alone)(manifest, name).size_bytes - own
 
 
 def _write_file(store: Store, directory: str, plan: FilePlan, sources: tuple[Source, ...]) -> str:

@@ -1,5 +1,7 @@
 """Commands read through references, say what refers to what, and write checkpoints again so that they stand alone."""
 
+import os
+import shutil
 from unittest import mock
 
 import pytest
@@ -12,7 +14,7 @@ import trainfold
 from trainfold.backends.runs.reuse import stand_alone
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
-from trainfold.core.errors import CheckpointDamaged, SaveFailed
+from trainfold.core.errors import CheckpointDamaged, CheckpointTorn, RunEmpty, SaveFailed
 from trainfold.core.state.state import Progress, TrainState
 
 call = cli_cases.call
@@ -125,3 +127,85 @@ def test_a_step_is_written_again_without_other_data_than_it_had(chain):
     chain.check()
     state = trainfold.load(chain.store, like=TrainState(trainer=Progress()), step=2)
     assert torch.equal(state.model.params["half"], whole_state(2, {**ALL, "half": 2}).model.params["half"])
+
+
+def sizes_of(run):
+    return sum(file.stat().st_size for step in run.glob("step-*") for file in step.iterdir() if file.is_file())
+
+
+@pytest.mark.parametrize("moment", ["before the commit", "before the old files go"])
+def test_what_a_killed_flattening_leaves_goes_with_the_next_prune(moment, run, chain, answered):
+    """C05: a dead copy, or the old files beside the new ones, stayed until the step was saved again."""
+    names = set(chain.store.list(NAMES[2]))
+
+    class Killed(BaseException):
+        pass
+
+    if moment == "before the commit":
+        patched = mock.patch.multiple(LocalStore, commit=mock.Mock(side_effect=Killed), delete=mock.Mock())
+    else:
+        patched = mock.patch.object(stand_alone, "delete_stale", side_effect=Killed)
+    with patched, pytest.raises(Killed):
+        stand_alone.write_alone(chain.store, NAMES[2])
+    assert len(chain.store.list(NAMES[2])) > len(names)
+    before = sizes_of(run)
+    announced, _ = answered("prune", run, "--keep-last", "3", "--dry-run")
+    assert sizes_of(run) == before
+    found, _ = answered("prune", run, "--keep-last", "3")
+    assert found["leftovers"] == announced["leftovers"]
+    assert {file for each in found["leftovers"] for file in each["files"]}
+    assert found["freed_bytes"] == announced["freed_bytes"] == before - sizes_of(run) > 0
+    assert sorted(chain.store.list(NAMES[2])) == sorted((*read_manifest(chain.store, NAMES[2]).names, "manifest.json"))
+    chain.check()
+    again, _ = answered("prune", run, "--keep-last", "3")
+    assert again["leftovers"] == []
+
+
+def test_old_files_of_a_flattened_step_stay_while_others_refer_to_them(run, chain, answered):
+    """C05: what a prune clears away is needed by no checkpoint."""
+    chain.save(1, ALL)  # a rewind: the files of the first timeline are still referred to
+    answered("prune", run, "--keep-last", "3")
+    chain.check()
+
+
+def test_a_flattened_checkpoint_is_as_old_as_it_was(run, chain, answered):
+    """A rule for new checkpoints kept what was written again, and `ls` listed it as new."""
+    manifest = run / NAMES[2] / "manifest.json"
+    os.utime(manifest, (1_000_000_000, 1_000_000_000))
+    answered("prune", run, "--keep-last", "1", "--flatten")
+    assert read_manifest(chain.store, NAMES[2]).references == ()
+    assert manifest.stat().st_mtime == 1_000_000_000
+    found, _ = answered("ls", run)
+    assert found["checkpoints"][0]["committed_at"].startswith("2001-09-09")
+
+
+def test_freed_is_what_the_run_is_smaller(run, answered):
+    """The size of what was written was not subtracted."""
+    before = sizes_of(run)
+    announced, _ = answered("prune", run, "--keep-last", "1", "--flatten", "--dry-run")
+    found, _ = answered("prune", run, "--keep-last", "1", "--flatten")
+    assert found["freed_bytes"] == before - sizes_of(run)
+    assert abs(announced["freed_bytes"] - found["freed_bytes"]) < 20_000  # manifests are not written to know their size
+
+
+def test_a_flattening_that_takes_room_says_so(run, call):
+    out, _ = call("prune", run, "--keep-last", "3", "--flatten")
+    assert "more than before" in out.splitlines()[0]
+
+
+def test_a_copy_of_one_checkpoint_says_what_it_refers_to(run, chain, tmp_path, call):
+    """C05: it was said to be a save that did not finish."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run / NAMES[2], copy / NAMES[2])
+    shutil.copy(run / "run.json", copy)
+    expected = (CheckpointTorn.exit_code, f"{NAMES[0]}/model-00000-of-00001.safetensors", "--flatten", "refers to")
+    for command, code in (
+        (("inspect", copy / NAMES[2]), CheckpointTorn.exit_code),
+        (("ls", copy), RunEmpty.exit_code),
+        (("prune", copy, "--keep-last", "1"), RunEmpty.exit_code),
+    ):
+        out, err = call(*command, code=code)
+        said = out + err
+        assert "did not finish" not in said
+        for text in expected[1:]:
+            assert text in said, (command, said)
