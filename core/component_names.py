@@ -1,13 +1,16 @@
 """The names that components may have, and selections of them. Imports no torch: commands that read a run need it."""
 
 from collections.abc import Collection, Iterable, Sequence
-from difflib import get_close_matches
 from typing import Final
 
 from trainfold.core.checks import names_given, nearest
 from trainfold.core.errors import InvalidArgument, RanksDisagree, UnknownComponent
 
 BUILTIN_COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
+_SHORT: Final = 3  # letters: prng, ring and rnd are names
+_WORDS: Final = frozenset(
+    {"mode", "modes", "modal", "schedule"}
+)  # one letter from a built-in name, and names of their own
 _TOGETHER: Final = (  # a component, one that it needs, and why
     ("scheduler", "optimizer", "the learning rate that a scheduler has set is in the optimizer's param groups"),
     ("optimizer", "scheduler", "the learning rate in its param groups belongs to the step that the scheduler counts"),
@@ -101,8 +104,25 @@ def check_likely(names: Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 def _is_slip(name: str) -> bool:
+    """Whether a name is one slip of the keys from that of a built-in component, and no word of its own."""
     stem = name.partition("_")[0].rstrip("0123456789")
-    return stem not in BUILTIN_COMPONENTS and bool(get_close_matches(name, BUILTIN_COMPONENTS, n=1, cutoff=0.85))
+    is_one_of_many = name[:-1] in BUILTIN_COMPONENTS and name[-1].isupper()
+    if stem in BUILTIN_COMPONENTS or is_one_of_many or name in _WORDS:
+        return False
+    return name.lower() in BUILTIN_COMPONENTS or any(_is_one_slip(name, known) for known in BUILTIN_COMPONENTS)
+
+
+def _is_one_slip(name: str, known: str) -> bool:
+    """Whether one letter is missing, added, wrong or swapped with the next; of a short name, to which many are similar, missing, twice or swapped."""
+    if len(name) == len(known):
+        wrong = [at for at, (one, other) in enumerate(zip(name, known, strict=True)) if one != other]
+        if len(wrong) == 2:
+            first, second = wrong
+            return second == first + 1 and name[first] == known[second] and name[second] == known[first]
+        return len(wrong) == 1 and len(known) > _SHORT
+    long, short = sorted((name, known), key=len, reverse=True)
+    extra = [at for at in range(len(long)) if long[:at] + long[at + 1 :] == short]
+    return bool(extra) and (len(known) > _SHORT or long == known or len(extra) > 1)
 
 
 def within(

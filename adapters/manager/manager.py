@@ -1,5 +1,6 @@
 """`CheckpointManager`: saves a run when it is due, resumes it, and deletes checkpoints that no rule keeps."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, final, overload
@@ -32,6 +33,7 @@ from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
 
+_LOG = logging.getLogger("trainfold")
 S = TypeVar("S", bound=TrainState)
 
 
@@ -130,6 +132,11 @@ class CheckpointManager:
             options = given.save_options(components=names, contract=agreed, mode=mode, when_busy=when_busy, max_extra_bytes=max_extra_bytes,
                                    hold_check=hold_check, check_replicas=check_replicas, reuse_unchanged=reuse_unchanged)  # fmt: skip
             store = open_store(run)
+            if names == () and world.rank == 0:
+                _LOG.warning(
+                    "%s: components=[] selects nothing: checkpoints of this manager hold the step and no component",
+                    store.url,
+                )
             first = FirstSave(store, world, lease.take(store, world), start_over=start_over, components=names)
             self._events = events = EventLog(store.url, on_event, logs=world.rank == 0)
             lease.before_release(events.report_deferred)

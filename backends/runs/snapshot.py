@@ -175,13 +175,14 @@ def describe_state(
     step = step_of_state(state)
     if isinstance(state.optimizer, OptimizerState) and state.model is not None and not is_of_live_run(state):
         check_layouts(state.optimizer, state.model.params)
-    every, chosen = components_of(state), components_of(select(state, components))
-    for torn in torn_pairs(None if components is None else list(chosen), present=every):
+    held, chosen = components_of(state), components_of(select(state, components))
+    for torn in torn_pairs(None if components is None else list(chosen), present=held):
         raise torn
+    every = in_order([*held, *sorted(state.origin.without - held.keys())])
     omitted = tuple(name for name in every if name not in chosen)
     if components is not None and "model" not in {*components, *every} and "optimizer" in every:
         omitted = ("model", *omitted)  # meant by the caller, although the state has none to leave out
-    _check_has_weights(chosen, omitted)
+    _check_has_weights(chosen, is_meant=components is not None and "model" in omitted)
     pairs = {name: describe(component, name) for name, component in chosen.items()}
     return Snapshot(
         step=step,
@@ -193,14 +194,14 @@ def describe_state(
     )
 
 
-def _check_has_weights(chosen: Mapping[str, Any], omitted: Sequence[str]) -> None:
+def _check_has_weights(chosen: Mapping[str, Any], *, is_meant: bool) -> None:
     """Raise for what would be a checkpoint without weights and without a mark of that.
 
     Raises:
         InvalidState: naming the component.
     """
     weights = any(isinstance(each, ModelState) for each in chosen.values())
-    if isinstance(chosen.get("optimizer"), OptimizerState) and not weights and "model" not in omitted:
+    if isinstance(chosen.get("optimizer"), OptimizerState) and not weights and not is_meant:
         raise InvalidState(
             "state.model",
             expected="the weights that the optimizer trains, or components= without model",

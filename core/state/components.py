@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
+import attrs
+
 from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name, validate_components
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.masters import with_fitting_masters
@@ -76,8 +78,10 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
     chosen = validate_components(components, declared=tuple(state.extra))
     if chosen is None:
         return state
-    part = state_of({name: component for name, component in components_of(state).items() if name in chosen})
-    return part.evolve(contract=state.contract, origin=state.origin, stage=state.stage)
+    every = components_of(state)
+    part = state_of({name: component for name, component in every.items() if name in chosen})
+    origin = attrs.evolve(state.origin, without=state.origin.without | (every.keys() - {*chosen}))
+    return part.evolve(contract=state.contract, origin=origin, stage=state.stage)
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:
@@ -97,6 +101,8 @@ def merge(base: TrainState, part: TrainState) -> TrainState:
     if (new_weights or new_optimizer) and whole.model is not None and isinstance(whole.optimizer, OptimizerState):
         whole = whole.evolve(optimizer=with_fitting_masters(whole.optimizer, whole.model.params))
     origin = base.origin if part.trainer is None else part.origin  # the origin of the counters
+    without = (base.origin.without | part.origin.without) - components_of(whole).keys()
+    origin = origin if origin.without == without else attrs.evolve(origin, without=without)
     return whole.evolve(contract={**base.contract, **part.contract}, origin=origin, stage=base.stage)
 
 

@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import trainfold
@@ -11,8 +13,9 @@ from trainfold.adapters.cli import main
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import ResumeRefused
+from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused, TrainfoldError
 
 
 def make_live(extra=None):
@@ -154,3 +157,50 @@ def test_an_export_goes_when_as_many_whole_ones_are_newer(tmp_path):
         for _ in range(2):
             train(live, manager)
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [2, 3]
+
+
+@given(names=st.sets(st.sampled_from(["model", "optimizer", "scheduler", "dataset", "rng", "ema"])))
+def test_a_selection_that_is_saved_records_what_it_lacks_as_components_do(names):
+    """B03, B04: ``save(select(state, names))`` listed nothing as left out."""
+    model = nn.Linear(2, 1)
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=0.1)
+    state = trainfold.init_state(model, adamw, seed=0, schedule=trainfold.schedules.constant(), extra={"ema": {"w": 1}})
+    state = state.evolve(dataset=trainfold.data.DataCursor(length=4, seed=0, epoch=0, next_index=0))
+    names = [*sorted(names), "trainer"]
+    found = []
+    for part, components in ((state, names), (trainfold.select(state, names), None)):
+        store = MemoryStore()
+        try:
+            trainfold.save(part, store, components=components)
+        except TrainfoldError as error:
+            found.append(type(error))
+        else:
+            found.append(read_manifest(store, "step-00000000").omitted)
+    if "optimizer" in names and "model" not in names:
+        assert found[1] is InvalidState  # weights are left out by components= alone
+    elif (
+        found[0] is InvalidArgument
+    ):  # a pair that is torn; a selection has nothing to tear apart, and says what it lacks
+        assert {"optimizer", "scheduler"} & {*found[1]}
+    else:
+        assert found[0] == found[1]
+
+
+def test_a_selection_that_is_merged_again_lacks_nothing():
+    """B03: the mark of a selection ends where the component is back."""
+    state = make_live(extra={"ema": nn.Linear(1, 1)}).capture()
+    whole = trainfold.merge(
+        trainfold.select(state, ["model", "trainer"]), trainfold.select(state, ["optimizer", "rng", "ema"])
+    )
+    store = MemoryStore()
+    trainfold.save(whole, store)
+    assert read_manifest(store, "step-00000000").omitted == ()
+
+
+def test_a_manager_that_selects_nothing_says_so(caplog):
+    """B01: ``[]`` is legal, and mostly a mistake."""
+    with caplog.at_level("WARNING", "trainfold"):
+        for components, said in (([], True), (["trainer"], False)):
+            caplog.clear()
+            with CheckpointManager(MemoryStore(), components=components):
+                assert ("components=[] selects nothing" in caplog.text) == said

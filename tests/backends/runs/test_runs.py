@@ -181,7 +181,7 @@ def test_a_checkpoint_without_weights_says_so_or_is_not_made_and_is_passed_over_
         store,
         components=["optimizer", "scheduler", "trainer"],
     )
-    assert told.omitted == ("model",)
+    assert told.omitted == ("model", "rng")
     chosen = plan(store, like=state_at(0))
     assert chosen.step == 2
     assert [(each.error, each.where[-13:]) for each in chosen.passed_over] == [("ComponentsLeftOut", "step-00000003")]
