@@ -1,6 +1,7 @@
 """Checks the arguments of a `CheckpointManager`. Each mistake is named with what was expected and how to fix it."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Any, Final, final
 
@@ -11,7 +12,7 @@ from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.checks import count
-from trainfold.core.component_names import torn_pairs, validate_components
+from trainfold.core.component_names import check_likely, torn_pairs, validate_components
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.replicas import LEVELS, Level, level_of
@@ -168,6 +169,16 @@ def cadence_text(every: object, every_secs: float | None) -> str:
         return f"every={every!r}"
     both = "" if every in ("auto", None) else f"every={every!r}, "
     return f"{both}every_secs={every_secs:g}"
+
+
+def components_given(components: Iterable[str] | None, *, rank: int) -> tuple[str, ...] | None:
+    """The selection of a manager. None of any name is legal, and rank 0 warns of it."""
+    names = check_likely(components)
+    if names == () and rank == 0:
+        logging.getLogger("trainfold").warning(
+            "components=[] selects nothing: checkpoints of this manager hold the step and no component"
+        )
+    return names
 
 
 def check_decision(decision: object) -> None:

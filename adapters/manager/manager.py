@@ -1,6 +1,5 @@
 """`CheckpointManager`: saves a run when it is due, resumes it, and deletes checkpoints that no rule keeps."""
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, final, overload
@@ -23,7 +22,6 @@ from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import mapping_given
-from trainfold.core.component_names import check_likely
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.save.events import Event
@@ -33,7 +31,6 @@ from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
 
-_LOG = logging.getLogger("trainfold")
 S = TypeVar("S", bound=TrainState)
 
 
@@ -127,16 +124,12 @@ class CheckpointManager:
                 every, every_secs, at_end = rehearsal.orders.every, None, True
             triggers, is_auto = given.triggers_given(every, every_secs, at_end=at_end)
             left_behind = None if keep_left_behind is None else given.policy_given("keep_left_behind", keep_left_behind)
-            names, start_over = check_likely(components), given.flag("start_over", start_over)
+            names = given.components_given(components, rank=world.rank)
+            start_over = given.flag("start_over", start_over)
             policy, agreed = check_policy(policy), checked_contract(mapping_given("contract", contract))
             options = given.save_options(components=names, contract=agreed, mode=mode, when_busy=when_busy, max_extra_bytes=max_extra_bytes,
                                    hold_check=hold_check, check_replicas=check_replicas, reuse_unchanged=reuse_unchanged)  # fmt: skip
             store = open_store(run)
-            if names == () and world.rank == 0:
-                _LOG.warning(
-                    "%s: components=[] selects nothing: checkpoints of this manager hold the step and no component",
-                    store.url,
-                )
             first = FirstSave(store, world, lease.take(store, world), start_over=start_over, components=names)
             self._events = events = EventLog(store.url, on_event, logs=world.rank == 0)
             lease.before_release(events.report_deferred)

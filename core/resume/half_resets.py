@@ -1,7 +1,7 @@
 """What belongs together and is not loaded together: whose learning rate an optimizer gets, and a position without its counters.
 
 The rate of a scheduler of torch lives in both: the groups of the optimizer have the present one and the base, and the scheduler continues from
-these. A scheduler that begins anew begins with the rates of the script. A scheduler that is loaded continues with those of the checkpoint.
+these. A scheduler that is not loaded begins with the rates of the script. A scheduler that is loaded continues with those of the checkpoint.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def with_rates(
 ) -> tuple[ComponentAction, ...]:
     """The actions, with whose rates the optimizer gets; a problem is noted if the checkpoint does not have them.
 
-    A schedule that is a function of the step sets every rate anew, so only a scheduler with a state of its own counts.
+    A schedule that is a function of the step sets every rate itself, so only a scheduler with a state of its own counts.
 
     Args:
         actions: of the plan.
@@ -56,12 +56,12 @@ def with_rates(
 
 
 def check_counters(actions: Sequence[ComponentAction], findings: Findings) -> None:
-    """Note a problem if a position in the data is loaded and the counters begin anew: with a selection it is refused too."""
+    """Note a problem if a position in the data is loaded and the counters are not: with a selection it is refused too."""
     verbs = {action.name: action.verb for action in actions if action.note != NOT_ASKED_FOR}
     if verbs.get("trainer") in ("reset", "keep") and verbs.get("dataset") in ("load", "adopt"):
         findings.problems.append(
             Problem("SpecMismatch", "dataset", "the counters of its run, because a position belongs to a run that continues with them",
-                    "counters that begin anew", 'reset both: reset={"trainer": "why", "dataset": "why"}, or neither', 20)
+                    "counters that are not loaded", 'reset both: reset={"trainer": "why", "dataset": "why"}, or neither', 20)
         )  # fmt: skip
 
 

@@ -160,8 +160,8 @@ def with_kept_hyper(
 def with_rates_of(mine: Any, theirs: Any) -> Any:
     """An optimizer's state with the learning rates of another one, their bases, and the momentum if a cycle moves it.
 
-    A group gets those of the group that has one of its parameters. The first beta alone is part of a cycle. What is no state of an optimizer
-    is returned unchanged.
+    A group gets those of the group that has one of its parameters. The first beta alone is part of a cycle. Anything else is returned
+    unchanged.
 
     Examples:
         >>> def state(**hyper):

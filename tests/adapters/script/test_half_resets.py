@@ -190,7 +190,7 @@ def test_a_checkpoint_without_the_scheduler_begins_the_new_one_at_the_rates_of_t
     assert again.rates(8) == Run("cosine").rates(8)
 
 
-def test_counters_that_begin_anew_need_a_position_that_does():
+def test_counters_that_are_not_loaded_need_a_position_that_is_not():
     """B04: the counters were 0, and the loader continued inside of its epoch."""
 
     def attached():
@@ -207,7 +207,7 @@ def test_counters_that_begin_anew_need_a_position_that_does():
     again = attached()
     with CheckpointManager(store) as manager:
         with pytest.raises(
-            ResumeRefused, match=r'(?s)dataset: .*counters that begin anew\s*; reset both: reset=\{"trainer"'
+            ResumeRefused, match=r'(?s)dataset: .*counters that are not loaded\s*; reset both: reset=\{"trainer"'
         ):
             manager.restore(again, reset={"trainer": WHY})
         manager.restore(again, reset={"trainer": WHY, "dataset": WHY})
