@@ -379,6 +379,10 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         """What a restore of these components can read in place; None for all."""
         return read_in_place(self._parts_now(), components)
 
+    def check_resets(self, reset: Collection[str]) -> None:
+        """Raise `InvalidArgument` if one half of what has a learning rate in common is reset alone."""
+        self._watch.check_resets(reset)
+
     def attached(self) -> Mapping[str, Any]:
         """Every attached object by its component, without the schedulers."""
         return self._objects.attached()

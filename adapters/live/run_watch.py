@@ -236,6 +236,10 @@ class RunWatch:
         is_scheduled = chosen is None or not self._schedules.components.isdisjoint(chosen)
         return self._schedules.adapted(saved, adapts if is_scheduled else frozenset(), parts)
 
+    def check_resets(self, reset: Collection[str]) -> None:
+        """Raise `InvalidArgument` if one half of what has a learning rate in common is reset alone."""
+        self._schedules.check_resets(reset)
+
     def overwrites(self) -> None:
         """Note that a restore begins to overwrite what it cannot put back."""
         self._is_half_restored = True

@@ -104,6 +104,8 @@ class RunLoader:
             RestoreRefused: if the live objects cannot take the state.
             RankFailed: if those of another rank cannot; it names the rank.
         """
+        if isinstance(run, Live):
+            run.check_resets(reset or ())
         names, like, optional = self._like(run)
         request = resume_request(
             step=step, components=names, policy=self.policy, reset=_resets(run) | dict(reset or {})

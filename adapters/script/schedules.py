@@ -19,7 +19,7 @@ from trainfold.adapters.components.schedule_settings import scheduler_settings
 from trainfold.adapters.components.scheduler import SchedulerPart, opaques
 from trainfold.adapters.script.script_contract import bare
 from trainfold.core import tree
-from trainfold.core.errors import InvalidState, TrainfoldError
+from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
 from trainfold.core.json_values import Json
 from trainfold.core.printable import with_article
 from trainfold.core.state.contract_kinds import BASE_RATES, SCHEDULED
@@ -121,6 +121,26 @@ class Schedules:
                 found["scheduler"] = tree.unflatten(self._arrangement, [states[path] for path in self._arranged])
             found |= {name: states[path] for path, name in self._extras.items()}
         return found, problems
+
+    def check_resets(self, reset: Collection[str]) -> None:
+        """Check that no scheduler is reset without an optimizer that it drives, or the other way round. For ``optimizer`` and ``scheduler`` the plan decides.
+
+        Raises:
+            InvalidArgument: naming both.
+        """
+        for made in self._made:
+            scheduler = self._extras.get(made.path, "scheduler")
+            for name, each in self._optimizers.items():
+                if (
+                    not _drives(made, each)
+                    or (name in reset) == (scheduler in reset)
+                    or {name, scheduler} == {"optimizer", "scheduler"}
+                ):
+                    continue
+                one, other = (name, scheduler) if name in reset else (scheduler, name)
+                raise InvalidArgument(
+                    "reset", expected=f"{name} and {scheduler} both or neither: the learning rate is in both",
+                    found=f"{one} without {other}", fix=f"reset {other} too")  # fmt: skip
 
     @property
     def components(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import load, plan, save
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import ResumeRefused
+from trainfold.core.errors import InvalidArgument, ResumeRefused
 
 WHY = "on purpose"
 
@@ -213,3 +213,32 @@ def test_counters_that_are_not_loaded_need_a_position_that_is_not():
         manager.restore(again, reset={"trainer": WHY, "dataset": WHY})
         assert again.progress.step == 0
         assert len(list(again.batches(epochs=1))) == 4
+
+
+@pytest.mark.parametrize("reset", ["other", "schedule"])
+def test_another_pair_is_reset_as_one_or_not_at_all(reset):
+    """B04: the rates of an optimizer under ``extra`` are in its scheduler too, and no plan knows which one that is."""
+    store = MemoryStore()
+
+    def made():
+        model, critic = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        other = torch.optim.SGD(critic.parameters(), lr=0.1)
+        schedule = lrs.StepLR(other, 1, gamma=0.5)
+        extra = {"critic": critic, "other": other, "schedule": schedule}
+        return attach(model, torch.optim.SGD(model.parameters(), lr=0.1), extra=extra), other, schedule
+
+    live, other, schedule = made()
+    with CheckpointManager(store, every=1) as manager:
+        for _ in range(3):
+            other.step()
+            schedule.step()
+            live.advance(samples=1)
+            manager.step(live)
+    live, other, schedule = made()
+    with CheckpointManager(store) as manager:
+        with pytest.raises(InvalidArgument, match="other and schedule both or neither"):
+            manager.restore(live, reset={reset: WHY})
+        manager.restore(live, reset={"other": WHY, "schedule": WHY})
+        assert (other.param_groups[0]["lr"], schedule.last_epoch) == (0.1, 0)
+        manager.restore(live, reset={"critic": WHY})
+        assert (other.param_groups[0]["lr"], schedule.last_epoch) == (0.1 * 0.5**3, 3)
