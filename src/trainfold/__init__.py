@@ -17,6 +17,7 @@ The rest is public by subject::
     evaluation, metrics                     evaluation in parts
     construct                               a model on the meta device, and values for what no checkpoint has
     weights, diloco                         weights from outside, and many workers on a slow network
+    transforms                              other names, cuts and dtypes for weights
     stores, ranks                           where bytes go, and who takes part
     errors                                  all of them, each with its fix
 
@@ -46,6 +47,7 @@ _MODULES = (
     "schedules",
     "states",
     "stores",
+    "transforms",
     "weights",
 )
 _MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers

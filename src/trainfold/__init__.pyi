@@ -16,6 +16,7 @@ from trainfold import (
     schedules as schedules,
     states as states,
     stores as stores,
+    transforms as transforms,
     weights as weights,
 )
 from trainfold.adapters.evaluation.evaluate import evaluate as evaluate

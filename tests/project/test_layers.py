@@ -104,6 +104,8 @@ PACKAGES = ("core", "backends", "adapters", "properties")
 HOLDS = 12
 ENTRY_POINTS = {"adapters/cli"}  # `trainfold.adapters.cli:main`, which the console script names
 MAY_REPEAT = {  # one meaning in both places
+    "merge": "parts put together: of a state, and of a tensor",
+    "split": "one taken apart: a batch, and a tensor",
     "main": "the start of a program: the command line, and the demo's training",
     "plan": "`trainfold.plan`, and the command of this name",
     "leaves": "those of a tree, and the strategy that makes such values",

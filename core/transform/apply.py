@@ -1,0 +1,166 @@
+"""`transform_specs`, `transform_tensors`, `transform_stream` and `plan_parts`: a transform on specs, on tensors one at a time, and on what each rank holds."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.slices import Box, volume, whole_box
+from trainfold.core.transform.expression import Read, SourceTensor, computed_whole, is_inside
+from trainfold.core.transform.transform import Transform
+
+if TYPE_CHECKING:
+    import torch
+
+
+def transform_specs(transform: Transform, specs: Mapping[str, LeafSpec]) -> dict[str, LeafSpec]:
+    """Say what a transform makes of tensors, without any of them.
+
+    Args:
+        transform: what is done.
+        specs: name -> dtype and shape.
+
+    Returns:
+        Name -> dtype and shape of each result, in the order in which `transform_tensors` yields them.
+
+    Raises:
+        InvalidState: if tensors have not the form that the transform needs.
+
+    Examples:
+        >>> from trainfold.core.transform.fusing import merge
+        >>> specs = {"wk": LeafSpec("float32", (2, 8)), "wv": LeafSpec("float32", (2, 8))}
+        >>> print(transform_specs(merge(["wk", "wv"], "kv"), specs)["kv"])
+        float32[4, 8]
+    """
+    sources = {name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()}
+    return {name: LeafSpec(each.dtype, each.shape) for name, each in transform.on(sources).items()}
+
+
+def transform_tensors(
+    transform: Transform, tensors: "Mapping[str, torch.Tensor]"
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield what a transform makes of tensors in memory, one after the other.
+
+    Args:
+        transform: what is done.
+        tensors: name -> tensor, on any device; they are not written to.
+
+    Yields:
+        The name and the tensor, which may share memory with a tensor that it is made of. Copy it before you write to it.
+
+    Raises:
+        InvalidState: at the call, if tensors have not the form that the transform needs; later, if two that are tied differ.
+
+    Examples:
+        >>> import torch
+        >>> from trainfold.core.transform.naming import rename
+        >>> dict(transform_tensors(rename("w", "weight"), {"w": torch.ones(2)}))
+        {'weight': tensor([1., 1.])}
+    """
+    specs = {
+        name: LeafSpec(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()
+    }
+    return transform_stream(
+        transform, specs, lambda name, box: tensors[name][tuple(slice(start, stop) for start, stop in box)]
+    )
+
+
+def transform_stream(
+    transform: Transform, specs: Mapping[str, LeafSpec], read: Read
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield what a transform makes of tensors that lie elsewhere, such as in files: `read` gives it the parts that it needs.
+
+    Memory: one result and the largest part of which it is made, beside what ``read`` keeps. Nothing is read before the first one is asked for, and nothing
+    twice that one result needs once.
+
+    Args:
+        transform: what is done.
+        specs: name -> dtype and shape of each source tensor.
+        read: returns a part of a source tensor, by its name and a (start, stop) pair for each dimension.
+
+    Yields:
+        The name and the tensor, which may share memory with what was read.
+
+    Raises:
+        InvalidState: as in `transform_tensors`.
+    """
+    sources = {name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()}
+    table = transform.on(sources)
+    return ((name, computed_whole(each, read)) for name, each in table.items())
+
+
+@final
+@attrs.frozen
+class PartPlan:
+    """What a rank needs for its part of a result.
+
+    Attributes:
+        name: of the result.
+        box: the part of it.
+        reads: source tensor -> the parts of it that are needed.
+        needed: how many elements these have.
+        is_gathered: whether the rank holds less than that, so that other ranks, or a file, have to give it the rest.
+    """
+
+    name: str
+    box: Box
+    reads: Mapping[str, tuple[Box, ...]]
+    needed: int
+    is_gathered: bool
+
+    def __str__(self) -> str:
+        how = "gathered" if self.is_gathered else "in parts"
+        return f"{self.name} {_shown(self.box)}: {how}, of {', '.join(f'{name} {_shown(box)}' for name, each in self.reads.items() for box in each)}"
+
+
+def plan_parts(
+    transform: Transform,
+    specs: Mapping[str, LeafSpec],
+    wanted: Mapping[str, Box | None],
+    *,
+    held: Mapping[str, Box | None] | None = None,
+) -> tuple[PartPlan, ...]:
+    """Say which parts of source tensors a rank needs for its parts of the results.
+
+    Args:
+        transform: what is done.
+        specs: name -> dtype and shape of each source tensor.
+        wanted: result -> the part that this rank wants; None for all of it.
+        held: source tensor -> the part that it holds; None for all of it. By default it holds nothing, and reads.
+
+    Returns:
+        A plan for each wanted part, in the order of ``wanted``.
+
+    Raises:
+        InvalidState: if tensors have not the form that the transform needs.
+        InvalidArgument: for a name that is not a result.
+
+    Examples:
+        >>> from trainfold.core.transform.values import transpose
+        >>> specs = {"w": LeafSpec("float32", (4, 6))}
+        >>> print(*plan_parts(transpose("w"), specs, {"w": ((0, 3), (0, 4))}, held={"w": ((0, 4), (0, 3))}))
+        w [0:3, 0:4]: in parts, of w [0:4, 0:3]
+    """  # fmt: skip
+    sources = {name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()}
+    table, has = transform.on(sources), held or {}
+    if unknown := [name for name in wanted if name not in table]:
+        raise InvalidArgument("wanted", expected="names of results", found=", ".join(unknown[:8]), fix="see transform_specs for them")  # fmt: skip
+    plans = []
+    for name, box in wanted.items():
+        reads: dict[str, tuple[Box, ...]] = {}
+        is_gathered, part = False, whole_box(table[name].shape) if box is None else box
+        for source, needed in table[name].reads(part):
+            if needed in reads.get(source.name, ()):
+                continue
+            reads[source.name] = (*reads.get(source.name, ()), needed)
+            mine = [whole_box(source.shape) if has[source.name] is None else has[source.name]] if source.name in has else []  # fmt: skip
+            is_gathered |= volume(needed) > 0 and not is_inside(needed, [each for each in mine if each is not None])
+        count = sum(volume(each) for boxes in reads.values() for each in boxes)
+        plans.append(PartPlan(name, part, reads, count, is_gathered))
+    return tuple(plans)
+
+
+def _shown(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

@@ -1,0 +1,353 @@
+"""`Expression`: what a tensor is made of, as a value. It says which parts of which tensors a part of it needs, and computes that part alone.
+
+So one description serves a plan that reads nothing, a stream that holds one tensor at a time, and a rank that needs a shard. torch is imported when something is computed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, TypeAlias, final
+
+import attrs
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.layout.slices import Box, intersect, whole_box
+
+if TYPE_CHECKING:
+    import torch
+
+Read: TypeAlias = "Callable[[str, Box], torch.Tensor]"
+"""Returns a part of a source tensor, by its name. What it returns is not written to."""
+
+
+class Expression(Protocol):
+    """A tensor that is made of others.
+
+    Law: ``computed(box, read)`` is the part ``box`` of ``computed(whole, read)``, to the bit, and reads the parts that ``reads(box)`` yields.
+
+    Attributes:
+        dtype: torch's name of the dtype.
+        shape: of the whole tensor.
+    """
+
+    @property
+    def dtype(self) -> str: ...  # noqa: D102 - in the class
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102 - in the class
+
+    def reads(self, box: Box) -> "Iterator[tuple[SourceTensor, Box]]":
+        """Yield what a part needs of the source tensors. A part may be read twice, if it is needed twice."""
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """Compute a part. It may share memory with what ``read`` returned."""
+
+
+@final
+@attrs.frozen
+class SourceTensor:
+    """A tensor as it is there.
+
+    Attributes:
+        name: its name.
+        dtype: see `Expression`.
+        shape: see `Expression`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def reads(self, box: Box) -> "Iterator[tuple[SourceTensor, Box]]":
+        """See `Expression`."""
+        yield self, box
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        return read(self.name, box)
+
+
+@final
+@attrs.frozen
+class CutOut:
+    """A box of a tensor.
+
+    Attributes:
+        of: the tensor.
+        box: one (start, stop) pair for each of its dimensions.
+    """
+
+    of: Expression
+    box: Box
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return tuple(stop - start for start, stop in self.box)
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        return self.of.reads(self._within(box))
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        return self.of.computed(self._within(box), read)
+
+    def _within(self, box: Box) -> Box:
+        return tuple((first + start, first + stop) for (first, _), (start, stop) in zip(self.box, box, strict=True))
+
+
+@final
+@attrs.frozen
+class Joined:
+    """Tensors one after the other, along a dimension that they have.
+
+    Attributes:
+        parts: one or more, of one dtype, and of one shape but for that dimension.
+        dim: the dimension.
+    """
+
+    parts: tuple[Expression, ...]
+    dim: int
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.parts[0].dtype
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(each.shape[self.dim] for each in self.parts)
+        return tuple(shape)
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        for part, inner, _ in self._meets(box):
+            yield from part.reads(inner)
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        import torch
+
+        meets = list(self._meets(box))
+        if len(meets) == 1:
+            return meets[0][0].computed(meets[0][1], read)
+        whole = None
+        for part, inner, first in meets:
+            found = part.computed(inner, read)
+            if whole is None:
+                whole = torch.empty([stop - start for start, stop in box], dtype=found.dtype, device=found.device)
+            whole.narrow(self.dim, first, found.shape[self.dim]).copy_(found)
+        assert whole is not None
+        return whole
+
+    def _meets(self, box: Box) -> Iterator[tuple[Expression, Box, int]]:
+        """The parts that have something of a box, what of them it is, and where in the box it begins; the first part for an empty box."""
+        low, high, at, is_any = *box[self.dim], 0, False
+        for part in self.parts:
+            size = part.shape[self.dim]
+            start, stop = max(low - at, 0), min(high - at, size)
+            if start < stop:
+                is_any = True
+                yield part, (*box[: self.dim], (start, stop), *box[self.dim + 1 :]), at + start - low
+            at += size
+        if not is_any:
+            yield self.parts[0], (*box[: self.dim], (0, 0), *box[self.dim + 1 :]), 0
+
+
+@final
+@attrs.frozen
+class Raised:
+    """A tensor with another dimension of size 1 before the others.
+
+    Attributes:
+        of: the tensor.
+    """
+
+    of: Expression
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return (1, *self.of.shape)
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        yield from () if is_empty(box) else self.of.reads(box[1:])
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        if is_empty(box):
+            return nothing_of(self.of, box, read)
+        return self.of.computed(box[1:], read).unsqueeze(0)
+
+
+@final
+@attrs.frozen
+class Lowered:
+    """A tensor without its first dimension, which is of size 1.
+
+    Attributes:
+        of: the tensor.
+    """
+
+    of: Expression
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return self.of.shape[1:]
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        return self.of.reads(((0, 1), *box))
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        return self.of.computed(((0, 1), *box), read).squeeze(0)
+
+
+@final
+@attrs.frozen
+class CastTo:
+    """A tensor in another dtype, rounded as torch rounds.
+
+    Attributes:
+        of: the tensor.
+        dtype: the other dtype.
+    """
+
+    of: Expression
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return self.of.shape
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        return self.of.reads(box)
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        import torch
+
+        return self.of.computed(box, read).to(getattr(torch, self.dtype))
+
+
+@final
+@attrs.frozen
+class Dequantised:
+    """Quantised numbers times the scale of their block, rounded once.
+
+    The blocks at the ends may be smaller: the scales of a dimension of 300 with blocks of 128 are three.
+
+    Attributes:
+        of: the quantised tensor.
+        scale: a number for each block.
+        block: the size of a block in each dimension.
+        dtype: of the result.
+    """
+
+    of: Expression
+    scale: Expression
+    block: tuple[int, ...]
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return self.of.shape
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        yield from self.of.reads(box)
+        yield from self.scale.reads(self._blocks(box))
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        import torch
+
+        scale = self.scale.computed(self._blocks(box), read).to(torch.float32)
+        for dim, (size, (start, stop)) in enumerate(zip(self.block, box, strict=True)):
+            scale = scale.repeat_interleave(size, dim).narrow(dim, start % size if stop > start else 0, stop - start)
+        return (self.of.computed(box, read).to(torch.float32) * scale).to(getattr(torch, self.dtype))
+
+    def _blocks(self, box: Box) -> Box:
+        return tuple(
+            (start // size, -(-stop // size) if stop > start else start // size)
+            for size, (start, stop) in zip(self.block, box, strict=True)
+        )
+
+
+@final
+@attrs.frozen
+class SameAs:
+    """A tensor that has to have the values of another one, which is left out: each part is compared bit by bit before it is used.
+
+    Attributes:
+        of: the tensor that stays.
+        other: the one that is left out.
+        names: of both, for the error.
+    """
+
+    of: Expression
+    other: Expression
+    names: tuple[str, str]
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return self.of.shape
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        yield from self.of.reads(box)
+        yield from self.other.reads(box)
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`.
+
+        Raises:
+            InvalidState: if the two differ.
+        """
+        from trainfold.core.tensor_memory import tensor_bytes
+
+        kept = self.of.computed(box, read)
+        if tensor_bytes(kept) != tensor_bytes(self.other.computed(box, read)):
+            name, left_out = self.names
+            raise InvalidState(
+                left_out, expected=f"the values of {name}, as tied weights have", found="other values",
+                fix="export it as a tensor of its own: leave out this tie, and say in the config that the weights are not tied")  # fmt: skip
+        return kept
+
+
+def computed_whole(each: Expression, read: Read) -> "torch.Tensor":
+    """Compute all of a tensor."""
+    return each.computed(whole_box(each.shape), read)
+
+
+def nothing_of(each: Expression, box: Box, read: Read) -> "torch.Tensor":
+    """A part without elements, in the form of a box."""
+    nothing = each.computed(tuple((0, 0) for _ in each.shape), read)
+    return nothing.reshape([stop - start for start, stop in box])
+
+
+def is_empty(box: Box) -> bool:
+    """Whether a box has no elements."""
+    return any(start >= stop for start, stop in box)
+
+
+def is_inside(box: Box, held: Sequence[Box]) -> bool:
+    """Whether one of these boxes has all of a box."""
+    return any(intersect(box, each) == box for each in held)

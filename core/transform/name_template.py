@@ -1,0 +1,108 @@
+"""`NameTemplate`: a pattern of names such as ``layers.{i}.attention.wq.weight``, which takes a name apart and puts another together."""
+
+import re
+from collections.abc import Iterable
+from typing import Final, TypeAlias, final
+
+import attrs
+
+from trainfold.core.errors import InvalidArgument
+
+Captures: TypeAlias = tuple[tuple[str, str], ...]
+"""Capture -> its text, sorted by capture."""
+
+_FIELD: Final = re.compile(r"\{([^{}]*)\}")
+_NAME: Final = re.compile(r"[a-z_][a-z0-9_]*\*?")
+
+
+@final
+@attrs.frozen
+class NameTemplate:
+    """A pattern of names. ``{i}`` stands for a text without a dot, and ``{path*}`` for one that may have dots.
+
+    Law: ``fill(match(name)) == name``, and a name is matched in one way only. For that there is at most one capture between two dots, and at most one with a star.
+
+    Attributes:
+        text: as it was written.
+        captures: the names of its captures, sorted, with their stars.
+
+    Examples:
+        >>> each = template("layers.{i}.wq.weight")
+        >>> each.match("layers.3.wq.weight"), each.match("layers.3.wk.weight"), each.fill((("i", "7"),))
+        ((('i', '3'),), None, 'layers.7.wq.weight')
+    """
+
+    text: str
+    captures: tuple[str, ...]
+    _regex: re.Pattern[str] = attrs.field(repr=False, eq=False)
+    _form: str = attrs.field(repr=False, eq=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def match(self, name: str) -> Captures | None:
+        """The captures of a name; None for a name of another form."""
+        found = self._regex.fullmatch(name)
+        return None if found is None else tuple(sorted(found.groupdict().items()))
+
+    def fill(self, captures: Captures) -> str:
+        """The name that has these captures."""
+        return self._form.format_map(dict(captures))
+
+
+def template(text: "str | NameTemplate") -> NameTemplate:
+    """Read a template.
+
+    Raises:
+        InvalidArgument: if a brace is not closed, a capture has no name or two places, or a name could be matched in several ways.
+    """
+    if isinstance(text, NameTemplate):
+        return text
+    names = [each.group(1) for each in _FIELD.finditer(text)]
+    problem = _problem(text, names)
+    if problem is not None:
+        raise InvalidArgument(
+            "template",
+            expected="a name with captures, such as layers.{i}.weight or {path*}.weight",
+            found=f"{text!r}: {problem}",
+            fix="give each capture a name of its own, between dots of its own",
+        )
+    literals = [re.escape(each) for each in _FIELD.split(text)[::2]]
+    groups = [f"(?P<{each[:-1]}>.+)" if each[-1] == "*" else f"(?P<{each}>[^.]+)" for each in names]
+    regex = re.compile("".join([*(a + b for a, b in zip(literals, groups, strict=False)), literals[-1]]), re.DOTALL)
+    form = _FIELD.sub(lambda found: "{" + found.group(1).rstrip("*") + "}", text)
+    return NameTemplate(text, tuple(sorted(names)), regex, form)
+
+
+def _problem(text: str, names: list[str]) -> str | None:
+    rest = _FIELD.sub("", text)
+    bad = [each for each in names if not _NAME.fullmatch(each)]
+    problems = {
+        "it is empty": not text,
+        "a brace is not closed": "{" in rest or "}" in rest,
+        f"{bad[:1]} is not the name of a capture": bool(bad),
+        "a capture has two places": len({each.rstrip("*") for each in names}) < len(names),
+        "two captures may have dots": sum(each[-1:] == "*" for each in names) > 1,
+        "two captures are in one part between dots": any(len(_FIELD.findall(part)) > 1 for part in text.split(".")),
+    }
+    return next((problem for problem, is_there in problems.items() if is_there), None)
+
+
+def templates(texts: "str | NameTemplate | Iterable[str | NameTemplate]") -> tuple[NameTemplate, ...]:
+    """Read one template or several."""
+    return tuple(map(template, (texts,) if isinstance(texts, str | NameTemplate) else texts))
+
+
+def check_captures(where: str, one: NameTemplate, other: NameTemplate) -> None:
+    """Check that names of the one can be made into names of the other, and back.
+
+    Raises:
+        InvalidArgument: if they have other captures.
+    """
+    if one.captures != other.captures:
+        raise InvalidArgument(
+            where,
+            expected=f"the captures of {one}: {', '.join(one.captures) or 'none'}",
+            found=f"{other}, which has {', '.join(other.captures) or 'none'}",
+            fix="use each capture on both sides, with or without a star: without it two tensors would get one name",
+        )

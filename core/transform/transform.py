@@ -1,0 +1,78 @@
+"""`Transform`: a pure function from a table of tensors to another one, with an inverse or without. `compose` puts several in order."""
+
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias, final, runtime_checkable
+
+import attrs
+
+from trainfold.core.transform.expression import Expression
+
+Table: TypeAlias = Mapping[str, Expression]
+"""Name -> what the tensor is made of, in order."""
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """A pure function on tables. What it has no rule for it leaves as it is.
+
+    Laws: it depends on names, dtypes and shapes alone. If it has an inverse, ``inverse.on(t.on(table))`` has the tensors of ``table``, bit by bit, for each
+    table that it can be applied to. ``str`` describes it in full, a line for each rule.
+
+    Attributes:
+        inverse: the transform that puts everything back; None if there is none.
+    """
+
+    @property
+    def inverse(self) -> "Transform | None": ...  # noqa: D102 - in the class
+
+    def on(self, table: Table) -> dict[str, Expression]:
+        """Apply it.
+
+        Raises:
+            InvalidState: if tensors have not the form that it needs, or two would get one name.
+        """
+
+
+@final
+@attrs.frozen
+class Composed:
+    """Transforms, one after the other.
+
+    Attributes:
+        parts: in the order in which they are applied.
+    """
+
+    parts: tuple[Transform, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.parts)) if self.parts else "nothing"
+
+    @property
+    def inverse(self) -> "Composed | None":
+        """The inverses in the opposite order; None if one of them has none."""
+        found = [each.inverse for each in reversed(self.parts)]
+        return Composed(tuple(each for each in found if each is not None)) if None not in found else None
+
+    def on(self, table: Table) -> dict[str, Expression]:
+        """See `Transform`."""
+        found = dict(table)
+        for each in self.parts:
+            found = each.on(found)
+        return found
+
+
+def compose(*transforms: Transform) -> Composed:
+    """Put transforms in order.
+
+    Examples:
+        >>> from trainfold.core.transform.naming import drop, rename
+        >>> both = compose(rename("{i}.w", "layers.{i}.weight"), drop("{i}.b"))
+        >>> print(both)
+        rename {i}.w -> layers.{i}.weight
+        drop {i}.b (no inverse)
+        >>> both.inverse is None, print(compose(rename("a", "b")).inverse)
+        rename b -> a
+        (True, None)
+    """
+    parts = (each.parts if isinstance(each, Composed) else (each,) for each in transforms)
+    return Composed(tuple(one for each in parts for one in each))

@@ -1,0 +1,192 @@
+"""Transforms of values: `rearrange`, `transpose`, `cast` and `dequantise`."""
+
+from collections.abc import Iterable
+from typing import Final, final
+
+import attrs
+
+from trainfold.core.checks import count
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.transform.expression import CastTo, Dequantised, Expression
+from trainfold.core.transform.name_template import NameTemplate, check_captures, template, templates
+from trainfold.core.transform.naming import form_of
+from trainfold.core.transform.rearrangement import Rearranged, Rearrangement, rearrangement
+from trainfold.core.transform.transform import Table
+
+_FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
+_QUANTISED: Final = frozenset(each for each in STORED if each.startswith(("float8", "int8", "uint8")))
+
+
+@final
+@attrs.frozen
+class Rearrange:
+    """See `rearrange`."""
+
+    names: tuple[NameTemplate, ...]
+    by: Rearrangement
+
+    def __str__(self) -> str:
+        return f"rearrange {', '.join(map(str, self.names))}: {self.by}"
+
+    @property
+    def inverse(self) -> "Rearrange":
+        """The order that it was."""
+        return Rearrange(self.names, self.by.inverse)
+
+    def on(self, table: Table) -> dict[str, Expression]:
+        """See `Transform`."""
+        return {
+            name: Rearranged(each, self.by, self.by.axes_of(name, each.shape)) if matches(self.names, name) else each
+            for name, each in table.items()
+        }
+
+
+@final
+@attrs.frozen
+class CastFloats:
+    """See `cast`."""
+
+    dtype: str
+    only: tuple[NameTemplate, ...]
+    without: tuple[NameTemplate, ...]
+
+    def __str__(self) -> str:
+        names = f" of {', '.join(map(str, self.only))}" if self.only else ""
+        names += f" but {', '.join(map(str, self.without))}" if self.without else ""
+        return f"cast floating tensors{names} to {self.dtype} (no inverse)"
+
+    @property
+    def inverse(self) -> None:
+        """What was rounded cannot be put back."""
+        return
+
+    def on(self, table: Table) -> dict[str, Expression]:
+        """See `Transform`."""
+        return {
+            name: CastTo(each, self.dtype)
+            if each.dtype in _FLOATS
+            and each.dtype != self.dtype
+            and (not self.only or matches(self.only, name))
+            and not matches(self.without, name)
+            else each
+            for name, each in table.items()
+        }
+
+
+@final
+@attrs.frozen
+class Dequantise:
+    """See `dequantise`."""
+
+    weight: NameTemplate
+    scale: NameTemplate
+    block: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"dequantise {self.weight} by {self.scale} in blocks of {list(self.block)} to {self.dtype} (no inverse)"
+
+    @property
+    def inverse(self) -> None:
+        """What was rounded cannot be put back."""
+        return
+
+    def on(self, table: Table) -> dict[str, Expression]:
+        """See `Transform`."""
+        found = dict(table)
+        for name, scale in table.items():
+            captures = self.scale.match(name)
+            if captures is None:
+                continue
+            weight = self.weight.fill(captures)
+            each = table.get(weight)
+            blocks = (
+                None
+                if each is None
+                else tuple(-(-size // block) for size, block in zip(each.shape, self.block, strict=False))
+            )
+            if (
+                each is None
+                or each.dtype not in _QUANTISED
+                or len(each.shape) != len(self.block)
+                or blocks != scale.shape
+            ):
+                raise InvalidState(
+                    name, expected=f"the scales of blocks of {list(self.block)} of a quantised {weight}",
+                    found=f"{form_of(scale)} beside {form_of(each)}", fix="give the block of this model")  # fmt: skip
+            found[weight] = Dequantised(each, scale, self.block, self.dtype)
+            del found[name]
+        bare = [name for name, each in found.items() if each.dtype.startswith("float8") and self.weight.match(name)]
+        if bare:
+            raise InvalidState(str(self), expected="a scale for each quantised tensor", found=f"none for {', '.join(bare[:8])}",
+                               fix="give the name that the scales of this model have")  # fmt: skip
+        return found
+
+
+def rearrange(names: str | NameTemplate | Iterable[str | NameTemplate], pattern: str, **sizes: int) -> Rearrange:
+    """Put the elements of tensors into another order or shape.
+
+    Args:
+        names: one template of names, or several.
+        pattern: the dimensions before and after ``->``, such as ``"o i -> i o"``. A dimension that is taken apart is in parentheses, its slowest axis first: ``"(h two d) i -> (h d two) i"``
+            makes the halves of each head into pairs, as rotary embeddings have them in one order or the other.
+        sizes: of the axes in parentheses, all but one of each.
+
+    Raises:
+        InvalidArgument: for a text that is not a pattern, and sizes that are missing or of no axis.
+
+    Source: the notation is that of einops (Rogozhnikov, 2022).
+    """
+    return Rearrange(templates(names), rearrangement(pattern, sizes))
+
+
+def transpose(names: str | NameTemplate | Iterable[str | NameTemplate]) -> Rearrange:
+    """Exchange the two dimensions of matrices, as the layers of GPT-2 have them."""
+    return rearrange(names, "o i -> i o")
+
+
+def cast(
+    dtype: str,
+    *,
+    only: str | NameTemplate | Iterable[str | NameTemplate] = (),
+    without: str | NameTemplate | Iterable[str | NameTemplate] = (),
+) -> CastFloats:
+    """Round floating tensors to another dtype. Integers, booleans and quantised numbers keep theirs, and so does what has that dtype already.
+
+    Args:
+        dtype: ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``.
+        only: the names to which it applies; by default all.
+        without: names to which it does not apply.
+
+    Raises:
+        InvalidArgument: for another dtype.
+    """
+    if dtype not in _FLOATS:
+        raise InvalidArgument("cast.dtype", expected=f"one of {', '.join(_FLOATS)}", found=repr(dtype), fix="pass the name of the dtype, without torch.")  # fmt: skip
+    return CastFloats(dtype, templates(only), templates(without))
+
+
+def dequantise(
+    weight: str | NameTemplate, scale: str | NameTemplate, *, block: Iterable[int] = (128, 128), dtype: str = "bfloat16"
+) -> Dequantise:
+    """Multiply quantised weights by the scales of their blocks, and leave out the scales. The product is computed in float32 and rounded once.
+
+    Args:
+        weight: the names of the weights, such as ``{layer*}.weight``.
+        scale: the names of their scales, with the same captures, such as ``{layer*}.weight_scale_inv``.
+        block: the size of a block in each dimension; those at the ends may be smaller.
+        dtype: of the result.
+
+    Raises:
+        InvalidArgument: for other captures, numbers below 1 and another dtype.
+    """
+    one, other = template(weight), template(scale)
+    check_captures("dequantise", one, other)
+    sizes = tuple(count("dequantise.block", each, fix="pass the size of a block") for each in block)
+    return Dequantise(one, other, sizes, cast(dtype).dtype)
+
+
+def matches(names: Iterable[NameTemplate], name: str) -> bool:
+    """Whether a name has one of these forms."""
+    return any(each.match(name) is not None for each in names)

@@ -1,0 +1,33 @@
+"""Pure transforms of ``{name: tensor}``: other names, fused and stacked tensors, other dtypes. Each prints, and has an inverse or says that it has none.
+
+The names are re-exports, each documented where it lives.
+"""
+
+from trainfold.core.transform.apply import PartPlan, plan_parts, transform_specs, transform_stream, transform_tensors
+from trainfold.core.transform.fusing import merge, split, stack, unstack
+from trainfold.core.transform.naming import drop, keep, rename, tie, untie
+from trainfold.core.transform.transform import Transform, compose
+from trainfold.core.transform.values import cast, dequantise, rearrange, transpose
+
+__all__ = [
+    "PartPlan",
+    "Transform",
+    "cast",
+    "compose",
+    "dequantise",
+    "drop",
+    "keep",
+    "merge",
+    "plan_parts",
+    "rearrange",
+    "rename",
+    "split",
+    "stack",
+    "tie",
+    "transform_specs",
+    "transform_stream",
+    "transform_tensors",
+    "transpose",
+    "unstack",
+    "untie",
+]
