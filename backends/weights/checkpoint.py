@@ -16,6 +16,7 @@ from trainfold.core.errors import CheckpointMissing, InvalidState
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import Manifest, TensorRecord
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
 from trainfold.core.resume.choose import choose
 from trainfold.core.resume.reads import ComponentReads, tensor_reads
@@ -82,6 +83,14 @@ class CheckpointWeights:
                 yield from _read(reader, table, batch)
                 batch, total_bytes = {}, 0
         yield from _read(reader, table, batch)
+
+    def specs(self) -> dict[str, LeafSpec]:
+        """Name -> dtype and shape of each tensor of the component.
+
+        Raises:
+            CheckpointMissing: as in `supply`.
+        """
+        return {_name(each): LeafSpec(each.dtype, each.shape) for each in self._table(self._manifest()) if _name(each)}
 
     def _manifest(self) -> Manifest:
         request = resume_request(step=self._step, components=[self._component])

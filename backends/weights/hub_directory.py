@@ -12,6 +12,7 @@ from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, Checkpoi
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.strict_json import strict_json
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.weights.source import Wanted
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -63,6 +64,17 @@ class HubDirectory:
             CheckpointDamaged: if a file is too short, or its header is not one of safetensors.
             CheckpointHostile: if the index names a file outside the directory.
         """
+        yield from ((name, _mapped(place)) for name, place in self._all_places() if name in wanted)
+
+    def specs(self) -> dict[str, LeafSpec]:
+        """Name -> dtype and shape of each tensor, from the headers of the files.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+        """
+        return {name: LeafSpec(place.dtype, place.shape) for name, place in self._all_places()}
+
+    def _all_places(self) -> Iterator[tuple[str, _Place]]:
         for file, names in self._files().items():
             places = _places(file)
             for name in places if names is None else names:
@@ -73,8 +85,7 @@ class HubDirectory:
                         found="none",
                         fix="download it again",
                     )
-                if name in wanted:
-                    yield name, _mapped(places[name])
+                yield name, places[name]
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Each file, with the tensors that are taken from it; None for all."""

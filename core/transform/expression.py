@@ -178,7 +178,7 @@ class Raised:
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""
-        yield from () if is_empty(box) else self.of.reads(box[1:])
+        return self.of.reads(no_box(self.of) if is_empty(box) else box[1:])
 
     def computed(self, box: Box, read: Read) -> "torch.Tensor":
         """See `Expression`."""
@@ -339,8 +339,13 @@ def computed_whole(each: Expression, read: Read) -> "torch.Tensor":
 
 def nothing_of(each: Expression, box: Box, read: Read) -> "torch.Tensor":
     """A part without elements, in the form of a box."""
-    nothing = each.computed(tuple((0, 0) for _ in each.shape), read)
+    nothing = each.computed(no_box(each), read)
     return nothing.reshape([stop - start for start, stop in box])
+
+
+def no_box(each: Expression) -> Box:
+    """A box of a tensor without any of its elements."""
+    return tuple((0, 0) for _ in each.shape)
 
 
 def is_empty(box: Box) -> bool:

@@ -9,7 +9,7 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.slices import Box
-from trainfold.core.transform.expression import Expression, Read, SourceTensor, is_empty, nothing_of
+from trainfold.core.transform.expression import Expression, Read, SourceTensor, is_empty, no_box, nothing_of
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ class Rearranged:
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""
-        yield from () if is_empty(box) else self.of.reads(self._box(self.by.before, self._needed(box)[1]))
+        return self.of.reads(no_box(self.of) if is_empty(box) else self._box(self.by.before, self._needed(box)[1]))
 
     def computed(self, box: Box, read: Read) -> "torch.Tensor":
         """See `Expression`."""

@@ -1,10 +1,11 @@
-"""`WeightSource`: supplies weights from outside the checkpoints of a run. `Wanted`: one tensor that it is asked for."""
+"""`WeightSource`: supplies weights from outside the checkpoints of a run. `ListedSource`: one that says what it has. `Wanted`: one tensor that it is asked for."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
 import attrs
 
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 
 if TYPE_CHECKING:
@@ -52,3 +53,11 @@ class WeightSource(Protocol):
         Args:
             wanted: canonical name -> what is wanted. A tensor with several names is there under each; one of them is enough.
         """
+
+
+@runtime_checkable
+class ListedSource(WeightSource, Protocol):
+    """A source that says what it has before it supplies anything, so that a transform can be planned."""
+
+    def specs(self) -> Mapping[str, LeafSpec]:
+        """Name -> dtype and shape of each tensor that it can supply."""

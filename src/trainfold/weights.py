@@ -9,7 +9,8 @@ from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
 from trainfold.backends.weights.take import take_weights
-from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.backends.weights.transformed import Transformed
+from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 from trainfold.core.weights.wrapped import ByScript, Cast, Frozen, Renamed
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "FirstRank",
     "Frozen",
     "HubDirectory",
+    "ListedSource",
     "Renamed",
     "ServedWeights",
+    "Transformed",
     "Wanted",
     "WeightServer",
     "WeightSource",

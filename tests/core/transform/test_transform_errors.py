@@ -121,7 +121,7 @@ def test_parts_that_a_rank_holds_are_told_from_those_that_it_needs_of_others():
     assert (whole_head.is_gathered, half.is_gathered) == (False, True)
     assert str(half) == "w [2:4, 0:6]: gathered, of w [0:4, 0:6]"
     (nothing,) = plan_parts(pairs, found, {"w": ((0, 0), (0, 6))}, held={})
-    assert (nothing.reads, nothing.is_gathered) == ({}, False)
+    assert (nothing.needed, nothing.is_gathered) == (0, False)
     with pytest.raises(InvalidArgument, match="found other"):
         plan_parts(pairs, found, {"other": None})
 

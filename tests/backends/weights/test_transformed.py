@@ -1,0 +1,151 @@
+"""A source whose tensors are transformed: it keeps the contract, reads what a rank needs, and is one start of a run."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from safetensors.torch import save_file
+
+from trainfold.adapters.live.attach import attach
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.transformed import Transformed
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.slices import volume
+from trainfold.core.state.spec import dtype_name
+from trainfold.core.transform.fusing import merge, split, stack, unstack
+from trainfold.core.transform.naming import rename, untie
+from trainfold.core.transform.transform import compose
+from trainfold.core.transform.values import cast, rearrange, transpose
+from trainfold.core.weights.source import ListedSource, Wanted
+from trainfold.core.weights.wrapped import Cast
+from trainfold.properties.contracts import check_weight_source
+
+
+class Tensors:
+    """A source that yields boxes, in an order of its own, and counts what it is asked for."""
+
+    def __init__(self, tensors, order=()):
+        self.tensors, self.order, self.elements = tensors, order, 0
+
+    def specs(self):
+        return {name: LeafSpec(dtype_name(each.dtype), tuple(each.shape)) for name, each in self.tensors.items()}
+
+    def supply(self, wanted):
+        for name in sorted(wanted, key=lambda name: (*self.order, name).index(name)):
+            if name in self.tensors:
+                self.elements += volume(wanted[name].box)
+                yield name, self.tensors[name][tuple(slice(*pair) for pair in wanted[name].box)]
+
+
+HUB = {
+    "model.layers.0.qkv.weight": torch.arange(32.0).reshape(8, 4),
+    "model.layers.1.qkv.weight": torch.arange(32.0).reshape(8, 4) * 2,
+    "model.layers.0.experts.0.w": torch.arange(6.0).reshape(2, 3),
+    "model.layers.0.experts.1.w": -torch.arange(6.0).reshape(2, 3),
+    "model.embed": torch.arange(10.0).reshape(5, 2),
+}
+RULES = compose(
+    split("model.layers.{i}.qkv.weight", [f"layers.{{i}}.{part}" for part in ("q", "k", "v")], shares=(2, 1, 1)),
+    rearrange("layers.{i}.q", "(h two d) i -> (h d two) i", h=1, two=2),
+    stack("model.layers.{i}.experts.{e}.w", "layers.{i}.experts", over="e"),
+    rename("model.embed", "embed"),
+    untie("head", "embed"),
+    transpose("head"),
+)
+MINE = {
+    **{f"layers.{i}.q": HUB[f"model.layers.{i}.qkv.weight"][[0, 2, 1, 3]] for i in range(2)},
+    **{f"layers.{i}.k": HUB[f"model.layers.{i}.qkv.weight"][4:6] for i in range(2)},
+    **{f"layers.{i}.v": HUB[f"model.layers.{i}.qkv.weight"][6:] for i in range(2)},
+    "layers.0.experts": torch.stack([HUB["model.layers.0.experts.0.w"], HUB["model.layers.0.experts.1.w"]]),
+    "embed": HUB["model.embed"],
+    "head": HUB["model.embed"].T,
+}
+
+
+def test_it_keeps_the_contract_whatever_it_is_made_of(tmp_path):
+    """J01: all, a few, parts of ranks, names that it does not have, and again."""
+    save_file(HUB, tmp_path / "model.safetensors")
+    check_weight_source(lambda: Transformed(Tensors(HUB), RULES), MINE)
+    check_weight_source(lambda: Transformed(HubDirectory(tmp_path), RULES), MINE)
+    assert isinstance(HubDirectory(tmp_path), ListedSource)
+    twice = Transformed(Transformed(Tensors(HUB), RULES), rename("layers.{path*}", "h.{path*}"))
+    check_weight_source(lambda: twice, {name.replace("layers.", "h."): each for name, each in MINE.items()})
+
+
+@given(st.permutations(sorted(HUB)), st.data())
+def test_whatever_comes_first_a_rank_gets_its_parts_and_reads_no_more_than_their_boxes(order, data):
+    """J01, P21: tensors wait for those that they are put together with, in any order."""
+    wanted, rows = {}, 0
+    for name in data.draw(st.sets(st.sampled_from(sorted(MINE)), min_size=1)):
+        shape = tuple(MINE[name].shape)
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, shape[0])] * 2)))
+        wanted[name] = Wanted("float32", shape, ((start, stop), *((0, size) for size in shape[1:])))
+        rows += stop - start
+    source = Tensors(HUB, order)
+    found = dict(Transformed(source, RULES).supply(wanted))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], MINE[name][tuple(slice(*pair) for pair in wanted[name].box)]) for name in found)
+    assert source.elements <= sum(each.numel() for each in HUB.values())
+    if wanted.keys() == {"layers.1.v"}:
+        assert source.elements == 4 * rows
+
+
+def test_tensors_are_let_go_when_nothing_needs_them_any_more():
+    """J01: the memory is that of what waits, not of the model."""
+    made = []
+
+    class Counted(Tensors):
+        def supply(self, wanted):
+            import weakref
+
+            for name, tensor in super().supply(wanted):
+                assert sum(each() is not None for each in made) <= 3, "two that wait, and the one that was used last"
+                copy = tensor.clone()
+                made.append(weakref.ref(copy))
+                yield name, copy
+                del copy
+
+    many = {f"{i}.{part}": torch.ones(1) for i in range(8) for part in "qk"}
+    found = Transformed(Counted(many), merge(["{i}.q", "{i}.k"], "{i}.qk")).supply(
+        {f"{i}.qk": Wanted("float32", (2,), ((0, 2),)) for i in range(8)}
+    )
+    assert [name for name, _ in found] == [f"{i}.qk" for i in range(8)]
+
+
+def test_a_model_starts_from_a_hub_directory_with_other_names_and_another_dtype(tmp_path):
+    """J01, J03, K06: what the model has not is not taken, what is missing is named before anything trains."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)})
+    weights = {
+        "w.0": torch.randn(3, 2, dtype=torch.bfloat16),
+        "b.0": torch.randn(2, dtype=torch.bfloat16),
+        "w.1": torch.randn(2, 2, dtype=torch.bfloat16),
+    }
+    save_file(weights | {"b.1": torch.zeros(2), "more": torch.zeros(1)}, tmp_path / "model.safetensors")
+    rules = compose(
+        transpose("w.{i}"),
+        rename("w.0", "a.weight"),
+        rename("w.1", "b.weight"),
+        rename("b.0", "a.bias"),
+        rename("b.1", "b.bias"),
+    )
+    live = attach(model, weights=Transformed(HubDirectory(tmp_path), compose(rules, cast("float32"))))
+    live.take_weights()
+    assert torch.equal(model["a"].weight, weights["w.0"].T.float())
+    assert torch.equal(model["b"].weight, weights["w.1"].T.float())
+    attach(model, weights=Cast(Transformed(HubDirectory(tmp_path), rules))).take_weights()
+    with pytest.raises(InvalidState, match=r"b\.bias"):
+        attach(model, weights=Transformed(HubDirectory(tmp_path), rules.parts[0])).take_weights()
+
+
+def test_what_cannot_be_planned_is_refused_before_anything_is_read():
+    """K09."""
+
+    class Unlisted:
+        def supply(self, wanted):
+            raise AssertionError("it was asked")
+
+    with pytest.raises(InvalidArgument, match="a source that lists what it has"):
+        list(Transformed(Unlisted(), RULES).supply({}))
+    with pytest.raises(InvalidState, match="a first dimension"):
+        list(Transformed(Tensors({"x": torch.tensor(1.0)}), unstack("x", "x.{e}", over="e")).supply({}))
