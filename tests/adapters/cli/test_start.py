@@ -28,7 +28,7 @@ PROGRAM = (
     "own = sum(name.startswith('trainfold') for name in sys.modules); "
     "sys.stderr.write('\\n' + json.dumps([code, found, own]))"
 )
-MOST_MODULES = {"plan": 112, "prune": 100}  # of trainfold, else 98: each costs about half a millisecond
+MOST_MODULES = {"plan": 112, "prune": 102}  # of trainfold, else 98: each costs about half a millisecond
 
 
 def state_at(step):
