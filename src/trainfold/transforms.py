@@ -4,6 +4,7 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.core.transform.apply import PartPlan, plan_parts, transform_specs, transform_stream, transform_tensors
+from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
 from trainfold.core.transform.fusing import merge, split, stack, unstack
 from trainfold.core.transform.naming import drop, keep, rename, tie, untie
 from trainfold.core.transform.transform import Transform, compose
@@ -16,6 +17,8 @@ __all__ = [
     "compose",
     "dequantise",
     "drop",
+    "hub_rules",
+    "hub_rules_of",
     "keep",
     "merge",
     "plan_parts",
