@@ -11,7 +11,7 @@ from kit.core.hub_family_cases import FAMILIES, WITH_TIES, Sizes, at_hub, native
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.tensor_memory import tensor_bytes
-from trainfold.core.transform.apply import transform_specs, transform_tensors
+from trainfold.core.transform.apply import plan_parts, transform_specs, transform_tensors
 from trainfold.core.transform.families import family_tables
 from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
 from trainfold.core.transform.name_template import template
@@ -61,6 +61,43 @@ def test_each_row_of_a_table_is_of_use_to_a_model():
         for row in family.rows:
             for text in row[1] if isinstance(row[1], tuple) else (row[1],):
                 assert any(template(text).match(name) is not None for name in names), text
+
+
+MADE_OF = {
+    "embed_tokens": "tok_embeddings", "lm_head": "output", "norm": "norm", "gate": "gate",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "q_norm": "q_norm", "k_norm": "k_norm",
+    "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo",
+    "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "w1": "w1", "w2": "w2", "w3": "w3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "gpt2" and each not in WITH_TIES])
+def test_each_tensor_of_the_hub_is_made_of_the_one_of_its_layer_and_expert(family):
+    """K01: also where others have its shape, as gates and ups, and the norms."""
+    specs = specs_of(native(family, Sizes()))
+    rules = hub_rules(family, **Sizes().numbers)
+    for plan in plan_parts(rules, specs, dict.fromkeys(at_hub(family, Sizes()))):
+        ((source, (box,)),) = plan.reads.items()
+        *place, part, kind = plan.name.split(".")
+        numbers, (whole, *_) = [int(each) for each in place if each.isdigit()], specs[source].shape
+        name = source.split(".")
+        assert MADE_OF[part] == (name[-1] if "experts" in name else name[-2])
+        assert "experts" in name or name[-1] == kind
+        assert [int(each) for each in name if each.isdigit()] == numbers[:1]
+        assert box[0] == ((numbers[1], numbers[1] + 1) if "experts" in name else (0, whole))
+
+
+def test_a_gemma_has_queries_keys_and_values_in_this_order():
+    sizes, at = Sizes(tied=True), "model.layers.1.self_attn"
+    names = [f"{at}.{each}.weight" for each in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")]
+    plans = plan_parts(hub_rules("gemma3_text", **sizes.numbers), specs_of(native("gemma3_text", sizes)), dict.fromkeys(names))  # fmt: skip
+    assert [(source, box[0]) for plan in plans for source, (box,) in plan.reads.items()] == [
+        (f"{at}.qkv_proj.weight", (0, 24)),
+        (f"{at}.qkv_proj.weight", (24, 36)),
+        (f"{at}.qkv_proj.weight", (36, 48)),
+        (f"{at}.query_norm.weight", (0, 6)),
+        (f"{at}.key_norm.weight", (0, 6)),
+    ]
 
 
 def rotated_in_pairs(x, angles):
