@@ -230,3 +230,23 @@ def test_a_fused_projection_is_never_taken_apart_at_another_row(heads, kv_heads,
     except InvalidState:
         return
     assert found == specs_of(at_hub("gemma", sizes))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
+def test_biases_change_places_with_the_rows_of_their_weights(family):
+    sizes = Sizes()
+    tensors = weights_of(family, sizes, 0)
+    for part in ("wq", "wk", "wv"):
+        tensors[f"layers.0.attention.{part}.bias"] = tensors[f"layers.0.attention.{part}.weight"][:, 0].clone()
+    hub = dict(transform_tensors(hub_rules(family, **sizes.numbers), tensors))
+    for part in "qkv":
+        at = f"model.layers.0.self_attn.{part}_proj"
+        assert torch.equal(hub[f"{at}.bias"], hub[f"{at}.weight"][:, 0])
+
+
+def test_a_mixture_may_have_layers_without_experts():
+    sizes = Sizes(layers=1)
+    plain = {name: shape for name, shape in native("qwen3", sizes).items() if "feed_forward" in name}
+    plans = plan_parts(hub_rules("qwen3_moe", tied=False), specs_of(plain), dict.fromkeys(name for name in at_hub("qwen3", sizes) if ".mlp." in name))  # fmt: skip
+    found = {plan.name.split(".")[-2]: next(iter(plan.reads)).split(".")[-2] for plan in plans}
+    assert found == {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
