@@ -7,8 +7,8 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import Box, volume, whole_box
-from trainfold.core.transform.expression import Read, SourceTensor, computed_whole, is_inside
+from trainfold.core.layout.slices import Box, intersect, volume, whole_box
+from trainfold.core.transform.expression import Expression, Read, SourceTensor, computed_whole
 from trainfold.core.transform.transform import Transform
 
 if TYPE_CHECKING:
@@ -34,8 +34,20 @@ def transform_specs(transform: Transform, specs: Mapping[str, LeafSpec]) -> dict
         >>> print(transform_specs(merge(["wk", "wv"], "kv"), specs)["kv"])
         float32[4, 8]
     """
-    sources = {name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()}
-    return {name: LeafSpec(each.dtype, each.shape) for name, each in transform.on(sources).items()}
+    return {name: LeafSpec(each.dtype, each.shape) for name, each in table_of(transform, specs).items()}
+
+
+def table_of(transform: Transform, specs: Mapping[str, LeafSpec]) -> dict[str, Expression]:
+    """What each result is made of.
+
+    Args:
+        transform: what is done.
+        specs: name -> dtype and shape of each source tensor.
+
+    Raises:
+        InvalidState: if tensors have not the form that the transform needs.
+    """
+    return transform.on({name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()})
 
 
 def transform_tensors(
@@ -59,9 +71,9 @@ def transform_tensors(
         >>> dict(transform_tensors(rename("w", "weight"), {"w": torch.ones(2)}))
         {'weight': tensor([1., 1.])}
     """
-    specs = {
-        name: LeafSpec(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()
-    }
+    from trainfold.core.state.spec import dtype_name
+
+    specs = {name: LeafSpec(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
     return transform_stream(
         transform, specs, lambda name, box: tensors[name][tuple(slice(start, stop) for start, stop in box)]
     )
@@ -86,8 +98,7 @@ def transform_stream(
     Raises:
         InvalidState: as in `transform_tensors`.
     """
-    sources = {name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()}
-    table = transform.on(sources)
+    table = table_of(transform, specs)
     return ((name, computed_whole(each, read)) for name, each in table.items())
 
 
@@ -143,22 +154,25 @@ def plan_parts(
         >>> print(*plan_parts(transpose("w"), specs, {"w": ((0, 3), (0, 4))}, held={"w": ((0, 4), (0, 3))}))
         w [0:3, 0:4]: in parts, of w [0:4, 0:3]
     """  # fmt: skip
-    sources = {name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()}
-    table, has = transform.on(sources), held or {}
+    table = table_of(transform, specs)
     if unknown := [name for name in wanted if name not in table]:
         raise InvalidArgument("wanted", expected="names of results", found=", ".join(unknown[:8]), fix="see transform_specs for them")  # fmt: skip
+    has = {
+        name: whole_box(specs[name].shape) if box is None else box
+        for name, box in (held or {}).items()
+        if name in specs
+    }
     plans = []
     for name, box in wanted.items():
+        part = whole_box(table[name].shape) if box is None else box
+        needed = dict.fromkeys((source.name, each) for source, each in table[name].reads(part))  # each part once
         reads: dict[str, tuple[Box, ...]] = {}
-        is_gathered, part = False, whole_box(table[name].shape) if box is None else box
-        for source, needed in table[name].reads(part):
-            if needed in reads.get(source.name, ()):
-                continue
-            reads[source.name] = (*reads.get(source.name, ()), needed)
-            mine = [whole_box(source.shape) if has[source.name] is None else has[source.name]] if source.name in has else []  # fmt: skip
-            is_gathered |= volume(needed) > 0 and not is_inside(needed, [each for each in mine if each is not None])
-        count = sum(volume(each) for boxes in reads.values() for each in boxes)
-        plans.append(PartPlan(name, part, reads, count, is_gathered))
+        for source, each in needed:
+            reads[source] = (*reads.get(source, ()), each)
+        is_gathered = any(
+            volume(each) > 0 and (source not in has or intersect(each, has[source]) != each) for source, each in needed
+        )
+        plans.append(PartPlan(name, part, reads, sum(volume(each) for _, each in needed), is_gathered))
     return tuple(plans)
 
 

@@ -3,14 +3,14 @@
 So one description serves a plan that reads nothing, a stream that holds one tensor at a time, and a rank that needs a shard. torch is imported when something is computed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeAlias, final
 
 import attrs
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.layout.slices import Box, intersect, whole_box
+from trainfold.core.layout.slices import Box, volume, whole_box
 
 if TYPE_CHECKING:
     import torch
@@ -178,11 +178,11 @@ class Raised:
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""
-        return self.of.reads(no_box(self.of) if is_empty(box) else box[1:])
+        return self.of.reads(no_box(self.of) if not volume(box) else box[1:])
 
     def computed(self, box: Box, read: Read) -> "torch.Tensor":
         """See `Expression`."""
-        if is_empty(box):
+        if not volume(box):
             return nothing_of(self.of, box, read)
         return self.of.computed(box[1:], read).unsqueeze(0)
 
@@ -238,9 +238,9 @@ class CastTo:
 
     def computed(self, box: Box, read: Read) -> "torch.Tensor":
         """See `Expression`."""
-        import torch
+        from trainfold.core.format.codec import torch_dtype
 
-        return self.of.computed(box, read).to(getattr(torch, self.dtype))
+        return self.of.computed(box, read).to(torch_dtype(self.dtype))
 
 
 @final
@@ -275,10 +275,12 @@ class Dequantised:
         """See `Expression`."""
         import torch
 
+        from trainfold.core.format.codec import torch_dtype
+
         scale = self.scale.computed(self._blocks(box), read).to(torch.float32)
         for dim, (size, (start, stop)) in enumerate(zip(self.block, box, strict=True)):
             scale = scale.repeat_interleave(size, dim).narrow(dim, start % size if stop > start else 0, stop - start)
-        return (self.of.computed(box, read).to(torch.float32) * scale).to(getattr(torch, self.dtype))
+        return (self.of.computed(box, read).to(torch.float32) * scale).to(torch_dtype(self.dtype))
 
     def _blocks(self, box: Box) -> Box:
         return tuple(
@@ -346,13 +348,3 @@ def nothing_of(each: Expression, box: Box, read: Read) -> "torch.Tensor":
 def no_box(each: Expression) -> Box:
     """A box of a tensor without any of its elements."""
     return tuple((0, 0) for _ in each.shape)
-
-
-def is_empty(box: Box) -> bool:
-    """Whether a box has no elements."""
-    return any(start >= stop for start, stop in box)
-
-
-def is_inside(box: Box, held: Sequence[Box]) -> bool:
-    """Whether one of these boxes has all of a box."""
-    return any(intersect(box, each) == box for each in held)

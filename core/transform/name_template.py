@@ -106,3 +106,8 @@ def check_captures(where: str, one: NameTemplate, other: NameTemplate) -> None:
             found=f"{other}, which has {', '.join(other.captures) or 'none'}",
             fix="use each capture on both sides, with or without a star: without it two tensors would get one name",
         )
+
+
+def matches(names: Iterable[NameTemplate], name: str) -> bool:
+    """Whether a name has one of these forms."""
+    return any(each.match(name) is not None for each in names)

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.transform.expression import Expression, SameAs
-from trainfold.core.transform.name_template import NameTemplate, check_captures, template, templates
+from trainfold.core.transform.name_template import NameTemplate, check_captures, matches, template, templates
 from trainfold.core.transform.transform import Table
 
 
@@ -56,11 +56,7 @@ class Select:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
-        return {
-            name: each
-            for name, each in table.items()
-            if any(one.match(name) is not None for one in self.names) == self.keeps
-        }
+        return {name: each for name, each in table.items() if matches(self.names, name) == self.keeps}
 
 
 @final

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument, InvalidState
-from trainfold.core.layout.slices import Box
-from trainfold.core.transform.expression import Expression, Read, SourceTensor, is_empty, no_box, nothing_of
+from trainfold.core.layout.slices import Box, volume
+from trainfold.core.transform.expression import Expression, Read, SourceTensor, no_box, nothing_of
 
 if TYPE_CHECKING:
     import torch
@@ -146,11 +146,11 @@ class Rearranged:
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""
-        return self.of.reads(no_box(self.of) if is_empty(box) else self._box(self.by.before, self._needed(box)[1]))
+        return self.of.reads(no_box(self.of) if not volume(box) else self._box(self.by.before, self._needed(box)[1]))
 
     def computed(self, box: Box, read: Read) -> "torch.Tensor":
         """See `Expression`."""
-        if is_empty(box):
+        if not volume(box):
             return nothing_of(self.of, box, read)
         wanted, needed = self._needed(box)
         tensor = self.of.computed(self._box(self.by.before, needed), read)

@@ -9,7 +9,7 @@ from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.transform.expression import CastTo, Dequantised, Expression
-from trainfold.core.transform.name_template import NameTemplate, check_captures, template, templates
+from trainfold.core.transform.name_template import NameTemplate, check_captures, matches, template, templates
 from trainfold.core.transform.naming import form_of
 from trainfold.core.transform.rearrangement import Rearranged, Rearrangement, rearrangement
 from trainfold.core.transform.transform import Table
@@ -185,8 +185,3 @@ def dequantise(
     check_captures("dequantise", one, other)
     sizes = tuple(count("dequantise.block", each, fix="pass the size of a block") for each in block)
     return Dequantise(one, other, sizes, cast(dtype).dtype)
-
-
-def matches(names: Iterable[NameTemplate], name: str) -> bool:
-    """Whether a name has one of these forms."""
-    return any(each.match(name) is not None for each in names)
