@@ -9,7 +9,8 @@ import torch
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
-from trainfold.core.transform.expression import Expression, SourceTensor
+from trainfold.core.transform.apply import table_of, transform_specs
+from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 
@@ -49,7 +50,7 @@ class Transformed:
             InvalidArgument: if the source does not list what it has.
             InvalidState: if that has not the form that the transform needs.
         """
-        return {name: LeafSpec(each.dtype, each.shape) for name, each in self._table().items()}
+        return transform_specs(self.transform, self._listed())
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is made of the source's tensors, for each name that is wanted and comes of them.
@@ -58,21 +59,19 @@ class Transformed:
             InvalidArgument: if the source does not list what it has.
             InvalidState: if that has not the form that the transform needs, or tied tensors differ.
         """
-        table = self._table()
-        needs: dict[str, set[str]] = {}
-        asked: dict[str, Wanted] = {}
-        for name, each in wanted.items():
-            if name not in table:
-                continue
-            if table[name].shape != each.shape:
-                yield name, torch.empty(table[name].shape, device="meta")  # it is refused for its shape, and not read
-                continue
-            needs[name] = set()
-            for source, box in table[name].reads(each.box):
-                before = asked.get(source.name)
-                hull = box if before is None else _hull(before.box, box)
-                asked[source.name] = Wanted(source.dtype, source.shape, hull)
-                needs[name].add(source.name)
+        table = table_of(self.transform, self._listed())
+        mine = {name: each for name, each in wanted.items() if name in table}
+        for name in [name for name, each in mine.items() if table[name].shape != each.shape]:
+            del mine[name]
+            yield name, torch.empty(table[name].shape, device="meta")  # it is refused for its shape, and not read
+        asked, needs = _asked_for({name: table[name] for name in mine}, mine)
+        left = {name: set(sources) for name, sources in needs.items()}  # result -> what is not there yet
+        users: dict[str, dict[str, None]] = {
+            name: {} for name in asked
+        }  # source tensor -> results that are not made yet
+        for result, sources in needs.items():
+            for name in sources:
+                users[name][result] = None
         there: dict[str, tuple[torch.Tensor, Box]] = {}
 
         def read(name: str, box: Box) -> torch.Tensor:
@@ -82,25 +81,41 @@ class Transformed:
         for name, tensor in self.source.supply(asked):
             shape = asked[name].shape
             there[name] = tensor, whole_box(shape) if tuple(tensor.shape) == shape else asked[name].box
-            for done in [each for each, sources in needs.items() if sources <= there.keys()]:
-                yield done, table[done].computed(wanted[done].box, read)
-                del needs[done]
-            still = set().union(*needs.values())
-            for used in [each for each in there if each not in still]:
-                del there[used]
+            for result in list(users[name]):
+                left[result].discard(name)
+                if left[result]:
+                    continue
+                yield result, table[result].computed(mine[result].box, read)
+                for used in needs[result]:
+                    del users[used][result]
+                    if not users[used]:
+                        del there[used]
 
-    def _table(self) -> Mapping[str, Expression]:
-        """What each result is made of."""
+    def _listed(self) -> Mapping[str, LeafSpec]:
+        """What the source has."""
         if not isinstance(self.source, ListedSource):
             raise InvalidArgument(
                 "Transformed.source", expected="a source that lists what it has: HubDirectory, CheckpointWeights, or one with specs()",
                 found=repr(self.source), fix="transform what has the names of files, and wrap the result: Cast(Transformed(HubDirectory(...), ...))")  # fmt: skip
-        specs = self.source.specs()
-        return self.transform.on({name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()})
+        return self.source.specs()
 
 
-def _hull(one: Box | None, other: Box) -> Box:
+def _asked_for(
+    table: Mapping[str, Expression], wanted: Mapping[str, Wanted]
+) -> tuple[dict[str, Wanted], dict[str, frozenset[str]]]:
+    """What is wanted of the source, and for each result the source tensors that it is made of."""
+    asked: dict[str, Wanted] = {}
+    needs: dict[str, frozenset[str]] = {}
+    for name, expression in table.items():
+        reads = list(expression.reads(wanted[name].box))
+        needs[name] = frozenset(source.name for source, _ in reads)
+        for source, box in reads:
+            before = asked.get(source.name)
+            hull = box if before is None else _hull(before.box, box)
+            asked[source.name] = Wanted(source.dtype, source.shape, hull)
+    return asked, needs
+
+
+def _hull(one: Box, other: Box) -> Box:
     """The smallest box that has both."""
-    if one is None:
-        return other
     return tuple((min(low, start), max(high, stop)) for (low, high), (start, stop) in zip(one, other, strict=True))
