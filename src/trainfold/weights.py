@@ -3,6 +3,7 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.weights.checkpoint import CheckpointWeights
 from trainfold.backends.weights.first_rank import FirstRank
 from trainfold.backends.weights.hub_directory import HubDirectory
@@ -10,6 +11,7 @@ from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
 from trainfold.backends.weights.take import take_weights
 from trainfold.backends.weights.transformed import Transformed
+from trainfold.core.weights.detected import Detected
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 from trainfold.core.weights.wrapped import ByScript, Cast, Frozen, Renamed
 
@@ -17,6 +19,7 @@ __all__ = [
     "ByScript",
     "Cast",
     "CheckpointWeights",
+    "Detected",
     "FirstRank",
     "Frozen",
     "HubDirectory",
@@ -27,5 +30,6 @@ __all__ = [
     "Wanted",
     "WeightServer",
     "WeightSource",
+    "detect_format",
     "take_weights",
 ]

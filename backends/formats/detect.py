@@ -1,0 +1,99 @@
+"""`detect_format`: which format a path has, from names and first bytes. Nothing is run or trusted, and no file is read whole."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from trainfold.backends.stores.place import local_path
+from trainfold.core.errors import CheckpointHostile, CheckpointMissing
+from trainfold.core.weights.detected import (
+    HEAD_BYTES,
+    READ_HEADS,
+    Detected,
+    Kind,
+    NameSeen,
+    detected_file,
+    detected_of,
+)
+
+_ENTRIES: Final = 200_000
+
+
+def detect_format(path: str | Path) -> Detected:
+    """Find out which format a file or directory has.
+
+    It reads the names in a directory, and at most 4 KiB of three files. A path may be a link, as the files of a hub's cache are; a
+    ``run.json`` or ``manifest.json`` that is one is not followed. Pipes and devices are not opened.
+
+    Args:
+        path: a file, a directory, or a ``file://`` URL of one.
+
+    Returns:
+        The format and what shows it. Two formats at once, and none, are answers too: see `Detected.agreed`.
+
+    Raises:
+        CheckpointMissing: if there is nothing, or it cannot be read.
+        CheckpointHostile: if a directory has more than 200,000 entries.
+
+    Examples:
+        >>> import tempfile, trainfold, torch
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     _ = trainfold.save(trainfold.attach(torch.nn.Linear(2, 1)).capture(), run)
+        ...     detect_format(run).format, detect_format(f"{run}/step-00000000").format
+        ('run', 'checkpoint')
+    """
+    found = Path(local_path(str(path)))
+    try:
+        mode = found.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return detected_of(str(path), _entries(found))
+        if not stat.S_ISREG(mode):
+            return Detected(
+                str(path), (), ("neither a file nor a directory: it is not opened",), "name a file or a directory"
+            )
+        head, size_bytes = _head(found)
+        return detected_file(str(path), head, size_bytes)
+    except (OSError, ValueError) as error:  # a name with a zero byte
+        raise CheckpointMissing(
+            str(path), expected="a file or directory that can be read", found=error, fix="correct the path"
+        ) from error
+
+
+def _entries(directory: Path) -> Iterator[NameSeen]:
+    with os.scandir(directory) as found:
+        for number, each in enumerate(found):
+            if number >= _ENTRIES:
+                raise CheckpointHostile(
+                    str(directory),
+                    expected=f"at most {_ENTRIES} entries",
+                    found="more",
+                    fix="name the directory of one checkpoint",
+                )
+            kind = _kind(each)
+            head = _head(Path(each.path))[0] if kind == "file" and each.name in READ_HEADS else b""
+            yield NameSeen(each.name, kind, head)
+
+
+def _kind(entry: "os.DirEntry[str]") -> Kind:
+    try:
+        if entry.is_dir():
+            return "directory"
+        if entry.is_file():
+            return "link" if entry.is_symlink() else "file"
+    except OSError:  # a link in a circle
+        pass
+    return "other"
+
+
+def _head(file: Path) -> tuple[bytes, int]:
+    """The first bytes of a file, and its size; nothing of what has become something else in the meantime."""
+    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode):
+            return b"", 0
+        return os.read(opened, HEAD_BYTES), found.st_size
+    finally:
+        os.close(opened)
