@@ -200,8 +200,12 @@ class Recorder:
         assert old is not None, f"{source} is moved in from elsewhere"
         assert new is not None, f"{target} is moved out"
         inode = self._inodes.pop(old)
-        assert not any(path.startswith(old + "/") for path in self._inodes), "a directory is moved"
         self._inodes[new] = inode
+        for below in [path for path in self._inodes if path.startswith(old + "/")]:
+            self._inodes[new + below.removeprefix(old)] = self._inodes.pop(below)
+        for fd, (path, opened) in self._opened.items():
+            if path == old or path.startswith(old + "/"):
+                self._opened[fd] = new + path.removeprefix(old), opened
         self.effects.append(Move(*self._place(old), *self._place(new), inode))
 
     do_replace = do_rename

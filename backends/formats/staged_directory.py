@@ -1,0 +1,383 @@
+"""`staged_directory`: writes the files of a directory beside it, keeps those that a killed writer has finished, and commits all of them with one rename."""
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Final, final
+
+import attrs
+import xxhash
+
+from trainfold.backends.stores import run_lock
+from trainfold.backends.stores.direct_io import write_stream
+from trainfold.backends.stores.os_errors import save_failure, wrong_size
+from trainfold.backends.stores.protocol import Buffer
+from trainfold.backends.stores.staged_files import check_path, make_directories, sync_above
+from trainfold.core.checks import count
+from trainfold.core.digest import DIGEST_PREFIX
+from trainfold.core.errors import CheckpointHostile, InvalidArgument, NoSpace, RunLocked, RunReplaced
+from trainfold.core.format.strict_json import strict_json
+
+_FILES: Final = "files"  # what becomes the directory
+_RECORD: Final = "record"  # a line with the plan, and one for each finished file
+_RECORD_BYTES: Final = 64 << 20
+_READ_BYTES: Final = 4 << 20
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@final
+@attrs.frozen
+class _Finished:
+    size_bytes: int
+    digest: str
+
+
+@final
+class StagedDirectory:
+    """The files of a directory that does not exist yet; `staged_directory` makes it.
+
+    Attributes:
+        is_committed: whether the directory is there, whole: `commit` has returned, here or in an earlier process with the same plan.
+    """
+
+    def __init__(self, path: str, above: int, staging: int) -> None:
+        self.is_committed = False
+        self._path = path
+        self._above = above
+        self._staging = staging
+        self._finished: dict[str, _Finished] = {}
+        self._checked: set[str] = set()
+        self._opened = ExitStack()
+        self._files = self._record = -1
+
+    def has(self, name: str, *, size_bytes: int) -> bool:
+        """Whether a file is finished: here, or by an earlier process, and then it is read and checked.
+
+        Args:
+            name: of the file.
+            size_bytes: what the plan gives it. A file of another size is not kept.
+        """
+        known = self._finished.get(_file_name(name))
+        if known is None or (known.size_bytes == size_bytes and name in self._checked):
+            return known is not None
+        if known.size_bytes == size_bytes and _is_as_recorded(self._files, name, known):
+            self._checked.add(name)
+            return True
+        del self._finished[name]
+        return False
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> bool:
+        """Write a file, make it durable, and record it. One that is finished is kept, and nothing of its parts is asked for.
+
+        Args:
+            name: of the file, without a directory.
+            parts: its bytes in order; a part is copied or written before the next one is asked for.
+            size_bytes: how many they are in all.
+
+        Returns:
+            Whether it was written.
+
+        Raises:
+            SaveFailed: if it cannot be written; `NoSpace` on a full disk.
+        """
+        if self.has(name, size_bytes=size_bytes):
+            return False
+        whole, where = xxhash.xxh3_128(), f"{self._path}/{name}"
+
+        def hashed() -> Iterator[Buffer]:
+            for part in parts:
+                whole.update(part)
+                yield part
+
+        with _failures(where):
+            _remove(name, self._files)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(name, flags, 0o666, dir_fd=self._files)
+            try:
+                given = write_stream(fd, hashed(), size_bytes=size_bytes)
+                if given != size_bytes:
+                    raise wrong_size(where, planned_bytes=size_bytes, given=f"{given} bytes or more")
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._finished[name] = found = _Finished(size_bytes, DIGEST_PREFIX + whole.hexdigest())
+            self._checked.add(name)
+            self._note({"name": name, **attrs.asdict(found)})
+        return True
+
+    def commit(self) -> None:
+        """Give the directory its name. It is durable when this returns.
+
+        Raises:
+            InvalidArgument: if something is at its path by now.
+            CheckpointHostile: if there are other files than those that were written.
+            SaveFailed: if it cannot be renamed or synced.
+        """
+        if self.is_committed:
+            return
+        with _failures(self._path):
+            there = set(os.listdir(self._files))  # noqa: PTH208  # a descriptor
+            if there != self._checked:
+                raise CheckpointHostile(
+                    f"{self._path}: files staged for it", expected=f"the {len(self._checked)} files that were written",
+                    found=f"others: {sorted(there ^ self._checked)[:4]}",
+                    fix="find out which program writes there, and run this again")  # fmt: skip
+            os.fsync(self._files)
+            os.fsync(self._staging)
+            name = os.path.basename(self._path)  # noqa: PTH119
+            try:
+                os.rename(_FILES, name, src_dir_fd=self._staging, dst_dir_fd=self._above)
+            except OSError as error:
+                if _what_is_at(self._path):
+                    raise _in_the_way(self._path) from error
+                raise
+            sync_above(self._path)
+        self.is_committed = True
+
+    def begin(self, plan: str, *, size_bytes: int) -> None:
+        """Take over what an earlier process with this plan has finished, or start over. The caller has the lock."""
+        planned, finished = _read_record(self._staging)
+        has_files = _is_directory(_FILES, self._staging)
+        if _what_is_at(self._path):
+            # a writer that was killed after its rename leaves its record alone
+            self.is_committed = not has_files and planned == plan and _has_exactly(self._path, finished)
+            if not self.is_committed:
+                raise _in_the_way(self._path)
+            return
+        with _failures(self._path):
+            is_kept = has_files and planned == plan
+            finished = finished if is_kept else {}
+            disk = os.fstatvfs(self._staging)
+            free = disk.f_bavail * disk.f_frsize
+            needed = size_bytes - sum(each.size_bytes for each in finished.values())
+            if needed > free:
+                raise NoSpace(self._path, expected=f"{needed} bytes free", found=free,
+                              fix="make room there, or choose another disk; nothing was written")  # fmt: skip
+            if not is_kept:
+                with suppress(FileNotFoundError):
+                    os.unlink(_RECORD, dir_fd=self._staging)
+                _remove(_FILES, self._staging)
+                os.mkdir(_FILES, dir_fd=self._staging)
+                os.fsync(self._staging)  # from here on a record without files is that of a commit
+            self._files = os.open(_FILES, _DIRECTORY, dir_fd=self._staging)
+            self._opened.callback(os.close, self._files)
+            for name in set(os.listdir(self._files)) - finished.keys():  # noqa: PTH208
+                _remove(name, self._files)
+            self._finished = finished
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._record = os.open(f"{_RECORD}.new", flags, 0o666, dir_fd=self._staging)
+            self._opened.callback(os.close, self._record)
+            self._note({"plan": plan}, *({"name": name, **attrs.asdict(each)} for name, each in finished.items()))
+            os.rename(f"{_RECORD}.new", _RECORD, src_dir_fd=self._staging, dst_dir_fd=self._staging)
+            os.fsync(self._staging)
+
+    def close(self) -> None:
+        """Close what is open, and remove what is left of a directory that is committed. The caller has the lock."""
+        self._opened.close()
+        if self.is_committed or not _is_directory(_FILES, self._staging):
+            with suppress(OSError):
+                for name in (f"{_RECORD}.new", run_lock.LOCK_NAME, _RECORD):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=self._staging)
+                os.rmdir(_staging_name(self._path), dir_fd=self._above)
+
+    def _note(self, *entries: dict[str, object]) -> None:
+        data = memoryview("".join(f"{json.dumps(each)}\n" for each in entries).encode())
+        while data:
+            data = data[os.write(self._record, data) :]
+        os.fsync(self._record)
+
+
+@contextmanager
+def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Iterator[StagedDirectory]:
+    """Write a directory that is absent until it is whole. What a killed writer has finished is kept for the next one with the same plan.
+
+    Law: whenever the process or the machine dies, the directory is as it was before, or whole; and the same calls, made again, finish it or find it there.
+
+    Args:
+        path: the directory. It does not exist yet, or is empty. Links on the way are followed. Files are staged beside it, in ``.NAME.partial``.
+        plan: what is written, as a text such as a digest: what another plan has finished is removed.
+        size_bytes: how much is written in all, to see at once whether it fits.
+
+    Raises:
+        InvalidArgument: if there is something at the path, other than what the same plan has committed.
+        RunLocked: if another process writes there.
+        NoSpace: if the disk has no room for it.
+        CheckpointHostile: if what is staged there is not this user's.
+        SaveFailed: if nothing can be written there.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as top:
+        ...     with staged_directory(f"{top}/model", plan="1") as staged:
+        ...         _ = staged.write("a", [b"12", b"3"], size_bytes=3)
+        ...         is_there = Path(top, "model").exists()
+        ...         staged.commit()
+        ...     is_there, Path(top, "model/a").read_text(), os.listdir(top)
+        (False, '123', ['model'])
+    """
+    count("staged_directory.size_bytes", size_bytes, least=0, fix="pass the size of all files together")
+    check_path(os.fspath(path))
+    real = os.path.realpath(path)
+    if real == "/":
+        raise _in_the_way(real)
+    above_path, name = os.path.split(real)
+    with ExitStack() as held:
+        with _failures(real):
+            if _what_is_at(real) and not os.path.lexists(f"{above_path}/{_staging_name(name)}"):
+                raise _in_the_way(real)
+            make_directories(above_path, "")
+            above = os.open(above_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, above)
+            staging = _locked(above, above_path, name, held)
+        staged = StagedDirectory(real, above, staging)
+        held.callback(staged.close)
+        staged.begin(plan, size_bytes=size_bytes)
+        yield staged
+
+
+def _locked(above: int, above_path: str, name: str, held: ExitStack) -> int:
+    """Make and lock the directory of staged files, and open it."""
+    path = f"{above_path}/{_staging_name(name)}"
+    while True:
+        with suppress(FileExistsError):
+            os.mkdir(_staging_name(name), 0o700, dir_fd=above)
+        try:
+            staging = os.open(_staging_name(name), _DIRECTORY, dir_fd=above)
+        except FileNotFoundError:
+            continue  # another process has committed, and removed it
+        except NotADirectoryError as error:
+            raise _planted(path, "a link or a file") from error
+        held.callback(os.close, staging)
+        if os.fstat(staging).st_uid != os.geteuid():
+            raise _planted(path, "one of another user")
+        try:
+            lock = run_lock.acquire(path)
+        except RunLocked as error:
+            fix = "wait for it; or stop it and run this again, which goes on where it stopped"
+            raise RunLocked(path, expected="no other writer", found=error.found, fix=fix) from None
+        except FileNotFoundError:
+            continue
+        held.callback(run_lock.release, lock)
+        with suppress(RunReplaced):
+            run_lock.check(lock)
+            return staging
+
+
+def _staging_name(path: str) -> str:
+    return f".{os.path.basename(path)}.partial"  # noqa: PTH119
+
+
+def _what_is_at(path: str) -> str:
+    """What is in the way of a directory; an empty text for nothing, and for an empty directory."""
+    try:
+        with os.scandir(path) as entries:
+            first = next(entries, None)
+    except FileNotFoundError:
+        return "a link that leads nowhere" if os.path.lexists(path) else ""
+    except NotADirectoryError:
+        return "a file"
+    return "" if first is None else f"a directory with {first.name} in it"
+
+
+def _in_the_way(path: str) -> InvalidArgument:
+    return InvalidArgument(path, expected="a directory that does not exist yet, or is empty", found=_what_is_at(path) or "something else",
+                           fix="choose another path, or remove what is there; nothing is overwritten")  # fmt: skip
+
+
+def _planted(path: str, found: str) -> CheckpointHostile:
+    return CheckpointHostile(path, expected="a directory of this user, for the files that are staged", found=found,
+                             fix="find out what put it there, and remove it")  # fmt: skip
+
+
+def _file_name(name: str) -> str:
+    if name in ("", ".", "..") or not name.isprintable() or "/" in name:
+        raise CheckpointHostile(
+            repr(name[:200]), expected="the name of a file, without a directory", found="another text", fix="rename it"
+        )
+    return name
+
+
+def _read_record(staging: int) -> tuple[str | None, dict[str, _Finished]]:
+    """The plan of an earlier process, and what it has finished: up to the first line that is not whole. None for no record."""
+    try:
+        fd = os.open(_RECORD, _READ, dir_fd=staging)
+    except OSError:
+        return None, {}
+    try:
+        found = os.fstat(fd)
+        size_bytes = min(found.st_size, _RECORD_BYTES) if stat.S_ISREG(found.st_mode) else 0
+        first, *rest = os.pread(fd, size_bytes, 0).split(b"\n")[:-1] or [b""]
+    finally:
+        os.close(fd)
+    plan, finished = None, {}
+    with suppress(CheckpointHostile, KeyError, TypeError, ValueError):
+        plan = str(strict_json(first, _RECORD)["plan"])
+        for line in rest:
+            entry = strict_json(line, _RECORD)
+            finished[_file_name(str(entry["name"]))] = _Finished(int(entry["size_bytes"]), str(entry["digest"]))
+    return plan, finished
+
+
+def _is_as_recorded(directory: int, name: str, known: _Finished) -> bool:
+    """Whether a file has the bytes that were recorded; a link, a special file, and one with another name have not."""
+    try:
+        fd = os.open(name, _READ, dir_fd=directory)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(fd)
+        is_one = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid()
+        if not is_one or found.st_size != known.size_bytes:
+            return False
+        whole, buffer = xxhash.xxh3_128(), bytearray(min(_READ_BYTES, known.size_bytes + 1))
+        while size := os.readv(fd, [buffer]):
+            whole.update(memoryview(buffer)[:size])
+    finally:
+        os.close(fd)
+    return DIGEST_PREFIX + whole.hexdigest() == known.digest
+
+
+def _has_exactly(path: str, finished: dict[str, _Finished]) -> bool:
+    """Whether a directory has these files, and nothing else."""
+    try:
+        fd = os.open(path, _DIRECTORY)
+    except OSError:
+        return False
+    try:
+        names = set(os.listdir(fd))  # noqa: PTH208
+        return names == finished.keys() and all(_is_as_recorded(fd, name, each) for name, each in finished.items())
+    finally:
+        os.close(fd)
+
+
+def _is_directory(name: str, directory: int) -> bool:
+    with suppress(FileNotFoundError):
+        return stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    return False
+
+
+def _remove(name: str, directory: int) -> None:
+    """Remove a file, a link, or a directory with all that is in it, through no link."""
+    if _is_directory(name, directory):
+        shutil.rmtree(name, dir_fd=directory)
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)
+
+
+@contextmanager
+def _failures(where: str) -> Iterator[None]:
+    """Name the errors of the machine, and say what they mean for a directory that is staged."""
+    try:
+        yield
+    except OSError as error:
+        named = save_failure(error, where)
+        raise type(named)(where, expected=named.expected, found=error,
+                          fix="make room or look at the device there, or choose another disk; run this again, and it goes on with the files that are missing",
+                          ) from error  # fmt: skip
