@@ -28,6 +28,18 @@ def is_extra_name(name: object) -> bool:
     return isinstance(name, str) and name.isidentifier() and name not in {*BUILTIN_COMPONENTS, "extra", "manifest"}
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort names of components as every list of them is: built-in ones first, the others in the given order.
+
+    Examples:
+        >>> in_order(["ema", "rng", "model"])
+        ['model', 'rng', 'ema']
+    """
+    given = list(names)
+    builtin = [name for name in BUILTIN_COMPONENTS if name in given]
+    return [*builtin, *(name for name in given if name not in builtin)]
+
+
 def validate_components(
     names: Iterable[str] | None, *, declared: Collection[str] = (), where: str = "components"
 ) -> tuple[str, ...] | None:
@@ -35,7 +47,7 @@ def validate_components(
 
     Args:
         names: component names, or None for all of them.
-        declared: the names of the user's own components.
+        declared: the names of the user's own components; built-in ones may be among them.
         where: the argument, for the message.
 
     Returns:
@@ -56,7 +68,7 @@ def validate_components(
     chosen = names_given(names)
     if chosen is None:
         return None
-    known = [*BUILTIN_COMPONENTS, *declared]
+    known = list(dict.fromkeys([*BUILTIN_COMPONENTS, *declared]))
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise UnknownComponent(
@@ -166,14 +178,14 @@ def torn_pairs(
 
     Args:
         names: the selection; None for all.
-        present: the components that there are. One that is not there cannot be missed.
+        present: the components that there are. One that is not there is neither torn off nor missed.
         where: the argument, for the message.
 
     Examples:
         >>> [error.fix for error in torn_pairs(["dataset"], present=["trainer", "dataset"])]
         ['select trainer too, or leave dataset out: a position belongs to a run that continues with its counters']
-        >>> torn_pairs(["optimizer"], present=["model", "optimizer"])
-        ()
+        >>> torn_pairs(["optimizer"], present=["model", "optimizer"]), torn_pairs(["dataset"], present=["trainer"])
+        ((), ())
     """
     return tuple(
         InvalidArgument(
@@ -183,8 +195,25 @@ def torn_pairs(
             fix=f"select {needed} too, or leave {name} out: {reason}",
         )
         for name, needed, reason in _TOGETHER
-        if names is not None and name in names and needed in present and needed not in names
+        if names is not None and name in names and name in present and needed in present and needed not in names
     )
+
+
+def nothing_selected(names: Collection[str] | None, *, present: Iterable[str]) -> str | None:
+    """What to warn of a selection that has no component of those that there are; None if it has one.
+
+    Args:
+        names: the selection; None for all.
+        present: the components that there are.
+
+    Examples:
+        >>> nothing_selected(["dataset"], present=["model", "trainer"])
+        "components=['dataset'] selects none of model, trainer: a checkpoint holds the step alone, and a load loads nothing"
+    """
+    there = in_order(present)
+    if names is None or any(name in names for name in there):
+        return None
+    return f"components={list(names)} selects none of {', '.join(there)}: a checkpoint holds the step alone, and a load loads nothing"
 
 
 def selections_differ(where: str, selections: Sequence[Collection[str]]) -> RanksDisagree | None:

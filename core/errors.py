@@ -209,6 +209,10 @@ class OptionalLeftOut(UserWarning):
     """An optional component that cannot be saved or restored is left out; everything else is not."""
 
 
+class NothingSelected(UserWarning):
+    """A selection that has no component of those that there are: nothing is loaded, or a checkpoint holds its step alone."""
+
+
 class MastersRebuilt(UserWarning):
     """An optimizer state without its fp32 masters; they were cloned from low-precision parameters."""
 

@@ -28,12 +28,13 @@ from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.adapters.watch.averaged import SwapsAverages
 from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.in_process import ALONE
-from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
+from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out, warn_of_nothing
+from trainfold.core.component_names import torn_pairs
 from trainfold.core.data.batches_read import BatchesRead
 from trainfold.core.errors import CaptureRefused, InvalidArgument
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
-from trainfold.core.state.components import components_of, state_of
+from trainfold.core.state.components import all_of, components_of, state_of
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import Origin, Progress, TrainState
 
@@ -77,6 +78,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         self.components: tuple[str, ...] | None = None
         self.components = self.selected(components, where="attach.components")
         self.check_selected(self.components, where="attach.components")
+        warn_of_nothing(self.components, self.present)
         self._selection = self.components  # what a manager saves; None for all
         self._has_met = False  # whether the loaders of the ranks were compared
         self._is_tried = False  # whether a dry capture has shown that the run can be saved
@@ -273,6 +275,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             world, lambda: self._checked(state, components, policy, without), has=self._has
         )
         wanted = {each: part for each, part in parts.items() if each not in out and (chosen is None or each in chosen)}
+        warn_of_nothing(chosen, parts)
         masters = HeldMasters(one for name, one in self.optimizers.items() if name not in wanted)
         write_all(
             wanted,
@@ -310,8 +313,10 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         self._pending.policy = check_policy(policy)
         if self._feed is not None:
             self._feed.policy = self._pending.policy
+        there = all_of(state)
+        torn = torn_pairs(saved, present=there) if chosen is None else torn_pairs(chosen, present={*there, *parts})
         saved, unknown = self._watch.adapted(saved, parts, state.origin.adapts, chosen)
-        left_out = checked(parts, saved, chosen, unknown=unknown, optional=self.optional)
+        left_out = checked(parts, saved, chosen, unknown=(*torn, *unknown), optional=self.optional)
         return (parts, saved, chosen), left_out
 
     def _has(

@@ -13,7 +13,6 @@ from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
-from trainfold.core.component_names import torn_pairs
 from trainfold.core.errors import (
     HalfRestored,
     InvalidState,
@@ -43,7 +42,7 @@ def refusals(
         The reasons, in the order of the components.
     """
     wanted = [name for name in parts if chosen is None or name in chosen]
-    found: list[TrainfoldError] = [*torn_pairs(chosen, present=parts)]
+    found: list[TrainfoldError] = []
     for name in wanted:
         if name in saved:
             found.extend(parts[name].problems(saved[name]))

@@ -1,7 +1,6 @@
 """Checks the arguments of a `CheckpointManager`. Each mistake is named with what was expected and how to fix it."""
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Final, final
 
@@ -10,15 +9,16 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.protocol import LoadDecision
 from trainfold.adapters.requests.sources import RequestSource
+from trainfold.backends.ranks.left_out import warn_of_nothing
 from trainfold.backends.stores.direct_io import BUFFER_BYTES, BUFFERS
 from trainfold.core.checks import count
-from trainfold.core.component_names import check_likely, torn_pairs, validate_components
+from trainfold.core.component_names import torn_pairs, validate_components
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.replicas import LEVELS, Level, level_of
 from trainfold.core.save.retention import Retention, check_keep_last, keep_last
 from trainfold.core.save.triggers import Triggers, make_triggers
-from trainfold.core.state.components import components_of
+from trainfold.core.state.components import all_of
 from trainfold.core.state.state import TrainState
 
 PLACE: Final = "run"
@@ -150,11 +150,15 @@ class RunCheck:
         if self._names_are_known:
             return
         if isinstance(run, Live):
-            run.check_selected(run.selected(self._components, where=_COMPONENTS), where=_COMPONENTS, restores=False)
+            names = run.selected(self._components, where=_COMPONENTS)
+            run.check_selected(names, where=_COMPONENTS, restores=False)
+            warn_of_nothing(names, run.present)
         else:
-            validate_components(self._components, declared=tuple(run.extra), where=_COMPONENTS)
-            for torn in torn_pairs(self._components, present=tuple(components_of(run)), where=_COMPONENTS):
+            names, present = self._components, all_of(run)
+            validate_components(names, declared=present, where=_COMPONENTS)
+            for torn in torn_pairs(names, present=present, where=_COMPONENTS):
                 raise torn
+            warn_of_nothing(names, present)
         self._names_are_known = True
 
 
@@ -169,16 +173,6 @@ def cadence_text(every: object, every_secs: float | None) -> str:
         return f"every={every!r}"
     both = "" if every in ("auto", None) else f"every={every!r}, "
     return f"{both}every_secs={every_secs:g}"
-
-
-def components_given(components: Iterable[str] | None, *, rank: int) -> tuple[str, ...] | None:
-    """The selection of a manager. None of any name is legal, and rank 0 warns of it."""
-    names = check_likely(components)
-    if names == () and rank == 0:
-        logging.getLogger("trainfold").warning(
-            "components=[] selects nothing: checkpoints of this manager hold the step and no component"
-        )
-    return names
 
 
 def check_decision(decision: object) -> None:

@@ -18,6 +18,7 @@ from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
 from trainfold.backends.runs.snapshot import Snapshot, describe_state
 from trainfold.core import tree
+from trainfold.core.component_names import in_order
 from trainfold.core.format.structure.describe import Describer
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
 from trainfold.core.format.structure.united_contract import shown_as_whole
@@ -85,13 +86,15 @@ class RunContents:
         if isinstance(run, Live) and self._world.world_size > 1 and not self._proofs:
             run.check_whole()  # again, because an attached module may have been wrapped since
         found = self.described(run, view)
+        left_out = {name: why for name, why in view.left_out.items() if name not in found.omitted}
         if self._world.world_size == 1:
-            warn_of_left_out(texts_of_left_out([view.left_out]), self._world)
+            warn_of_left_out(texts_of_left_out([left_out]), self._world)
             return found
         if isinstance(run, Live):
             read = None if self._has_read else run.batches_read(self._world)
             settings = _settings(found, own=run.sharing.own_settings)
-            found = attrs.evolve(found, optional=run.optional, left_out=view.left_out, read=read, settings=settings)
+            optional = run.optional.difference(found.omitted)
+            found = attrs.evolve(found, optional=optional, left_out=left_out, read=read, settings=settings)
             self._has_read = self._has_read or bool(read and read[1])
         return found.with_copies(proof_of(self._check_replicas, saves=self._proofs))
 
@@ -108,6 +111,10 @@ class RunContents:
         if isinstance(run, Live) and run.outside is not None:
             state, names = run.outside.saved(state, names)
         found = describe_state(state, components=names, contract=self._contract, describe=self._describer.describe)
+        if names is not None and view.left_out:
+            found = attrs.evolve(
+                found, omitted=tuple(in_order([*found.omitted, *sorted(view.left_out.keys() - {*names})]))
+            )
         if self._world.world_size == 1 or not isinstance(run, Live):
             return found
         sent = sent_buffers(run.modules, run.optimizers.values(), view.modules, self._world)

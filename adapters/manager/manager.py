@@ -22,6 +22,7 @@ from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import mapping_given
+from trainfold.core.component_names import check_likely
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction, check_policy
 from trainfold.core.save.events import Event
@@ -124,8 +125,7 @@ class CheckpointManager:
                 every, every_secs, at_end = rehearsal.orders.every, None, True
             triggers, is_auto = given.triggers_given(every, every_secs, at_end=at_end)
             left_behind = None if keep_left_behind is None else given.policy_given("keep_left_behind", keep_left_behind)
-            names = given.components_given(components, rank=world.rank)
-            start_over = given.flag("start_over", start_over)
+            names, start_over = check_likely(components), given.flag("start_over", start_over)
             policy, agreed = check_policy(policy), checked_contract(mapping_given("contract", contract))
             options = given.save_options(components=names, contract=agreed, mode=mode, when_busy=when_busy, max_extra_bytes=max_extra_bytes,
                                    hold_check=hold_check, check_replicas=check_replicas, reuse_unchanged=reuse_unchanged)  # fmt: skip

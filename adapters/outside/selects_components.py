@@ -81,7 +81,7 @@ class SelectsComponents:
         for torn in torn_pairs(names, present=self.present, where=where):
             raise torn
         is_outside = self.outside is not None and self.outside.is_whole
-        if "model" in names or is_outside or not restores or not {"trainer", "optimizer"} & set(names):
+        if "model" in names or is_outside or not restores or not {"trainer", "optimizer"} & {*names} & {*self.present}:
             return
         part = "" if self.outside is None else ": weights=Frozen(...) supplies the frozen parameters alone"
         raise InvalidArgument(

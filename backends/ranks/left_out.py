@@ -1,10 +1,12 @@
-"""Optional components that a rank leaves out: then every rank does, and rank 0 warns for all of them."""
+"""Components that are left out: optional ones of a rank, and then every rank leaves them out; or all, by a selection. One rank warns for all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from trainfold.backends.ranks.all_ranks import on_rank_zero
+from trainfold.backends.ranks.launcher import warn_for_all
 from trainfold.backends.user_warning import warn_user
-from trainfold.core.errors import OptionalLeftOut
+from trainfold.core.component_names import nothing_selected
+from trainfold.core.errors import NothingSelected, OptionalLeftOut
 from trainfold.core.layout.world import Collectives
 
 
@@ -41,3 +43,15 @@ def warn_of_left_out(texts: Mapping[str, str], world: Collectives) -> None:
 
     if texts:
         on_rank_zero(world, warn, doing="warn", is_vote=True)
+
+
+def warn_of_nothing(names: Collection[str] | None, present: Iterable[str]) -> None:
+    """Warn once a run of a selection that has no component.
+
+    Args:
+        names: the selection; None for all.
+        present: the components that there are, on every rank.
+    """
+    text = nothing_selected(names, present=present)
+    if text is not None:
+        warn_for_all(text, NothingSelected)

@@ -9,15 +9,18 @@ from typing import Any, TypeVar, cast
 
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
+from trainfold.backends.ranks.left_out import warn_of_nothing
 from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.runs.load import load_run, plan_load
 from trainfold.backends.runs.save import save_snapshot
-from trainfold.backends.runs.snapshot import check_state, describe_state
+from trainfold.backends.runs.snapshot import Snapshot, check_state, describe_state
 from trainfold.backends.stores.local import Run, open_store
+from trainfold.core.checks import names_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
+from trainfold.core.state.components import all_of
 from trainfold.core.state.state import TrainState
 
 S = TypeVar("S", bound=TrainState)
@@ -65,8 +68,14 @@ def save(  # noqa: PLR0913 - keywords
         'step-00000003'
     """
     check_state(state, "state")
+
+    def take() -> Snapshot:
+        found = describe_state(state, components=components, contract=contract)
+        warn_of_nothing(names_given(components), all_of(state))
+        return found
+
     return save_snapshot(
-        lambda: describe_state(state, components=components, contract=contract),
+        take,
         open_store(run),
         collectives=world_given(collectives, os.environ, where="save.collectives"),
         lock=lock,

@@ -42,7 +42,7 @@ class SaveResult:
         fingerprints: component -> digest.
         forks: the points at which its lineage left earlier timelines, as (timeline, step).
         run_id: the id of the run.
-        omitted: components that the run has and that were not saved.
+        omitted: components that the run has and that the selection leaves out. An optional one that could not be saved is not among them.
         files: on the committer, the size of each file that the manifest names, by its name in the run, and which was there at the commit; empty on
             other ranks.
         base: what this rank has stored, if the next save may refer to it.

@@ -12,7 +12,7 @@ from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.library_versions import library_versions
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
-from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out
+from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out, warn_of_nothing
 from trainfold.backends.runs.alike.stages import ruled, united_run
 from trainfold.backends.runs.one_view import examine_for_all, view_for_all
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
@@ -209,6 +209,7 @@ def load_run(  # noqa: PLR0913 - keywords
                 head = outcome.manifest.head
                 state = with_derived_streams(state, outcome, share=share, rank=world.rank)
                 tell_of_streams(outcome, world)
+                warn_of_nothing(request.components, [each.name for each in outcome.actions])
                 left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
                 descent = ParentCheckpoint(head.timeline, head.step, head.forks)
                 return Loaded(state, descent, outcome.checkpoint, left_out, outcome.manifest)

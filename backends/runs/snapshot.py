@@ -14,7 +14,7 @@ from trainfold.backends.hold.write_watch import LeafName
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.runs.alike.replicas import check_copies, copies_of, replicated
 from trainfold.core.checks import mapping_given
-from trainfold.core.component_names import torn_pairs
+from trainfold.core.component_names import in_order, torn_pairs
 from trainfold.core.data.batches_read import BatchesRead
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.codec import DENSE, as_tensor
@@ -26,7 +26,7 @@ from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.save.replicas import Leaves, Proof, summary
-from trainfold.core.state.components import components_of, in_order, select
+from trainfold.core.state.components import all_of, components_of, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
@@ -40,7 +40,7 @@ class Snapshot:
         step: the step of the state.
         described: component -> its structure, scalars included, and the specs of its tensors.
         tensors: component -> leaf path -> the tensor leaf itself, with its values.
-        omitted: components that the state has and that are not saved.
+        omitted: components that the run has and that the selection leaves out.
         contract: what must be equal at a resume.
         own: components whose tensors belong to the snapshot alone.
         copies: component -> leaf path -> the digest of a tensor that must be equal on all ranks; None before the tensors were read.
@@ -161,7 +161,8 @@ def describe_state(
 
     Raises:
         InvalidState: if the state has no trainer component, and so no step; or an optimizer and no weights, although no selection leaves them out.
-        InvalidArgument: if it is not a state, or if the selection has an optimizer without its scheduler, or the other way round.
+        InvalidArgument: if it is not a state, or if ``components``, or the `select` that made the state, has an optimizer without its scheduler, or the
+            other way round.
         UnknownComponent: for an unknown name.
         UnsupportedLeaf: for a leaf that the format cannot hold, or a slot that would be loaded in another memory layout.
         StateDonated: if a donating step has consumed the state.
@@ -175,10 +176,9 @@ def describe_state(
     step = step_of_state(state)
     if isinstance(state.optimizer, OptimizerState) and state.model is not None and not is_of_live_run(state):
         check_layouts(state.optimizer, state.model.params)
-    held, chosen = components_of(state), components_of(select(state, components))
-    for torn in torn_pairs(None if components is None else list(chosen), present=held):
+    every, chosen = all_of(state), components_of(select(state, components))
+    for torn in torn_pairs(chosen, present=every):
         raise torn
-    every = in_order([*held, *sorted(state.origin.without - held.keys())])
     omitted = tuple(name for name in every if name not in chosen)
     if components is not None and "model" not in {*components, *every} and "optimizer" in every:
         omitted = ("model", *omitted)  # meant by the caller, although the state has none to leave out

@@ -90,7 +90,8 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
         return Refusal(inventory.run, None, manifest)
     _check_names(manifest, target, request)
     findings = Findings(request.policy)
-    findings.problems.extend(map(problem_of, torn_pairs(request.components, present=target.components)))
+    there = {*target.components, *(each.name for each in manifest.components)}
+    findings.problems.extend(map(problem_of, torn_pairs(request.components, present=there)))
     dims = _dims(manifest)
     actions = tuple(
         _action(name, manifest, target, request, findings, dims=dims) for name in _names(manifest, target, request)

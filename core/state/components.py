@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name, validate_components
+from trainfold.core.component_names import BUILTIN_COMPONENTS, in_order, is_extra_name, validate_components
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.masters import with_fitting_masters
 from trainfold.core.state.state import OptimizerState, TrainState
@@ -27,18 +27,6 @@ def components_of(state: TrainState) -> dict[str, Any]:
         _check_extra_name(name)
         found[name] = component
     return found
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Sort names of components as `components_of` does: built-in ones first, the others in the given order.
-
-    Examples:
-        >>> in_order(["ema", "rng", "model"])
-        ['model', 'rng', 'ema']
-    """
-    given = list(names)
-    builtin = [name for name in BUILTIN_COMPONENTS if name in given]
-    return [*builtin, *(name for name in given if name not in builtin)]
 
 
 def state_of(components: Mapping[str, Any]) -> TrainState:
@@ -67,7 +55,7 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
         A state whose other components are absent; its leaves are those of ``state``, not copies.
 
     Raises:
-        UnknownComponent: for a name that is neither built in nor a component of this state.
+        UnknownComponent: for a name that is neither built in nor a component of this state, or of the whole that it was selected from.
 
     Examples:
         >>> from trainfold import Progress
@@ -75,13 +63,25 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
         >>> select(s, ["ema"])
         TrainState(model=None, optimizer=None, scheduler=None, trainer=None, dataset=None, rng=None, extra={'ema': 2})
     """
-    chosen = validate_components(components, declared=tuple(state.extra))
+    chosen = validate_components(components, declared=all_of(state))
     if chosen is None:
         return state
     every = components_of(state)
     part = state_of({name: component for name, component in every.items() if name in chosen})
     origin = attrs.evolve(state.origin, without=state.origin.without | (every.keys() - {*chosen}))
     return part.evolve(contract=state.contract, origin=origin, stage=state.stage)
+
+
+def all_of(state: TrainState) -> tuple[str, ...]:
+    """The names of the components of the whole that a state was selected from; of any other state, of its own.
+
+    Examples:
+        >>> from trainfold import Progress
+        >>> all_of(select(TrainState(trainer=Progress(), extra={"ema": 2}), ["ema"]))
+        ('trainer', 'ema')
+    """
+    held = components_of(state)
+    return tuple(in_order([*held, *sorted(state.origin.without - held.keys())]))
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:

@@ -105,7 +105,7 @@ def test_what_a_restore_writes_into_the_groups_is_no_scheduler(caplog):
     with CheckpointManager(store) as manager:
         manager.save(live)
     again, _ = without_scheduler()
-    again.restore(live.capture(), components=["model", "optimizer", "trainer"])
+    again.restore(live.capture(), components=["model", "optimizer", "scheduler", "trainer"])
     assert again.advance(samples=1).step == 2
     again, optimizer = without_scheduler()
     with CheckpointManager(store, policy={"hyperparameters": "adapt"}) as manager:

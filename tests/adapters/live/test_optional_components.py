@@ -1,11 +1,14 @@
 """B07: an optional component that fails is named and left out; any other failure fails the save or the load on all ranks."""
 
+import warnings
+
 import pytest
 import torch
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
+from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     CaptureRefused,
@@ -145,6 +148,28 @@ def test_one_that_fails_on_one_rank_is_absent_for_all():
     first, other = (outcome.error for outcome in thread_outcomes(2, lambda world: work(world, ())))
     assert isinstance(other, CaptureRefused)
     assert first is None or isinstance(first, RankFailed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("saves", ["whole", "raises"])
+def test_one_that_is_not_selected_is_listed_as_omitted_and_nothing_is_warned(saves, ranks):
+    """B03, B07: it failed, and was not listed; on two ranks it was said not to exist. One that is selected and fails is not omitted on purpose."""
+    store = MemoryStore()
+
+    def work(world, components):
+        live = build(Dashboard(saves=saves))
+        live.advance(samples=1)
+        with CheckpointManager(store, components=components, collectives=world, start_over=True) as manager:
+            manager.save(live)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_threads(ranks, lambda world: work(world, ["model", "trainer"]))
+    assert read_manifest(store, "step-00000001").omitted == ("rng", "dashboard")
+    if saves == "raises":
+        with pytest.warns(OptionalLeftOut, match="dashboard"):
+            run_threads(ranks, lambda world: work(world, None))
+        assert read_manifest(store, "step-00000001").omitted == ()
 
 
 def test_what_trains_is_never_optional():
