@@ -15,6 +15,7 @@ import trainfold
 from trainfold import Loss, TrainState
 from trainfold.managers import Restored
 from trainfold.states import ModelState, TrainableState
+from trainfold.transforms import Transform, compose, drop, hub_rules, rename
 
 Batch = dict[str, torch.Tensor]
 model = nn.Linear(2, 1)
@@ -88,6 +89,12 @@ trainfold.optimizer(torch.optim.AdamW, groups=[(7, {"lr": 0.0})])  # type: ignor
 
 suite: trainfold.metrics.Suite = {"loss": trainfold.metrics.Ratio(), "worst": trainfold.metrics.Max()}
 trainfold.evaluate(lambda batch: {"loss": (batch, len(batch)), "worst": batch}, [torch.ones(2)], suite)
+
+
+# --- rules that have an inverse need no check for one -----------------------------------------------------------------
+
+rules: Transform = compose(rename("a", "b"), hub_rules("gpt2", tied=True).inverse).inverse
+rules = compose(rename("a", "b"), drop("c")).inverse  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 
 
 # --- closed choices ---------------------------------------------------------------------------------------------------

@@ -110,6 +110,10 @@ class StagedDirectory:
             self._note({"name": name, **attrs.asdict(found)})
         return True
 
+    def path_of(self, name: str) -> str:
+        """Where a file is until the commit."""
+        return f"{os.path.dirname(self._path)}/{_staging_name(self._path)}/{_FILES}/{_file_name(name)}"  # noqa: PTH120
+
     def commit(self) -> None:
         """Give the directory its name. It is durable when this returns.
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, final
 
 import torch
@@ -12,16 +13,18 @@ from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import count
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointMissing, InvalidState
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import Manifest, TensorRecord
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import Box
+from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.resume.choose import choose
 from trainfold.core.resume.reads import ComponentReads, tensor_reads
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.fqn import canonical_name
+from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 _BATCH_BYTES: Final = 64 << 20  # read at once, side by side
@@ -92,6 +95,34 @@ class CheckpointWeights:
         """
         return {_name(each): LeafSpec(each.dtype, each.shape) for each in self._table(self._manifest()) if _name(each)}
 
+    @contextmanager
+    def opened(self) -> Iterator[OpenWeights]:
+        """See `OpenSource`: the checkpoint that is the newest now, or the one that was named.
+
+        Raises:
+            CheckpointMissing: as in `supply`.
+        """
+        manifest = self._manifest()
+        table = self._table(manifest)
+        directory = f"step-{manifest.head.step:08d}"
+        reader = PlanReader(self._store, directory, manifest)
+        index_of = {_name(record): index for index, record in enumerate(table) if _name(record)}
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            index = index_of[name]
+            wanted = {index: (name, None if box == whole_box(table[index].shape) else box)}
+            return reader.read(ComponentReads({}, tensor_reads(table, wanted)), {})[index]
+
+        yield OpenWeights(
+            {name: LeafSpec(table[index].dtype, table[index].shape) for name, index in index_of.items()},
+            read,
+            identity=digest_of(
+                "\n".join(f"{each.path} {shard.digest}" for each in table for shard in each.shards).encode()
+            ),
+            ties=_ties(manifest, self._component),
+            buffers=frozenset(name for name, index in index_of.items() if ".buffers[" in table[index].path),
+        )
+
     def _manifest(self) -> Manifest:
         request = resume_request(step=self._step, components=[self._component])
         inventory = read_inventory(self._store)
@@ -125,6 +156,14 @@ def _name(record: TensorRecord) -> str:
     """The canonical name of a tensor; empty if it is not at the top of its component."""
     match = _PATH.match(record.path)
     return "" if match is None else canonical_name(match["name"])
+
+
+def _ties(manifest: Manifest, component: str) -> dict[str, str]:
+    """Other name -> first name of each tied tensor, as the component was saved."""
+    found = manifest.component(component)
+    static = found.nodes[0].get("static", {}) if found is not None and isinstance(found.nodes[0], dict) else {}
+    pairs = static.get("ties", {}).get("tuple", [])
+    return {canonical_name(alias): canonical_name(first) for alias, first in (each["tuple"] for each in pairs)}
 
 
 def _read(

@@ -1,7 +1,8 @@
 """`HubDirectory`: the weights in a directory of safetensors files, as model hubs have them, mapped into memory."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -10,19 +11,17 @@ import torch
 
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
-from trainfold.core.format.dtypes import STORED, size_bytes
+from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.strict_json import strict_json
 from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.weights.hub.file_header import HUB_DTYPES, LENGTH_BYTES
+from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
+from trainfold.core.weights.hub.hub_plan import HUB_INDEX
+from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
-_INDEX: Final = "model.safetensors.index.json"
-_LENGTH_BYTES: Final = 8
-_HEADER_LIMIT: Final = 100_000_000  # as in the reference implementation of safetensors
-_DTYPES: Final = {
-    each.name: name
-    for name, each in STORED.items()
-    if each.parts == 1 and name not in ("float8_e8m0fnu", "float4_e2m1fn_x2")
-}
+_DTYPES: Final = {stored: name for name, stored in HUB_DTYPES.items()}
 
 
 @final
@@ -41,6 +40,8 @@ class HubDirectory:
 
     Files are mapped into memory, so that a rank reads only what it holds. Their contents have no digests; the fingerprint of what was loaded is in each
     checkpoint of a run whose frozen weights come from here. Files of pickles are not read.
+
+    Links to files are followed inside the directory, and into the ``blobs`` of a hub's own cache. Nothing else outside it is opened.
 
     Args:
         path: the directory.
@@ -74,6 +75,57 @@ class HubDirectory:
         """
         return {name: LeafSpec(place.dtype, place.shape) for name, place in self._all_places()}
 
+    @contextmanager
+    def opened(self) -> Iterator[OpenWeights]:
+        """See `OpenSource`. Tensors are in memory that is read when it is used.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+        """
+        places = dict(self._all_places())
+        specs = {name: LeafSpec(place.dtype, place.shape) for name, place in places.items()}
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self._files()]
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            whole = _mapped(places[name])
+            return whole if box == whole_box(specs[name].shape) else whole[tuple(slice(*each) for each in box)]
+
+        yield OpenWeights(specs, read, identity=f"{self._path.resolve()} {stats}")
+
+    def weight_map(self) -> dict[str, str]:
+        """Name of a tensor -> the file that it is in.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+        """
+        return {name: place.file.name for name, place in self._all_places()}
+
+    def config(self) -> dict[str, Any]:
+        """What is in ``config.json``, for `hub_rules_of`.
+
+        Raises:
+            CheckpointMissing: if there is none.
+            CheckpointHostile: if it is not one object of JSON.
+        """
+        found = self.beside([HUB_CONFIG])
+        if not found:
+            raise CheckpointMissing(
+                str(self._path / HUB_CONFIG), expected="a configuration", found="none", fix="download it again"
+            )
+        return config_of(found[HUB_CONFIG], str(self._path / HUB_CONFIG))
+
+    def beside(self, names: Iterable[str]) -> dict[str, bytes]:
+        """The contents of other files of the directory, by name.
+
+        Args:
+            names: patterns, such as ``tokenizer*``. What is not there is left out.
+
+        Raises:
+            CheckpointHostile: for a link that leads out of the directory.
+        """
+        files = sorted({file for name in names for file in self._path.glob(name) if file.is_file()})
+        return {file.name: self._inside(file.name).read_bytes() for file in files}
+
     def _all_places(self) -> Iterator[tuple[str, _Place]]:
         for file, names in self._files().items():
             places = _places(file)
@@ -81,7 +133,7 @@ class HubDirectory:
                 if name not in places:
                     raise CheckpointDamaged(
                         str(file),
-                        expected=f"the tensor {name}, as {_INDEX} says",
+                        expected=f"the tensor {name}, as {HUB_INDEX} says",
                         found="none",
                         fix="download it again",
                     )
@@ -89,9 +141,9 @@ class HubDirectory:
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Each file, with the tensors that are taken from it; None for all."""
-        index = self._path / _INDEX
+        index = self._path / HUB_INDEX
         if not index.is_file():
-            files = sorted(self._path.glob("*.safetensors"))
+            files = [self._inside(each.name) for each in sorted(self._path.glob("*.safetensors"))]
             if not files:
                 raise CheckpointMissing(
                     str(self._path),
@@ -108,12 +160,18 @@ class HubDirectory:
     def _inside(self, name: object) -> Path:
         if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
             raise CheckpointHostile(
-                str(self._path / _INDEX),
+                str(self._path / HUB_INDEX),
                 expected="names of files in its directory",
                 found=name,
                 fix="do not use this directory",
             )
-        return self._path / name
+        file = self._path / name
+        if file.is_symlink():
+            home, real = self._path.resolve(), file.resolve()
+            if real.parent not in (home, home.parent.parent / "blobs"):
+                raise CheckpointHostile(str(file), expected="a file of its directory", found=f"a link to {real}",
+                                        fix="copy the file there if you trust where the link points")  # fmt: skip
+        return file
 
 
 def _weight_map(index: Path) -> dict[str, Any]:
@@ -129,37 +187,30 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _places(file: Path) -> dict[str, _Place]:
-    """Where each tensor of a file is."""
+    """Where each tensor of a file is. The header is read and checked by the library whose format it is."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        size = file.stat().st_size
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            if length > min(size - _LENGTH_BYTES, _HEADER_LIMIT):
-                raise _damaged(file, f"a header of at most {size - _LENGTH_BYTES} bytes", length)
-            header = strict_json(opened.read(length), str(file))
+            begin = LENGTH_BYTES + int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        with safe_open(file, framework="pt") as tensors:
+            slices = [(name, tensors.get_slice(name)) for name in tensors.offset_keys()]
+            forms = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices]
+    except SafetensorError as error:
+        raise _damaged(file, "a file of safetensors", error) from error
     except OSError as error:
         raise CheckpointMissing(
             str(file), expected="a file that can be read", found=error, fix="download it again"
         ) from error
-    if not isinstance(header, dict):
-        raise _damaged(file, "a header that is an object", type(header).__name__)
-    begin, found = _LENGTH_BYTES + length, {}
-    for name, each in header.items():
-        if name != "__metadata__":
-            found[name] = _place(file, name, each, begin, size)
+    found = {}
+    for name, stored, shape in forms:
+        dtype = _DTYPES.get(stored)
+        if dtype is None:
+            raise _damaged(file, f"{name} of one of {', '.join(_DTYPES)}", stored)
+        stop = begin + size_bytes(dtype, shape)  # one after the other, without gaps: the library has checked it
+        found[name] = _Place(file, dtype, shape, begin, stop)
+        begin = stop
     return found
-
-
-def _place(file: Path, name: str, given: Any, begin: int, size: int) -> _Place:
-    try:
-        dtype, shape = _DTYPES[given["dtype"]], tuple(given["shape"])
-        start, stop = (begin + each for each in given["data_offsets"])
-        is_sound = all(type(each) is int and each >= 0 for each in shape) and begin <= start <= stop <= size
-        if is_sound and stop - start == size_bytes(dtype, shape):
-            return _Place(file, dtype, shape, start, stop)
-    except (KeyError, TypeError, ValueError):
-        pass
-    raise _damaged(file, f"a dtype, a shape and a range in {size} bytes for {name}", given)
 
 
 def _damaged(file: Path, expected: str, found: object) -> CheckpointDamaged:

@@ -1,17 +1,20 @@
 """`Transformed`: a source whose tensors have other names or forms than those of the model, such as a model hub's."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import final
 
 import attrs
 import torch
 
+from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.transform.apply import table_of, transform_specs
 from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.transform import Transform
+from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 
 
@@ -90,6 +93,21 @@ class Transformed:
                     del users[used][result]
                     if not users[used]:
                         del there[used]
+
+    @contextmanager
+    def opened(self) -> Iterator[OpenWeights]:
+        """See `OpenSource`: each part is made of parts of the source when it is asked for.
+
+        Raises:
+            InvalidArgument: as in `supply`, and so the others.
+        """
+        with opened_weights(self.source) as inner:
+            table = table_of(self.transform, inner.specs)
+            specs = {name: LeafSpec(each.dtype, each.shape) for name, each in table.items()}
+            identity = f"{inner.identity}\n{self.transform}" if inner.identity else ""
+            yield OpenWeights(
+                specs, lambda name, box: table[name].computed(box, inner.read), identity=identity, check=inner.check
+            )
 
     def _listed(self) -> Mapping[str, LeafSpec]:
         """What the source has."""

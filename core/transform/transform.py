@@ -1,7 +1,7 @@
 """`Transform`: a pure function from a table of tensors to another one, with an inverse or without. `compose` puts several in order."""
 
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias, final, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, final, overload, runtime_checkable
 
 import attrs
 
@@ -33,6 +33,13 @@ class Transform(Protocol):
         """
 
 
+class Invertible(Transform, Protocol):
+    """A transform that has an inverse, for type checkers: `compose` of such transforms is one too, and its ``inverse`` needs no check for None."""
+
+    @property
+    def inverse(self) -> "Invertible": ...  # noqa: D102 - in `Transform`
+
+
 @final
 @attrs.frozen
 class Composed:
@@ -61,6 +68,22 @@ class Composed:
         return found
 
 
+if TYPE_CHECKING:
+
+    class InvertibleComposed(Composed):  # type: ignore[misc]  # final at run time: this only narrows types
+        """What `compose` returns for transforms that all have an inverse."""
+
+        @property
+        def inverse(self) -> "InvertibleComposed": ...  # noqa: D102 - in `Composed`
+
+else:
+    InvertibleComposed = Composed
+
+
+@overload
+def compose(*transforms: Invertible) -> InvertibleComposed: ...
+@overload
+def compose(*transforms: Transform) -> Composed: ...
 def compose(*transforms: Transform) -> Composed:
     """Put transforms in order.
 

@@ -7,10 +7,11 @@ from trainfold.core.transform.apply import PartPlan, plan_parts, transform_specs
 from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
 from trainfold.core.transform.fusing import merge, split, stack, unstack
 from trainfold.core.transform.naming import drop, keep, rename, tie, untie
-from trainfold.core.transform.transform import Transform, compose
+from trainfold.core.transform.transform import Invertible, Transform, compose
 from trainfold.core.transform.values import cast, dequantise, rearrange, transpose
 
 __all__ = [
+    "Invertible",
     "PartPlan",
     "Transform",
     "cast",

@@ -7,11 +7,13 @@ from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.weights.checkpoint import CheckpointWeights
 from trainfold.backends.weights.first_rank import FirstRank
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
 from trainfold.backends.weights.take import take_weights
 from trainfold.backends.weights.transformed import Transformed
 from trainfold.core.weights.detected import Detected
+from trainfold.core.weights.hub.hub_plan import HubPlan
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 from trainfold.core.weights.wrapped import ByScript, Cast, Frozen, Renamed
 
@@ -23,6 +25,7 @@ __all__ = [
     "FirstRank",
     "Frozen",
     "HubDirectory",
+    "HubPlan",
     "ListedSource",
     "Renamed",
     "ServedWeights",
@@ -31,5 +34,7 @@ __all__ = [
     "WeightServer",
     "WeightSource",
     "detect_format",
+    "plan_hub_directory",
     "take_weights",
+    "write_hub_directory",
 ]

@@ -9,7 +9,7 @@ from trainfold.core.json_values import shown
 from trainfold.core.transform.families.family_tables import FAMILIES, Family, Row
 from trainfold.core.transform.fusing import split, unstack
 from trainfold.core.transform.naming import rename, tie
-from trainfold.core.transform.transform import Composed, Transform, compose
+from trainfold.core.transform.transform import Invertible, InvertibleComposed, compose
 from trainfold.core.transform.values import rearrange
 
 _OF_HEAD: Final = {"half_head": "head_dim"}
@@ -23,7 +23,7 @@ def hub_rules(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     tied: bool | None = None,
-) -> Composed:
+) -> InvertibleComposed:
     """Make the rules that rename and rearrange the weights of a family as the hub has them. Their inverse starts from what the hub has.
 
     Numbers that a family does not need may be left out: where nothing is rearranged or taken apart, heads do not matter.
@@ -71,7 +71,7 @@ def hub_rules(
     return compose(*(_transform(row, numbers) for row in table.rows if row[0] != "tie" or tied))
 
 
-def hub_rules_of(config: Mapping[str, object]) -> Composed:
+def hub_rules_of(config: Mapping[str, object]) -> InvertibleComposed:
     """Make the rules of a model from the configuration that the hub has beside its weights.
 
     Args:
@@ -132,7 +132,7 @@ def _needed(table: Family) -> dict[str, None]:
     return found
 
 
-def _transform(row: Row, numbers: Mapping[str, int]) -> Transform:
+def _transform(row: Row, numbers: Mapping[str, int]) -> Invertible:
     match row:
         case "rename", old, new:
             return rename(old, new)

@@ -1,0 +1,228 @@
+"""`write_hub_directory` and `plan_hub_directory`: a directory that model hubs and `from_pretrained` read, streamed tensor by tensor."""
+
+import json
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.backends.formats.staged_directory import staged_directory
+from trainfold.backends.ranks.all_ranks import on_rank_zero
+from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.stores.direct_io import release_buffers
+from trainfold.backends.stores.protocol import Buffer
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.opened import opened_weights
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import InvalidArgument, SaveFailed
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.world import Collectives
+from trainfold.core.state.spec import dtype_name
+from trainfold.core.state.state import TrainState
+from trainfold.core.tensor_memory import tensor_bytes
+from trainfold.core.transform.apply import table_of
+from trainfold.core.transform.expression import Expression, Read, computed_whole
+from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
+from trainfold.core.transform.transform import Transform, compose
+from trainfold.core.transform.values import cast
+from trainfold.core.weights.hub.file_header import HUB_DTYPES
+from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of, config_text, is_tied
+from trainfold.core.weights.hub.hub_plan import HUB_INDEX, HubFile, HubPlan, hub_index_text, plan_hub_files, shard_size
+from trainfold.core.weights.open_weights import OpenWeights
+from trainfold.core.weights.source import ListedSource
+
+_PIECE_BYTES: Final = 1 << 20
+_SHARD_BYTES: Final = 5_000_000_000
+_BESIDE: Final = (
+    HUB_CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+    "chat_template*", "preprocessor_config.json", "processor_config.json", "*.py", "LICENSE*",
+)  # fmt: skip
+"""What the original directory has beside its weights that another one of the same model needs: ``*.py`` is code that its configuration may name."""
+
+
+@final
+@attrs.frozen
+class _Work:
+    plan: HubPlan
+    table: Mapping[str, Expression]
+    weights: OpenWeights
+
+
+def write_hub_directory(  # noqa: PLR0913 - keywords
+    weights: ListedSource | TrainState,
+    path: str | Path,
+    *,
+    rules: Transform | None = None,
+    dtype: Any = None,
+    shard_bytes: int | str | None = None,
+    like: str | Path | HubDirectory | None = None,
+    config: Mapping[str, Any] | None = None,
+    collectives: Collectives | None = None,
+) -> HubPlan:
+    """Write weights as model hubs have them: safetensors files, their index, and what is known of the configuration and the tokenizer.
+
+    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on with the files that are missing. Each tensor is in one file. Memory: two of the largest tensor, and buffers.
+
+    Args:
+        weights: a source that lists what it has, such as ``CheckpointWeights(run)``, or a state with a model, such as ``live.capture()``.
+        path: the directory, which does not exist yet, or is empty.
+        rules: from the names of the weights to those of the hub, as `hub_rules_of` makes them; None if they have these names. Tied weights are given to them under each of their names.
+        dtype: to which floating parameters are cast that have another one, as a dtype of torch or its name; None for none. Buffers, integers, booleans and quantised numbers keep theirs.
+        shard_bytes: how large a file may be, such as ``"5GB"``. By default as ``like`` has it, or 5 GB.
+        like: the directory of the original: its configuration, tokenizer and other files are copied; and each tensor goes into the file that it has there, unless ``shard_bytes`` is given.
+        config: what is to be in ``config.json``; by default that of ``like``. It says whether the head is tied to the embeddings, and so left out.
+        collectives: the ranks, all of which call: rank 0 writes, and all leave together. None for this process alone.
+
+    Returns:
+        What was written, and what was left out.
+
+    Raises:
+        InvalidArgument: for something else than weights, or if something is at the path.
+        InvalidState: if tensors have not the form that the rules need, or weights that are tied differ, or are written to meanwhile.
+        CheckpointMissing: and others, from the source.
+        SaveFailed: if the directory cannot be written. On the other ranks it is `RankFailed`.
+
+    Examples:
+        >>> import tempfile, torch, trainfold
+        >>> state = trainfold.attach(torch.nn.Linear(2, 1)).capture()
+        >>> with tempfile.TemporaryDirectory() as top:
+        ...     print(write_hub_directory(state, f"{top}/model", config={"model_type": "linear"}))
+        ...     sorted(HubDirectory(f"{top}/model").specs())
+        model.safetensors: 2 tensors, 172 bytes
+        config.json: 29 bytes
+        ['bias', 'weight']
+    """
+    world = ALONE if collectives is None else collectives
+    arguments = {"rules": rules, "dtype": dtype, "shard_bytes": shard_bytes, "like": like, "config": config}
+    return on_rank_zero(world, lambda: _written(weights, path, arguments), doing="write a hub directory")
+
+
+def plan_hub_directory(  # noqa: PLR0913 - keywords
+    weights: ListedSource | TrainState,
+    *,
+    rules: Transform | None = None,
+    dtype: Any = None,
+    shard_bytes: int | str | None = None,
+    like: str | Path | HubDirectory | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> HubPlan:
+    """Say what `write_hub_directory` would write, without reading a tensor.
+
+    Args:
+        weights: as there, and so the others.
+        rules: see there.
+        dtype: see there.
+        shard_bytes: see there.
+        like: see there.
+        config: see there.
+
+    Raises:
+        InvalidArgument: as there.
+        InvalidState: as there, but for weights that are tied and differ.
+    """
+    with opened_weights(weights) as found:
+        return _planned(found, rules=rules, dtype=dtype, shard_bytes=shard_bytes, like=like, config=config).plan
+
+
+def _planned(  # noqa: PLR0913 - keywords
+    weights: OpenWeights, *, rules: Transform | None, dtype: Any, shard_bytes: Any, like: Any, config: Any
+) -> _Work:
+    original = like if isinstance(like, HubDirectory | None) else HubDirectory(like)
+    beside = {} if original is None else original.beside(_BESIDE)
+    found = None
+    if config is None and HUB_CONFIG in beside:
+        config = found = config_of(beside[HUB_CONFIG], f"{original}: {HUB_CONFIG}")
+    name = dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)
+    rounding = None if name is None else cast(name)
+    if config is not None and (name is not None or HUB_CONFIG not in beside or config is not found):
+        beside[HUB_CONFIG] = config_text(config, name)
+    done = compose() if rules is None else rules
+    table = done.on(with_aliases(table_of(compose(), weights.specs), weights.ties))
+    tied = is_tied(config, by_default=None if config is None else tied_by_default(config.get("model_type")))
+    table, left_out = by_convention(table, weights.ties, is_tied=tied)
+    if rounding is not None:
+        cut = rounding.on(table)
+        table = {key: table[key] if _is_buffer(table[key], weights.buffers) else each for key, each in cut.items()}
+    weight_map = None if shard_bytes is not None or original is None else original.weight_map()
+    if weight_map is not None:
+        left_out |= {key: "tied to the embeddings" for key in weight_map if tied and key not in table and key.endswith("lm_head.weight")}  # fmt: skip
+    files = plan_hub_files(
+        {key: LeafSpec(each.dtype, each.shape) for key, each in table.items()},
+        shard_bytes=_SHARD_BYTES if shard_bytes is None else shard_size(shard_bytes),
+        weight_map=weight_map,
+        tied=left_out,
+        metadata={"format": "pt", **({} if rules is None else {"trainfold.rules": str(rules)})},
+    )
+    if len(files) > 1 or any(each.name != "model.safetensors" for each in files):
+        beside[HUB_INDEX] = hub_index_text(files)
+    if taken := sorted(beside.keys() & {each.name for each in files}):
+        raise InvalidArgument("like", expected="other names for files of weights", found=", ".join(taken), fix="pass shard_bytes")  # fmt: skip
+    said = "\n".join(str(each) for each in (rules, rounding) if each is not None)
+    return _Work(HubPlan(files, dict(sorted(beside.items())), left_out, said), table, weights)
+
+
+def _written(weights: Any, path: str | Path, arguments: Mapping[str, Any]) -> HubPlan:
+    with ExitStack() as held:
+        work = _planned(held.enter_context(opened_weights(weights)), **arguments)
+        plan = work.plan
+        held.callback(release_buffers)
+        staged = held.enter_context(staged_directory(path, plan=_identity(work), size_bytes=plan.size_bytes))
+        if staged.is_committed:
+            return plan
+        for file in plan.files:
+            staged.write(file.name, _bytes_of(file, work.table, work.weights.read), size_bytes=file.size_bytes)
+        for name, data in plan.beside.items():
+            staged.write(name, [data], size_bytes=len(data))
+        for file in plan.files:
+            _check(staged.path_of(file.name), file)
+        work.weights.check()
+        staged.commit()
+    return plan
+
+
+def _identity(work: _Work) -> str:
+    """A text that is another one for other contents; where the weights have none, nothing is kept."""
+    weights, plan = work.weights, work.plan
+    if not weights.identity:
+        return uuid.uuid4().hex
+    headers = [digest_of(each.header) for each in plan.files]
+    beside = {name: digest_of(data) for name, data in plan.beside.items()}
+    return digest_of(json.dumps([weights.identity, plan.rules, headers, beside, list(plan.left_out)]).encode())
+
+
+def _bytes_of(file: HubFile, table: Mapping[str, Expression], read: Read) -> Iterator[Buffer]:
+    """The bytes of a file, one tensor after the other."""
+    yield file.header
+    for name in file.tensors:
+        data = tensor_bytes(computed_whole(table[name], read))
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
+        del data
+
+
+def _check(path: str, file: HubFile) -> None:
+    """Open a file as its readers do, and compare what they see in it.
+
+    Raises:
+        SaveFailed: if it is something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: object
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
+            found = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except SafetensorError as error:
+        found = error
+    if found != {name: (HUB_DTYPES[each.dtype], each.shape) for name, each in file.tensors.items()}:
+        shown = found if isinstance(found, Exception) else "others"
+        raise SaveFailed(path, expected=f"the {len(file.tensors)} tensors that were written", found=shown, fix="report this: the file was not committed")  # fmt: skip
+
+
+def _is_buffer(each: Expression, buffers: Collection[str]) -> bool:
+    """Whether a tensor is made of buffers alone."""
+    return bool(buffers) and all(source.name in buffers for source, _ in each.reads(tuple((0, size) for size in each.shape)))  # fmt: skip

@@ -1,0 +1,91 @@
+"""`opened_weights`: gives the weights of a source, or of a state, for reading in any order."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainfold.backends.hold.write_watch import WriteWatch
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.format.codec import as_tensor
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.state.spec import dtype_name
+from trainfold.core.state.state import TrainState
+from trainfold.core.weights.open_weights import OpenSource, OpenWeights
+from trainfold.core.weights.source import ListedSource, Wanted
+
+
+@contextmanager
+def opened_weights(weights: Any) -> Iterator[OpenWeights]:
+    """Give weights for reading in any order, until the block ends.
+
+    Args:
+        weights: a source that lists what it has, or a state with a model.
+
+    Raises:
+        InvalidArgument: for anything else.
+    """
+    if isinstance(weights, TrainState):
+        yield _of_state(weights)
+    elif isinstance(weights, OpenSource):
+        with weights.opened() as found:
+            yield found
+    elif isinstance(weights, ListedSource):
+        yield _of_listed(weights)
+    else:
+        raise InvalidArgument(
+            "weights", expected="a source that lists what it has, such as CheckpointWeights(run) and HubDirectory(path), or a state with a model",
+            found=type(weights).__qualname__, fix="pass CheckpointWeights(run), or live.capture()")  # fmt: skip
+
+
+def _of_state(state: TrainState) -> OpenWeights:
+    model = state.model
+    if model is None or state.stage is not None:
+        found = "one without a model" if model is None else "the stages of a pipeline that this rank has"
+        raise InvalidArgument("weights", expected="a state with a whole model", found=found,
+                              fix="save it, and pass CheckpointWeights(run)")  # fmt: skip
+    leaves = {**model.params, **model.buffers}
+    if cut := [name for name, each in leaves.items() if isinstance(each, Shard)]:
+        raise InvalidArgument(f"weights: {cut[0]}", expected="a whole tensor", found="the part of it that this rank has",
+                              fix="save it on all ranks, and pass CheckpointWeights(run) on one of them")  # fmt: skip
+    tensors = {name: as_tensor(each, name) for name, each in leaves.items()}
+    watch = WriteWatch({("model", name): each for name, each in tensors.items() if not each.is_inference()})
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        return tensors[name][tuple(slice(*each) for each in box)]
+
+    def check() -> None:
+        _ = [*model.params.values(), *model.buffers.values()]  # a step that took their memory is named
+        watch.look()
+        if watch.written:
+            name = min(watch.written)[1]
+            raise InvalidState(
+                f"weights: {name}", expected="the values that it had at the call", found="a write to it while it was read",
+                fix="save the run, and export the checkpoint: CheckpointWeights(run) has the values of that step, while training goes on")  # fmt: skip
+
+    return OpenWeights(
+        {name: LeafSpec(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()},
+        read,
+        ties=dict(model.ties),
+        buffers=frozenset(model.buffers),
+        check=check,
+    )
+
+
+def _of_listed(source: ListedSource) -> OpenWeights:
+    specs = dict(source.specs())
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        each = specs[name]
+        for found, tensor in source.supply({name: Wanted(each.dtype, each.shape, box)}):
+            if found == name:
+                is_whole = tuple(tensor.shape) == each.shape and box != whole_box(each.shape)
+                return tensor[tuple(slice(*side) for side in box)] if is_whole else tensor
+        raise InvalidState(
+            f"{source!r}: {name}", expected="a tensor, as it lists", found="none", fix="see why it was not supplied"
+        )
+
+    return OpenWeights(specs, read)

@@ -1,0 +1,69 @@
+"""What the configuration of a hub model says about its weights: whether its head is tied to its embeddings, and their dtype."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trainfold.core.checks import choice
+from trainfold.core.errors import CheckpointDamaged
+
+HUB_CONFIG: Final = "config.json"
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")  # as transformers 5 and 4 write it
+
+
+def is_tied(config: Mapping[str, object] | None, *, by_default: bool | None) -> bool | None:
+    """Whether the head is tied to the embeddings; None if it is not known.
+
+    Args:
+        config: what is in ``config.json``; None if there is none.
+        by_default: for models of this family whose configuration does not mention it.
+
+    Raises:
+        InvalidArgument: if it is neither true nor false.
+
+    Examples:
+        >>> is_tied({"tie_word_embeddings": True}, by_default=False), is_tied(None, by_default=None)
+        (True, None)
+    """
+    found = (config or {}).get("tie_word_embeddings", by_default)
+    if found is None:
+        return None
+    return bool(choice("config.tie_word_embeddings", found, (True, False), fix="pass the config.json of the model"))
+
+
+def config_of(text: bytes, where: str) -> dict[str, Any]:
+    """Read ``config.json``. Unlike the native format it may have infinite numbers, and letters of all languages.
+
+    Args:
+        text: its bytes.
+        where: its path, for the error.
+
+    Raises:
+        CheckpointDamaged: if it is not one object of JSON.
+
+    Examples:
+        >>> config_of(b'{"model_type": "llama"}', "config.json")
+        {'model_type': 'llama'}
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(where, expected="one object of JSON", found=str(found)[:120], fix="download it again")
+    return found
+
+
+def config_text(config: Mapping[str, Any], dtype: str | None) -> bytes:
+    r"""The bytes of ``config.json``. If the weights were cast, what it says of their dtype is that.
+
+    Args:
+        config: what is in it.
+        dtype: to which they were cast; None if they were not.
+
+    Examples:
+        >>> config_text({"torch_dtype": "float32"}, "bfloat16")
+        b'{\n  "torch_dtype": "bfloat16"\n}\n'
+    """
+    changed = {key: dtype for key in _DTYPE_KEYS if dtype is not None and key in config}
+    return (json.dumps({**config, **changed}, indent=2) + "\n").encode()
