@@ -173,6 +173,10 @@ class UnknownComponent(InvalidArgument):
     """A component name that no state has; the known names are listed."""
 
 
+class SourceFailed(TrainfoldError):
+    """A source of weights raised an error of its own, which is the cause, or yielded something else than tensors with names."""
+
+
 class UnsupportedLeaf(TrainfoldError, TypeError):
     """A leaf of a type that the format cannot hold without pickle."""
 

@@ -39,7 +39,7 @@ def check_weight_source(factory: Callable[[], WeightSource], tensors: Mapping[st
 
 
 def _supplied(source: WeightSource, wanted: Mapping[str, Wanted]) -> dict[str, torch.Tensor]:
-    account, found = Account(wanted), {}
+    account, found = Account(source, wanted), {}
     for name, tensor in source.supply(wanted):
         assert name not in found, f"{name} came twice"
         found[name] = tensor.detach()[account.part_of(name, dtype_name(tensor.dtype), tensor.shape)].clone()

@@ -1,17 +1,20 @@
 """`FirstRank`: rank 0 reads from a source and sends the tensors to the other ranks in pieces, so that only its machine has to reach the source."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from math import prod
 from typing import Any, Final, final
 
 import torch
 
+from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import TrainfoldError, error_text, rank_failed
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
+from trainfold.core.weights.account import Account
 from trainfold.core.weights.source import Wanted, WeightSource
 
 _PIECE_BYTES: Final = 32 << 20
@@ -70,13 +73,15 @@ class FirstRank:
     def _sent(self, asked: Mapping[str, Wanted]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """What the source supplies, in batches, each of which is sent before it is returned."""
         batch: list[tuple[str, torch.Tensor]] = []
+        account = Account(self._source, asked)
         try:
-            for name, tensor in self._source.supply(asked):
-                batch.append((name, tensor.detach().cpu()))
-                if sum(each.nbytes for _, each in batch) >= _PIECE_BYTES:
-                    self._send(batch)
-                    yield batch
-                    batch = []
+            with closing(supplied(self._source, asked)) as tensors:
+                for name, tensor in tensors:
+                    batch.append((name, part_of(self._source, account, name, tensor).cpu()))
+                    if sum(each.nbytes for _, each in batch) >= _PIECE_BYTES:
+                        self._send(batch)
+                        yield batch
+                        batch = []
         except Exception as error:
             fix = error.fix if isinstance(error, TrainfoldError) else "see the traceback of rank 0"
             self._world.broadcast((None, error_text(error), fix), doing=_DOING)

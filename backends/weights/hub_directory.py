@@ -127,9 +127,17 @@ class HubDirectory:
         return {file.name: self._inside(file.name).read_bytes() for file in files}
 
     def _all_places(self) -> Iterator[tuple[str, _Place]]:
+        files: dict[str, Path] = {}
         for file, names in self._files().items():
             places = _places(file)
             for name in places if names is None else names:
+                if (other := files.setdefault(name, file)) is not file:
+                    raise CheckpointDamaged(
+                        str(self._path),
+                        expected="each tensor in one file",
+                        found=f"{name} in {other.name} and in {file.name}",
+                        fix=f"leave one set of files in the directory, or an {_INDEX}",
+                    )
                 if name not in places:
                     raise CheckpointDamaged(
                         str(file),

@@ -1,10 +1,12 @@
 """`WeightServer`: gives the tensors of a source to programs that know its token, over TCP."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Final, Self, final
 
 from trainfold.backends.peers.channel import Channel
 from trainfold.backends.peers.listener import Listener
+from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import PeerRefused
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
@@ -89,12 +91,13 @@ def send_weights(channel: Channel, wanted: Mapping[str, Wanted], source: WeightS
     Raises:
         PeerLost: if the client is gone.
     """
-    account, count = Account(wanted), 0
-    for name, tensor in source.supply(wanted):
-        part = tensor.detach()[account.part_of(name, dtype_name(tensor.dtype), tensor.shape)]
-        channel.send({"name": name, "dtype": dtype_name(part.dtype), "shape": list(part.shape)})
-        channel.send_bytes(tensor_bytes(part))
-        count += 1
+    account, count = Account(source, wanted), 0
+    with closing(supplied(source, wanted)) as tensors:
+        for name, tensor in tensors:
+            part = part_of(source, account, name, tensor)
+            channel.send({"name": name, "dtype": dtype_name(part.dtype), "shape": list(part.shape)})
+            channel.send_bytes(tensor_bytes(part))
+            count += 1
     channel.send({"end": count, **last})
 
 

@@ -9,6 +9,7 @@ import torch
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import whole_box
@@ -17,8 +18,9 @@ from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import OptimizerState, TrainState
+from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
-from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.source import Wanted, WeightSource, source_name
 from trainfold.core.weights.wrapped import ByScript, Frozen
 
 
@@ -38,7 +40,8 @@ def take_weights(state: TrainState, source: WeightSource, *, collectives: Collec
 
     Raises:
         InvalidArgument: for a state without a model, or something else than a source of all its weights.
-        InvalidState: for a tensor that is missing, that was not asked for, or has another dtype or shape. On the other ranks it is `RankFailed`.
+        InvalidState: for a tensor that is missing, that was not asked for, that comes twice, or has another dtype or shape. On the other ranks it is `RankFailed`.
+        SourceFailed: for an error of the source's own, which is the cause.
 
     Examples:
         >>> import trainfold
@@ -103,30 +106,28 @@ def received(
     Args:
         source: of the weights.
         wanted: what it is asked for.
-        held: returns what was made of the part that came under a first name; a tied tensor may come once more, with the same values.
+        held: returns what was made of the part that came under a first name; a tied tensor may come once more under another name, with the same bits.
 
     Raises:
-        InvalidState: for a tensor that is missing at the end, that was not asked for, or has another dtype, shape or value for a tied one.
+        InvalidState: for a tensor that is missing at the end, that was not asked for, that comes twice, or that has another dtype, shape or, tied, other bits.
+        SourceFailed: for an error of the source's own.
     """
-    account, supplied = Account(wanted), source.supply(wanted)
-    try:
-        for name, tensor in supplied:
+    account = Account(source, wanted)
+    with closing(supplied(source, wanted)) as tensors:
+        for name, tensor in tensors:
             earlier = account.came_as(name)
-            part = tensor.detach()[account.part_of(name, dtype_name(tensor.dtype), tensor.shape)]
+            part = part_of(source, account, name, tensor)
             first = account.first_name(name)
             if earlier is None:
                 yield first, part
-            elif not torch.equal((memory := held(first)).cpu(), part.to(memory.dtype).cpu()):
+            elif tensor_bytes(held(first)) != tensor_bytes(part):
                 raise InvalidState(
-                    f"weights[{name!r}]",
-                    expected=f"the values of {earlier!r}, to which it is tied in this model",
+                    f"weights[{name!r}] from {source_name(source)}",
+                    expected=f"the bits of {earlier!r}, to which it is tied in this model",
                     found="others",
                     fix="untie them in the model, or supply one of the two names",
                 )
-    finally:
-        # now, and not when the error is forgotten: other ranks may wait for what a source sends
-        getattr(supplied, "close", lambda: None)()
-    problem = account.problem(source)
+    problem = account.problem()
     if problem is not None:
         raise problem
 

@@ -1,19 +1,21 @@
 """`Transformed`: a source whose tensors have other names or forms than those of the model, such as a model hub's."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import final
 
 import attrs
 import torch
 
 from trainfold.backends.weights.opened import opened_weights
+from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.layout.slices import Box
 from trainfold.core.transform.apply import table_of, transform_specs
 from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.transform import Transform
+from trainfold.core.weights.account import Account
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 
@@ -60,7 +62,8 @@ class Transformed:
 
         Raises:
             InvalidArgument: if the source does not list what it has.
-            InvalidState: if that has not the form that the transform needs, or tied tensors differ.
+            InvalidState: if that has not the form that the transform needs, tied tensors differ, or the source supplies another tensor than it lists.
+            SourceFailed: for an error of the source's own.
         """
         table = table_of(self.transform, self._listed())
         mine = {name: each for name, each in wanted.items() if name in table}
@@ -75,24 +78,25 @@ class Transformed:
         for result, sources in needs.items():
             for name in sources:
                 users[name][result] = None
-        there: dict[str, tuple[torch.Tensor, Box]] = {}
+        there: dict[str, torch.Tensor] = {}
 
         def read(name: str, box: Box) -> torch.Tensor:
-            tensor, held = there[name]
-            return tensor[tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(box, held, strict=True))]
+            spans = zip(box, asked[name].box, strict=True)
+            return there[name][tuple(slice(start - at, stop - at) for (start, stop), (at, _) in spans)]
 
-        for name, tensor in self.source.supply(asked):
-            shape = asked[name].shape
-            there[name] = tensor, whole_box(shape) if tuple(tensor.shape) == shape else asked[name].box
-            for result in list(users[name]):
-                left[result].discard(name)
-                if left[result]:
-                    continue
-                yield result, table[result].computed(mine[result].box, read)
-                for used in needs[result]:
-                    del users[used][result]
-                    if not users[used]:
-                        del there[used]
+        account = Account(self.source, asked)
+        with closing(supplied(self.source, asked)) as tensors:
+            for name, tensor in tensors:
+                there[name] = part_of(self.source, account, name, tensor)
+                for result in list(users[name]):
+                    left[result].discard(name)
+                    if left[result]:
+                        continue
+                    yield result, table[result].computed(mine[result].box, read)
+                    for used in needs[result]:
+                        del users[used][result]
+                        if not users[used]:
+                            del there[used]
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:

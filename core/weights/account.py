@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.weights.source import Wanted
+from trainfold.core.weights.source import Wanted, source_name
 
 _SHOWN: Final = 8  # names in a message
 
@@ -14,19 +14,22 @@ class Account:
     """Counts what a source supplies.
 
     Args:
+        source: what supplies it, for messages.
         wanted: what it was asked for.
 
     Examples:
-        >>> account = Account({"w": Wanted("float32", (4,), ((2, 4),))})
-        >>> account.part_of("w", "float32", (4,)), account.part_of("w", "float32", (2,))
-        ((slice(2, 4, None),), (slice(0, 2, None),))
+        >>> account = Account(object(), {"w": Wanted("float32", (4,), ((2, 4),))})
+        >>> account.part_of("w", "float32", (4,))
+        (slice(2, 4, None),)
         >>> account.missing()
         []
     """
 
-    def __init__(self, wanted: Mapping[str, Wanted]) -> None:
+    def __init__(self, source: object, wanted: Mapping[str, Wanted]) -> None:
+        self._source = source_name(source)
         self._wanted = wanted
         self._came: dict[str, str] = {}  # first name -> the name under which it came
+        self._names = set[str]()  # all under which something came
 
     def came_as(self, name: str) -> str | None:
         """The name under which a tensor has come already; None if it has not, or was not asked for."""
@@ -40,15 +43,22 @@ class Account:
         """Note that a tensor has come; return which part of it belongs to this rank.
 
         Raises:
-            InvalidState: if it was not asked for, or has another dtype or shape.
+            InvalidState: if it was not asked for, has come already under this name, or has another dtype or shape.
         """
-        where, wanted = f"weights[{name!r}]", self._wanted.get(name)
+        where, wanted = f"weights[{name!r}] from {self._source}", self._wanted.get(name)
         if wanted is None:
             raise InvalidState(
                 where,
                 expected=f"one of the {len(self._wanted)} names that were asked for",
                 found="another one",
                 fix="let supply() yield no more than it is asked for; names are those of model.state_dict(), without the prefixes of wrappers",
+            )
+        if name in self._names:
+            raise InvalidState(
+                where,
+                expected="each name once",
+                found="it a second time",
+                fix="let supply() yield one tensor for each name; of two with one name none is surely the right one",
             )
         held = tuple(stop - start for start, stop in wanted.box)
         if tuple(shape) not in (wanted.shape, held):
@@ -66,6 +76,7 @@ class Account:
                 found=dtype,
                 fix="build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values may be rounded",
             )
+        self._names.add(name)
         self._came.setdefault(self.first_name(name), name)
         if tuple(shape) == wanted.shape:
             return tuple(slice(start, stop) for start, stop in wanted.box)
@@ -75,7 +86,7 @@ class Account:
         """The first names of the tensors that have not come."""
         return [name for name, each in self._wanted.items() if each.tied_to is None and name not in self._came]
 
-    def problem(self, source: object) -> TrainfoldError | None:
+    def problem(self) -> TrainfoldError | None:
         """Why the weights are not complete; None if every tensor has come."""
         missing = self.missing()
         if not missing:
@@ -83,7 +94,7 @@ class Account:
         more = f", and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         return InvalidState(
             "weights",
-            expected=f"all {len(self._came) + len(missing)} tensors from {type(source).__qualname__}",
+            expected=f"all {len(self._came) + len(missing)} tensors from {self._source}",
             found=f"nothing for {', '.join(missing[:_SHOWN])}{more}",
             fix="supply these too; what is trained here and not there belongs to the checkpoints: weights=trainfold.weights.Frozen(source)",
         )

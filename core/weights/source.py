@@ -1,4 +1,4 @@
-"""`WeightSource`: supplies weights from outside the checkpoints of a run. `ListedSource`: one that says what it has. `Wanted`: one tensor that it is asked for."""
+"""`WeightSource`: supplies weights from outside the checkpoints of a run. `ListedSource`: one that says what it has. `Wanted`: one tensor that it is asked for. `source_name`: how messages call it."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
@@ -61,3 +61,16 @@ class ListedSource(WeightSource, Protocol):
 
     def specs(self) -> Mapping[str, LeafSpec]:
         """Name -> dtype and shape of each tensor that it can supply."""
+
+
+def source_name(source: object) -> str:
+    """The class of a source, and of the one that it wraps, for messages.
+
+    Examples:
+        >>> from trainfold.core.weights.wrapped import ByScript, Cast
+        >>> source_name(Cast(ByScript()))
+        'Cast(ByScript)'
+    """
+    inner = getattr(source, "source", None)
+    mine = type(source).__name__
+    return f"{mine}({source_name(inner)})" if isinstance(inner, WeightSource) else mine

@@ -1,11 +1,14 @@
 """Weights from outside a run's checkpoints: the whole model, or its frozen part. They are supplied at each load point, and all of them, or nothing trains."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import trainfold
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
@@ -13,8 +16,9 @@ from trainfold.backends.runs.api import save
 from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, ResumeRefused
-from trainfold.weights import ByScript, Cast, CheckpointWeights, FirstRank, Frozen
+from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, ResumeRefused, SourceFailed
+from trainfold.ranks import SingleProcess
+from trainfold.weights import ByScript, Cast, CheckpointWeights, FirstRank, Frozen, take_weights
 
 
 def network(seed, *, frozen=False):
@@ -189,11 +193,11 @@ def test_a_run_that_leaves_out_its_model_without_a_source_is_refused_before_it_t
         ),
         (
             lambda found: found.update({"0.bias": torch.zeros(4)}),
-            r"weights\['0.bias'\]: expected the shape \[3\], found \[4\]",
+            r"weights\['0.bias'\] from Held: expected the shape \[3\], found \[4\]",
         ),
         (
             lambda found: found.update({"0.bias": torch.zeros(3).half()}),
-            r"weights\['0.bias'\]: expected float32, found float16",
+            r"weights\['0.bias'\] from Held: expected float32, found float16",
         ),
         (lambda found: found.update({"1.num_batches_tracked": torch.zeros(())}), "expected int64, found float32"),
     ],
@@ -213,7 +217,7 @@ def test_what_was_not_asked_for_is_named():
     """J03: a source for another model would fill half of this one in silence."""
     run = Run(1, Without({**network(7).state_dict(), "head.weight": torch.zeros(1)}))
     with pytest.raises(
-        InvalidState, match=r"weights\['head.weight'\]: expected one of the 9 names that were asked for"
+        InvalidState, match=r"weights\['head.weight'\] from Without: expected one of the 9 names that were asked for"
     ):
         run.live.take_weights()
 
@@ -245,9 +249,113 @@ def test_a_tied_tensor_needs_one_of_its_names_and_two_values_for_it_are_refused(
     both.take_weights()
     live = attach(tied(), weights=Held({"embed.weight": value, "head.weight": value + 1}))
     with pytest.raises(
-        InvalidState, match=r"weights\['head.weight'\]: expected the values of 'embed.weight', to which it is tied"
+        InvalidState,
+        match=r"weights\['head.weight'\] from Held: expected the bits of 'embed.weight', to which it is tied",
     ):
         live.take_weights()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_refused"),
+    [(0.0, -0.0, True), (float("nan"), float("nan"), False), (1.0, 1.0, False), (1.0, 2.0, True)],
+)
+def test_tied_values_are_compared_bit_by_bit(one, other, is_refused):
+    """B19: two NaN were called other values, and -0.0 the value of 0.0."""
+    live = attach(
+        tied(), weights=Held({"embed.weight": torch.full((5, 2), one), "head.weight": torch.full((5, 2), other)})
+    )
+    if is_refused:
+        with pytest.raises(InvalidState, match="expected the bits of 'embed"):
+            live.take_weights()
+    else:
+        live.take_weights()
+
+
+def faulty(step):
+    """A source whose own code does something wrong at its second tensor."""
+
+    class Mine:
+        def supply(self, wanted):
+            names = list(wanted)
+            yield names[0], network(7).state_dict()[names[0]]
+            yield step(names, network(7).state_dict())
+
+    return Mine()
+
+
+@pytest.mark.parametrize("door", ["live", "state", "first rank", "cast"])
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda names, found: found["no.such"], "KeyError: 'no.such', after 1 tensor, the last of them '0.weight'"),
+        (lambda names, found: found.shape, "AttributeError: .*after 1 tensor"),
+        (lambda names, found: None + 1, "TypeError: .*after 1 tensor"),
+        (lambda names, found: names[1], "found .*after 1 tensor"),
+        (lambda names, found: (names[1], [1.0]), "found .*after 1 tensor"),
+        (lambda names, found: (names[1], found[names[1]].to("meta")), "'0.bias'.* on the meta device"),
+        (lambda names, found: (names[1], found[names[1]].to_sparse()), "'0.bias'.* the layout torch.sparse_coo"),
+        (lambda names, found: (names[0], found[names[0]]), "'0.weight'.* expected each name once"),
+    ],
+)
+def test_a_fault_of_a_source_names_the_source_and_where_it_was(door, step, said):
+    """J03, J04: a bare KeyError came out of a load, from nowhere."""
+    source = faulty(step)
+    source = {"first rank": lambda: FirstRank(source, SingleProcess()), "cast": lambda: Cast(source)}.get(
+        door, lambda: source
+    )()
+    if door == "state":
+        state = trainfold.init_state(network(0), trainfold.optimizer(torch.optim.SGD, lr=0.1))
+        take = lambda: take_weights(state, source)
+    else:
+        take = attach(network(0), weights=source).take_weights
+    with pytest.raises((SourceFailed, InvalidState), match=said) as caught:
+        take()
+    assert re.search("from (Cast.)?(Mine|FirstRank)", caught.value.where)
+    if "Error" in said:
+        assert type(caught.value.__cause__).__name__ in said
+
+
+@pytest.mark.parametrize("returned", [None, 3, torch.ones(2)])
+def test_a_source_that_returns_something_else_is_named(returned):
+    """J03."""
+
+    class Mine:
+        def supply(self, wanted):
+            return returned
+
+    with pytest.raises(SourceFailed, match="weights from Mine: expected a name and a tensor"):
+        attach(network(0), weights=Mine()).take_weights()
+
+
+def test_what_no_rank_has_asked_for_is_refused_also_where_rank_0_sends_it():
+    """J03: it was dropped in silence."""
+    tensors = network(7).state_dict() | {"head.weight": torch.zeros(1)}
+
+    def start(world):
+        with pytest.raises((InvalidState, RankFailed), match=r"'head.weight'. from Without: expected one of the 9"):
+            attach(network(0), weights=FirstRank(Without(tensors), world)).take_weights(world)
+
+    run_threads(2, start)
+
+
+def test_a_source_that_dies_midway_leaves_a_model_that_nothing_trains_or_saves():
+    """J03, J02: half of the live weights are overwritten by then; another supply makes them whole."""
+    source = Held(network(7).state_dict())
+    run = Run(1, source, store=MemoryStore()).restored()
+    with run.manager:
+        run.train(1)
+        trained = bits(run.model)
+        run.live.outside._source = faulty(lambda names, found: found["no.such"])
+        with pytest.raises(SourceFailed):
+            run.live.take_weights()
+        assert bits(run.model)["0.weight"] == bits(network(7))["0.weight"] != trained["0.weight"]
+        assert bits(run.model)["2.weight"] == trained["2.weight"]
+        for call in (lambda: run.live.advance(samples=1), lambda: run.manager.save(run.live)):
+            with pytest.raises(InvalidState, match="expected weights from"):
+                call()
+        run.live.outside._source = source
+        run.live.take_weights()
+        run.train(1)
 
 
 def test_a_frozen_parameter_that_is_trained_later_is_not_lost_in_silence():
@@ -306,7 +414,7 @@ def test_a_source_that_fails_on_rank_0_or_is_refused_on_another_rank_ends_on_all
         def start(world):
             try:
                 attach(models[world.rank], weights=FirstRank(source, world)).take_weights(world)
-            except (InvalidState, RankFailed, OSError) as error:
+            except (RankFailed, SourceFailed, InvalidState) as error:
                 return str(error)
             return "taken"
 
@@ -315,7 +423,7 @@ def test_a_source_that_fails_on_rank_0_or_is_refused_on_another_rank_ends_on_all
     assert all("the server is gone" in each for each in outcomes(Fails(tensors), network(0), network(1)))
     narrow = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(3), nn.Linear(3, 1))
     found = outcomes(Held(tensors), network(0), narrow)
-    assert all("weights['0.weight']: expected the shape [2, 4]" in each for each in found)
+    assert all("weights['0.weight'] from Held: expected the shape [2, 4]" in each for each in found)
 
 
 @settings(deadline=None, max_examples=25)

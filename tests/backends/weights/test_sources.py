@@ -181,6 +181,14 @@ def test_a_directory_of_a_hub_is_confined_to_its_own_files(tmp_path):
         list(HubDirectory(empty).supply(wanted))
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    """J03: the last file won, in the order of names."""
+    folder = hub(tmp_path / "hub")
+    save_file({"h.weight": torch.zeros(6, 4)}, folder / "model-9.safetensors")
+    with pytest.raises(CheckpointDamaged, match=r"h\.weight in model-0\.safetensors and in model-9\.safetensors"):
+        list(HubDirectory(folder).supply({"h.weight": Wanted("float32", (6, 4), ((0, 6), (0, 4)))}))
+
+
 @pytest.mark.parametrize("cut", [4, 9, 100, -1])
 def test_a_file_that_was_cut_off_or_lies_about_its_ranges_is_refused(tmp_path, cut):
     """U02: before any tensor is made of it."""

@@ -149,3 +149,30 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_read():
         list(Transformed(Unlisted(), RULES).supply({}))
     with pytest.raises(InvalidState, match="a first dimension"):
         list(Transformed(Tensors({"x": torch.tensor(1.0)}), unstack("x", "x.{e}", over="e")).supply({}))
+
+
+class Otherwise(Tensors):
+    """A source that does not supply what it lists."""
+
+    def __init__(self, supplied):
+        super().__init__({"a": torch.ones(2), "b": torch.ones(2)})
+        self.supplied = supplied
+
+    def supply(self, wanted):
+        return iter(self.supplied)
+
+
+@pytest.mark.parametrize(
+    ("supplied", "said"),
+    [
+        ([("c", torch.ones(2))], "'c'. from Otherwise: expected one of the 2 names that were asked for"),
+        ([("a", torch.ones(3))], r"'a'. from Otherwise: expected the shape \[2\], found \[3\]"),
+        ([("a", torch.ones(2).half())], "'a'. from Otherwise: expected float32, found float16"),
+        ([("a", torch.ones(2))] * 2, "'a'. from Otherwise: expected each name once"),
+    ],
+)
+def test_a_source_that_supplies_something_else_than_it_lists_is_named(supplied, said):
+    """J03: a name that nothing had asked for was a bare KeyError."""
+    asked = {name: Wanted("float32", (2,), ((0, 2),)) for name in ("x", "y")}
+    with pytest.raises(InvalidState, match=said):
+        list(Transformed(Otherwise(supplied), compose(rename("a", "x"), rename("b", "y"))).supply(asked))

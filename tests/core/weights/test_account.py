@@ -10,6 +10,8 @@ from trainfold.core.layout.slices import whole_box
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.source import Wanted
 
+SOURCE = object()
+
 
 @st.composite
 def cut_shapes(draw):
@@ -25,7 +27,7 @@ def test_the_part_of_a_rank_is_that_of_the_whole_tensor_however_it_was_supplied(
     values = torch.arange(torch.Size(shape).numel()).view(shape)
     held = values[tuple(slice(start, stop) for start, stop in box)]
     for given_tensor in (values, held):
-        account = Account({"w": Wanted("int64", shape, box)})
+        account = Account(SOURCE, {"w": Wanted("int64", shape, box)})
         assert account.missing() == ["w"]
         assert torch.equal(given_tensor[account.part_of("w", "int64", given_tensor.shape)], held)
         assert account.missing() == []
@@ -34,7 +36,7 @@ def test_the_part_of_a_rank_is_that_of_the_whole_tensor_however_it_was_supplied(
 @given(st.sets(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef")))
 def test_every_tensor_is_accounted_for(asked, supplied):
     """J03: what is missing is named, and so is what was not asked for."""
-    account = Account({name: Wanted("float32", (1,), whole_box((1,))) for name in sorted(asked)})
+    account = Account(SOURCE, {name: Wanted("float32", (1,), whole_box((1,))) for name in sorted(asked)})
     for name in sorted(supplied):
         if name in asked:
             account.part_of(name, "float32", (1,))
@@ -42,10 +44,10 @@ def test_every_tensor_is_accounted_for(asked, supplied):
             with pytest.raises(InvalidState, match=f"weights\\['{name}'\\]"):
                 account.part_of(name, "float32", (1,))
     assert account.missing() == sorted(asked - supplied)
-    assert (account.problem(object()) is None) == (asked <= supplied)
+    assert (account.problem() is None) == (asked <= supplied)
 
 
 def test_many_missing_tensors_are_counted():
     """J03: a message has eight names."""
-    account = Account({f"h.{number}": Wanted("float32", (1,), ((0, 1),)) for number in range(20)})
-    assert "h.7, and 12 more" in str(account.problem(object()))
+    account = Account(SOURCE, {f"h.{number}": Wanted("float32", (1,), ((0, 1),)) for number in range(20)})
+    assert "h.7, and 12 more" in str(account.problem())
