@@ -21,6 +21,7 @@ from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.resume.choose import choose
+from trainfold.core.resume.compare import saved_ties
 from trainfold.core.resume.reads import ComponentReads, tensor_reads
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.fqn import canonical_name
@@ -69,22 +70,20 @@ class CheckpointWeights:
             CheckpointDamaged: if bytes are not those that were written.
         """
         manifest = self._manifest()
-        table = self._table(manifest)
+        table, others = self._table(manifest)
         reader = PlanReader(self._store, f"step-{manifest.head.step:08d}", manifest)
         batch: dict[int, tuple[str, Box | None]] = {}
         total_bytes = 0
-        for index, record in enumerate(table):
-            name, each = _name(record), wanted.get(_name(record))
-            if each is None:
-                continue
+        for index, record, name in _each_wanted(table, others, wanted):
+            each = wanted[name]
             if record.shape != each.shape:
                 yield name, torch.empty(record.shape, device="meta")  # it is refused for its shape, and not read
                 continue
-            batch[index] = name, None if each.is_whole else each.box
-            total_bytes += size_bytes(record.dtype, tuple(stop - start for start, stop in each.box))
-            if total_bytes >= _BATCH_BYTES:
+            if total_bytes >= _BATCH_BYTES or index in batch:
                 yield from _read(reader, table, batch)
                 batch, total_bytes = {}, 0
+            batch[index] = name, None if each.is_whole else each.box
+            total_bytes += size_bytes(record.dtype, tuple(stop - start for start, stop in each.box))
         yield from _read(reader, table, batch)
 
     def specs(self) -> dict[str, LeafSpec]:
@@ -93,7 +92,8 @@ class CheckpointWeights:
         Raises:
             CheckpointMissing: as in `supply`.
         """
-        return {_name(each): LeafSpec(each.dtype, each.shape) for each in self._table(self._manifest()) if _name(each)}
+        table, others = self._table(self._manifest())
+        return {name: LeafSpec(each.dtype, each.shape) for each in table for name in _names(each, others)}
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:
@@ -139,10 +139,14 @@ class CheckpointWeights:
             )
         return chosen
 
-    def _table(self, manifest: Manifest) -> tuple[TensorRecord, ...]:
+    def _table(self, manifest: Manifest) -> tuple[tuple[TensorRecord, ...], dict[str, list[str]]]:
+        """The tensors of the component, and the other names of those that are tied."""
         found = manifest.component(self._component)
         if found is not None and len(found.nodes) == 1:
-            return tuple(found.tensors[0])
+            others: dict[str, list[str]] = {}
+            for alias, first in saved_ties(found.nodes[0]):
+                others.setdefault(canonical_name(first), []).append(canonical_name(alias))
+            return tuple(found.tensors[0]), others
         names = ", ".join(each.name for each in manifest.components)
         raise InvalidState(
             f"{self._store.url}/step-{manifest.head.step:08d}: {self._component}",
@@ -152,10 +156,21 @@ class CheckpointWeights:
         )
 
 
-def _name(record: TensorRecord) -> str:
-    """The canonical name of a tensor; empty if it is not at the top of its component."""
+def _names(record: TensorRecord, others: Mapping[str, Sequence[str]]) -> list[str]:
+    """The canonical names of a tensor, the first one first; none if it is not at the top of its component."""
     match = _PATH.match(record.path)
-    return "" if match is None else canonical_name(match["name"])
+    name = "" if match is None else canonical_name(match["name"])
+    return [name, *others.get(name, ())] if name else []
+
+
+def _each_wanted(
+    table: Sequence[TensorRecord], others: Mapping[str, Sequence[str]], wanted: Mapping[str, Wanted]
+) -> Iterator[tuple[int, TensorRecord, str]]:
+    """Each tensor that is wanted, with its name; once for each of its names that are tensors of their own where it is wanted."""
+    for index, record in enumerate(table):
+        mine = [name for name in _names(record, others) if name in wanted]
+        for name in {wanted[name].tied_to or name: name for name in reversed(mine)}.values():
+            yield index, record, name
 
 
 def _ties(manifest: Manifest, component: str) -> dict[str, str]:

@@ -129,18 +129,23 @@ def _parted_ties(name: str, saved: Sequence[TensorRecord], wanted: Described) ->
 
     Only digests are compared, so what ranks have cut in two ways is not known, and is not in it.
     """
-    if node_class(wanted.node) != MODEL or not isinstance(wanted.node, dict):
-        return {}
     records = {record.path: record for record in saved}
     found: dict[str, str] = {}
-    for pair in wanted.node.get("static", {}).get("ties", {}).get("tuple", ()):
-        alias, first = (f"{name}.params[{each!r}]" for each in pair["tuple"])
+    for pair in saved_ties(wanted.node):
+        alias, first = (f"{name}.params[{each!r}]" for each in pair)
         one, other = records.get(alias), records.get(first)
         if one is None or other is None or one.spec != other.spec:
             continue
         if [shard.box for shard in one.shards] == [shard.box for shard in other.shards]:
             found[alias] = "" if tensor_digest(one) == tensor_digest(other) else first
     return found
+
+
+def saved_ties(node: Json) -> list[tuple[str, str]]:
+    """The tensors of a model that have several names: pairs of another name and the first one; none of any other structure."""
+    if node_class(node) != MODEL or not isinstance(node, dict):
+        return []
+    return [(each["tuple"][0], each["tuple"][1]) for each in node.get("static", {}).get("ties", {}).get("tuple", ())]
 
 
 def _alike(node: Json, records: Sequence[TensorRecord], wanted: Described) -> bool:

@@ -1,5 +1,8 @@
 """LoRA by `peft` on a small Llama of a model hub: checkpoints have the adapters alone, and a killed run is the run that was not killed."""
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -53,8 +56,19 @@ class Tuned:
         return {name: each.tolist() for name, each in self.model.named_parameters()}
 
 
-def test_adapters_are_saved_alone_and_resume_on_the_base_bit_for_bit(tmp_path):
-    """B16, J06, J07: streams too: LoRA draws dropout. Another base is refused."""
+def killed(folder, hub):
+    """Train four steps, save the third, and end by SIGKILL inside the fifth."""
+    with CheckpointManager(folder, every=3) as manager:
+        first = Tuned(1, hub)
+        manager.restore(first.live)
+        torch.manual_seed(9)
+        first.train(manager, 4)
+        first.model(input_ids=torch.ones(2, 8, dtype=torch.long)).logits.sum().backward()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_adapters_are_saved_alone_and_resume_on_the_base_bit_for_bit(processes, tmp_path):
+    """B16, J06, J07: after a SIGKILL; streams too: LoRA draws dropout. Another base is refused."""
     hub, other = tmp_path / "hub", tmp_path / "other"
     llama(5).save_pretrained(hub)
     llama(6).save_pretrained(other)
@@ -63,11 +77,8 @@ def test_adapters_are_saved_alone_and_resume_on_the_base_bit_for_bit(tmp_path):
         manager.restore(whole.live)
         torch.manual_seed(9)
         whole.train(manager, 6)
-    with CheckpointManager(tmp_path / "killed", every=3) as manager:
-        first = Tuned(1, hub)
-        manager.restore(first.live)
-        torch.manual_seed(9)
-        first.train(manager, 4)
+    (ended,) = processes.outcomes(1, killed, str(tmp_path / "killed"), str(hub))
+    assert ended.code == -signal.SIGKILL, ended.printed
     store = open_store(tmp_path / "killed")
     paths = [each.path for each in read_manifest(store, "step-00000003").component("model").tensors[0]]
     assert len(paths) == 8

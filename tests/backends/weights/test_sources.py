@@ -181,6 +181,30 @@ def test_a_directory_of_a_hub_is_confined_to_its_own_files(tmp_path):
         list(HubDirectory(empty).supply(wanted))
 
 
+@pytest.mark.parametrize("named", ["embed", "head", "both", "tied", "tied the other way"])
+def test_a_tied_tensor_of_a_checkpoint_has_all_of_its_names(named):
+    """B19, P23: a stage that has one end of a model alone wants it under a name that no file has; nothing was supplied."""
+    model, store = (
+        torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)}),
+        MemoryStore(),
+    )
+    model["head"].weight = model["embed"].weight
+    save(attach(model).capture(), store)
+    whole, half = ((0, 3), (0, 2)), ((1, 3), (0, 2))
+    wanted = {
+        "embed": {"embed.weight": Wanted("float32", (3, 2), whole)},
+        "head": {"head.weight": Wanted("float32", (3, 2), half)},
+        "both": {"embed.weight": Wanted("float32", (3, 2), whole), "head.weight": Wanted("float32", (3, 2), half)},
+        "tied": {"embed.weight": Wanted("float32", (3, 2), whole), "head.weight": Wanted("float32", (3, 2), whole, "embed.weight")},
+        "tied the other way": {"embed.weight": Wanted("float32", (3, 2), whole, "head.weight"), "head.weight": Wanted("float32", (3, 2), whole)},
+    }[named]  # fmt: skip
+    found = list(CheckpointWeights(store).supply(wanted))
+    assert len(found) == (2 if named == "both" else 1)
+    for name, part in found:
+        assert torch.equal(part, model["embed"].weight.detach()[slice(*wanted[name].box[0])])
+    assert {"embed.weight", "head.weight"} == CheckpointWeights(store).specs().keys()
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     """J03: the last file won, in the order of names."""
     folder = hub(tmp_path / "hub")
