@@ -11,7 +11,7 @@ from trainfold.core.state.spec import dtype_name
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.source import Wanted, WeightSource, source_name
 
-_FIX = "mend the source, from the error above; trainfold.properties.contracts.check_weight_source tests one"
+_FIX = "fix the source, from the error above; trainfold.properties.contracts.check_weight_source tests one"
 
 
 def supplied(source: WeightSource, wanted: Mapping[str, Wanted]) -> Generator[tuple[str, torch.Tensor]]:
@@ -33,7 +33,7 @@ def supplied(source: WeightSource, wanted: Mapping[str, Wanted]) -> Generator[tu
         Traceback (most recent call last):
             ...
         trainfold.core.errors.SourceFailed: weights from Mine: expected a name and a tensor, found OSError: the disk is gone, after 1 tensor, the last of \
-them 'w'; mend the source, from the error above; trainfold.properties.contracts.check_weight_source tests one
+them 'w'; fix the source, from the error above; trainfold.properties.contracts.check_weight_source tests one
     """
     count, last = 0, ""
     items: Iterator[Any] | None = None
