@@ -70,7 +70,7 @@ class CheckpointWeights:
             CheckpointDamaged: if bytes are not those that were written.
         """
         manifest = self._manifest()
-        table, others = self._table(manifest)
+        table, others = self._table(manifest), self._other_names(manifest)
         reader = PlanReader(self._store, f"step-{manifest.head.step:08d}", manifest)
         batch: dict[int, tuple[str, Box | None]] = {}
         total_bytes = 0
@@ -92,7 +92,8 @@ class CheckpointWeights:
         Raises:
             CheckpointMissing: as in `supply`.
         """
-        table, others = self._table(self._manifest())
+        manifest = self._manifest()
+        table, others = self._table(manifest), self._other_names(manifest)
         return {name: LeafSpec(each.dtype, each.shape) for each in table for name in _names(each, others)}
 
     @contextmanager
@@ -106,7 +107,7 @@ class CheckpointWeights:
         table = self._table(manifest)
         directory = f"step-{manifest.head.step:08d}"
         reader = PlanReader(self._store, directory, manifest)
-        index_of = {_name(record): index for index, record in enumerate(table) if _name(record)}
+        index_of = {name: index for index, record in enumerate(table) for name in _names(record, {})}
 
         def read(name: str, box: Box) -> torch.Tensor:
             index = index_of[name]
@@ -139,14 +140,17 @@ class CheckpointWeights:
             )
         return chosen
 
-    def _table(self, manifest: Manifest) -> tuple[tuple[TensorRecord, ...], dict[str, list[str]]]:
-        """The tensors of the component, and the other names of those that are tied."""
+    def _other_names(self, manifest: Manifest) -> dict[str, list[str]]:
+        """First name -> the other names of a tied tensor."""
+        others: dict[str, list[str]] = {}
+        for alias, first in _ties(manifest, self._component).items():
+            others.setdefault(first, []).append(alias)
+        return others
+
+    def _table(self, manifest: Manifest) -> tuple[TensorRecord, ...]:
         found = manifest.component(self._component)
         if found is not None and len(found.nodes) == 1:
-            others: dict[str, list[str]] = {}
-            for alias, first in saved_ties(found.nodes[0]):
-                others.setdefault(canonical_name(first), []).append(canonical_name(alias))
-            return tuple(found.tensors[0]), others
+            return tuple(found.tensors[0])
         names = ", ".join(each.name for each in manifest.components)
         raise InvalidState(
             f"{self._store.url}/step-{manifest.head.step:08d}: {self._component}",
@@ -176,9 +180,8 @@ def _each_wanted(
 def _ties(manifest: Manifest, component: str) -> dict[str, str]:
     """Other name -> first name of each tied tensor, as the component was saved."""
     found = manifest.component(component)
-    static = found.nodes[0].get("static", {}) if found is not None and isinstance(found.nodes[0], dict) else {}
-    pairs = static.get("ties", {}).get("tuple", [])
-    return {canonical_name(alias): canonical_name(first) for alias, first in (each["tuple"] for each in pairs)}
+    pairs = [] if found is None else saved_ties(found.nodes[0])
+    return {canonical_name(alias): canonical_name(first) for alias, first in pairs}
 
 
 def _read(

@@ -136,7 +136,7 @@ class HubDirectory:
                         str(self._path),
                         expected="each tensor in one file",
                         found=f"{name} in {other.name} and in {file.name}",
-                        fix=f"leave one set of files in the directory, or an {_INDEX}",
+                        fix=f"leave one set of files in the directory, or an {HUB_INDEX}",
                     )
                 if name not in places:
                     raise CheckpointDamaged(
