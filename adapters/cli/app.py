@@ -5,14 +5,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Group, Parameter, Token
+from cyclopts import App, Group, Parameter
 from cyclopts.exceptions import CycloptsError
 from cyclopts.validators import Number
 
 from trainfold import __version__
 from trainfold.adapters.cli.completion import Shell, script_of
+from trainfold.adapters.cli.formats.commands import convert
 from trainfold.adapters.cli.misuse import no_command, package_missing, usage_error
-from trainfold.adapters.cli.terminal.duration import seconds_of
+from trainfold.adapters.cli.terminal.given_options import (
+    DURATION,
+    NAMES,
+    CheckpointPath,
+    Components,
+    Json,
+    RunPath,
+    numbers_typed,
+    whole_typed,
+)
 from trainfold.adapters.cli.terminal.output import (
     INTERRUPTED,
     Answer,
@@ -24,57 +34,14 @@ from trainfold.adapters.cli.terminal.output import (
     give_up,
 )
 
-
-def _whole(_type: object, tokens: Sequence[Token]) -> int:
-    """An int as typed: cyclopts alone would read 7.5 as 8."""
-    typed = tokens[0].value
-    try:
-        return int(typed)
-    except ValueError:
-        raise ValueError(f'"{typed}" is not a whole number') from None
-
-
-def _numbers(_type: object, tokens: Sequence[Token]) -> tuple[int, ...]:
-    """Ints as typed, with commas between them."""
-    typed = tokens[0].value
-    try:
-        return tuple(int(each) for each in typed.split(","))
-    except ValueError:
-        raise ValueError(f'"{typed}" is not a whole number, or several such as 3,2') from None
-
-
-def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    """Names as typed, with commas between them."""
-    return tuple(dict.fromkeys(name.strip() for token in tokens for name in token.value.split(",")))
-
-
-def _seconds(_type: object, tokens: Sequence[Token]) -> float:
-    """A duration as typed."""
-    return seconds_of(tokens[0].value)
-
-
-_DURATION = Parameter(converter=_seconds, metavar="DURATION")
-
-_NAMES = Parameter(converter=_names, n_tokens=1, metavar="NAME[,NAME...]")
-
-Components = Annotated[
-    tuple[str, ...] | None,
-    _NAMES,
-    Parameter(help="Look at these components alone, such as model,ema; without it at all of them."),
-]
-Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON instead of tables.")]
-RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
-CheckpointPath = Annotated[
-    Path, Parameter(help="A checkpoint, such as runs/a/step-00000120, or a run: then its newest one.")
-]
-
 _START, _LOOK, _TRUST = (
     Group("Start here", sort_key=1),
     Group("Look at runs and checkpoints", sort_key=2),
     Group("Before you rely on one", sort_key=3),
 )
 _CHANGE = Group("Change a run", sort_key=4)
-_SHELL = Group("For shells and programs", sort_key=5)
+_FORMATS = Group("From one format to another", sort_key=5)
+_SHELL = Group("For shells and programs", sort_key=6)
 _KEEP = Group("What stays: what any rule wants", sort_key=9)
 _CADENCE = Group(
     "How often to save", help="Give three durations to see the cadence that loses the least time.", sort_key=9
@@ -99,16 +66,17 @@ app = App(
 @app.command(group=_START)
 def demo(  # noqa: PLR0913 - one for each option
     *,
-    steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps of each of the two runs.")] = 80,
+    steps: Annotated[int, Parameter(converter=whole_typed, help="Optimizer steps of each of the two runs.")] = 80,
     seed: Annotated[
-        int, Parameter(converter=_whole, help="Seed of weights, dropout, data order and the times of the kills.")
+        int, Parameter(converter=whole_typed, help="Seed of weights, dropout, data order and the times of the kills.")
     ] = 0,
     run: Annotated[Path, Parameter(help="Directory for everything that the demo writes.")] = Path("runs/demo"),
     donate: Annotated[bool, Parameter(help="Let each step write into the storage of the state before it.")] = True,
     nproc: Annotated[
         int,
         Parameter(
-            converter=_whole, help="Train each run on so many processes, by torchrun: 1, 2, 4 or 8. A kill hits all."
+            converter=whole_typed,
+            help="Train each run on so many processes, by torchrun: 1, 2, 4 or 8. A kill hits all.",
         ),
     ] = 1,
     json: Json = False,
@@ -139,12 +107,12 @@ def rehearse(  # noqa: PLR0913 - one for each option
             help="Your program and its arguments, after --; {run} in them stands for a new directory for each run.",
         ),
     ],
-    steps: Annotated[int, Parameter(converter=_whole, help="Optimizer steps after which the program ends.")] = 40,
-    kills: Annotated[int, Parameter(converter=_whole, help="How often the last run is killed.")] = 3,
+    steps: Annotated[int, Parameter(converter=whole_typed, help="Optimizer steps after which the program ends.")] = 40,
+    kills: Annotated[int, Parameter(converter=whole_typed, help="How often the last run is killed.")] = 3,
     every: Annotated[
-        int | None, Parameter(converter=_whole, help="Steps between two saves; by default an eighth of --steps.")
+        int | None, Parameter(converter=whole_typed, help="Steps between two saves; by default an eighth of --steps.")
     ] = None,
-    seed: Annotated[int, Parameter(converter=_whole, help="Seed of the times of the kills.")] = 0,
+    seed: Annotated[int, Parameter(converter=whole_typed, help="Seed of the times of the kills.")] = 0,
     tolerance: Annotated[
         float | None,
         Parameter(
@@ -153,13 +121,13 @@ def rehearse(  # noqa: PLR0913 - one for each option
     ] = None,
     patience: Annotated[
         float,
-        _DURATION,
+        DURATION,
         Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
     ] = 600.0,
     nproc: Annotated[
         tuple[int, ...] | None,
         Parameter(
-            converter=_numbers,
+            converter=numbers_typed,
             n_tokens=1,
             metavar="INT[,INT...]",
             help="Start the program on so many processes, by torchrun; kill all, or one of them. With 3,2 each resume changes the number.",
@@ -205,7 +173,7 @@ def ls(
     *,
     components: Annotated[
         tuple[str, ...] | None,
-        _NAMES,
+        NAMES,
         Parameter(help="List only checkpoints that have these components, such as model,ema."),
     ] = None,
     json: Json = False,
@@ -268,32 +236,32 @@ def plan(  # noqa: PLR0913 - one for each option
     step: Annotated[
         int | None,
         Parameter(
-            converter=_whole, validator=Number(gte=0), help="The step to resume from; by default the newest one."
+            converter=whole_typed, validator=Number(gte=0), help="The step to resume from; by default the newest one."
         ),
     ] = None,
     components: Annotated[
         tuple[str, ...] | None,
-        _NAMES,
+        NAMES,
         Parameter(help="Plan for a program that loads these components alone, such as model."),
     ] = None,
     mtbf: Annotated[
         float | None,
-        _DURATION,
+        DURATION,
         Parameter(group=_CADENCE, help="Mean time between failures of the whole job, such as 12h."),
     ] = None,
     save: Annotated[
         float | None,
-        _DURATION,
+        DURATION,
         Parameter(group=_CADENCE, help="How long one save delays the loop, such as 0.2s."),
     ] = None,
     step_time: Annotated[
         float | None,
-        _DURATION,
+        DURATION,
         Parameter(group=_CADENCE, help="How long one optimizer step takes, such as 500ms."),
     ] = None,
     write: Annotated[
         float | None,
-        _DURATION,
+        DURATION,
         Parameter(
             group=_CADENCE,
             help="How long a save takes until it is durable, if it runs in the background.",
@@ -301,7 +269,7 @@ def plan(  # noqa: PLR0913 - one for each option
     ] = None,
     restart: Annotated[
         float | None,
-        _DURATION,
+        DURATION,
         Parameter(group=_CADENCE, help="Time from a failure to the first step after it."),
     ] = None,
     json: Json = False,
@@ -324,34 +292,34 @@ def prune(  # noqa: PLR0913 - one for each option
     *,
     keep_last: Annotated[
         int | None,
-        Parameter(group=_KEEP, converter=_whole, help="Keep the newest N complete checkpoints; 0 keeps all."),
+        Parameter(group=_KEEP, converter=whole_typed, help="Keep the newest N complete checkpoints; 0 keeps all."),
     ] = None,
     keep_every: Annotated[
         int | None,
         Parameter(
-            group=_KEEP, converter=_whole, help="Keep the first checkpoint at or after each multiple of N steps."
+            group=_KEEP, converter=whole_typed, help="Keep the first checkpoint at or after each multiple of N steps."
         ),
     ] = None,
     keep_best: Annotated[
         int | None,
-        Parameter(group=_KEEP, converter=_whole, help="Keep the N best whose scores are in the run's best.json."),
+        Parameter(group=_KEEP, converter=whole_typed, help="Keep the N best whose scores are in the run's best.json."),
     ] = None,
     keep_newer: Annotated[
         float | None,
-        _DURATION,
+        DURATION,
         Parameter(group=_KEEP, help="Keep checkpoints saved within this time, such as 7d or 12h."),
     ] = None,
     left_behind_last: Annotated[
         int | None,
         Parameter(
             group=_KEEP,
-            converter=_whole,
+            converter=whole_typed,
             help="Of the checkpoints that rewinds have left behind, keep the newest N; without a rule all of them stay.",
         ),
     ] = None,
     left_behind_newer: Annotated[
         float | None,
-        _DURATION,
+        DURATION,
         Parameter(group=_KEEP, help="Of these, keep those saved within this time."),
     ] = None,
     flatten: Annotated[
@@ -383,6 +351,9 @@ def prune(  # noqa: PLR0913 - one for each option
         left_behind_newer_secs=left_behind_newer,
     )
     return deliver(lambda: prune_run(run, keep, dry_run=dry_run, flatten=flatten), as_json=json)
+
+
+app.command(convert, group=_FORMATS)
 
 
 @app.command(group=_SHELL)

@@ -12,6 +12,7 @@ from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.leaf_texts import cut_otherwise, fingerprints_with, leaf_texts
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.drift import ENVIRONMENT
+from trainfold.core.state.notes import CONVERTED
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"
@@ -122,13 +123,17 @@ def _circumstances(manifest: Manifest) -> dict[str, str]:
         "timeline": str(head.timeline),
         "ranks": str(manifest.world_size),
         **{f"{library} version": version for library, version in manifest.versions.items()},
-        **_plain({key: value for key, value in manifest.contract.items() if key.startswith(ENVIRONMENT)}),
+        **_plain({key: value for key, value in manifest.contract.items() if _is_circumstance(key)}),
     }
 
 
 def _promises(manifest: Manifest) -> dict[str, str]:
-    """The contract without the environment, which is a circumstance: equal bits are equal wherever they were made."""
-    return _plain({key: value for key, value in manifest.contract.items() if not key.startswith(ENVIRONMENT)})
+    """The contract without circumstances: equal bits are equal wherever they were made."""
+    return _plain({key: value for key, value in manifest.contract.items() if not _is_circumstance(key)})
+
+
+def _is_circumstance(key: str) -> bool:
+    return key == CONVERTED or key.startswith(ENVIRONMENT)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, str]:

@@ -1,19 +1,17 @@
 """`trainfold verify CKPT`: reads every byte, compares every digest and header, and computes every fingerprint."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import xxhash
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from trainfold.adapters.cli.inspect import file_rows, files_of
 from trainfold.adapters.cli.locate import Checkpoint, error_from, narrowed, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table
+from trainfold.adapters.cli.terminal.reading import Advance, reading
 from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
@@ -28,13 +26,6 @@ Held: TypeAlias = list[tuple[ShardRecord, str]]
 Segment: TypeAlias = tuple[int, int, Held]
 """First byte, one past the last, and the shards that are these bytes."""
 _FIX = "use an older checkpoint of the run, and check the disk"
-
-
-class Advance(Protocol):
-    """Counts the bytes that were read."""
-
-    def __call__(self, size_bytes: int) -> None:
-        """Add to the count."""
 
 
 @without_collecting
@@ -63,7 +54,7 @@ def verify_checkpoint(path: Path, *, contents: bool = False, components: Sequenc
     headers = HeaderCheck(checkpoint.store, checkpoint.name, checkpoint.manifest)
     damaged: set[str] = set()  # components with a damaged file
     shards = _shards_by_file(checkpoint.manifest)
-    with _progress(sum(file.size_bytes for file in files)) as advance:
+    with reading("verifying", sum(file.size_bytes for file in files)) as advance:
         for index, file in enumerate(checkpoint.manifest.files):
             if file.component not in names:
                 continue
@@ -258,13 +249,3 @@ def _text(digest: "xxhash.xxh3_128") -> str:
 
 def _row(problem: Problem) -> tuple[str, ...]:
     return problem.where, problem.expected, problem.found
-
-
-@contextmanager
-def _progress(size_bytes: int) -> Iterator[Advance]:
-    """A bar on the standard error; nothing if that is not a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("verifying", total=size_bytes)
-        yield lambda size_bytes: progress.advance(task, size_bytes)

@@ -22,7 +22,7 @@ from trainfold.core.state.contract_kinds import (
     is_of_rank_zero,
     prefix_of_optimizer,
 )
-from trainfold.core.state.notes import NOTES, RATES
+from trainfold.core.state.notes import CONVERTED, NOTES, RATES
 
 _GROUPS: Final = "optimizer.groups["
 
@@ -47,7 +47,7 @@ def compare_contract(  # noqa: PLR0913 (every one is named where it is called)
     """
     saved, alone = _relabelled({**_proved_by_components(manifest), **manifest.contract}, manifest, components)
     saved = {**_of_late_groups(manifest, saved, wanted), **saved}
-    known = sorted({*saved, *wanted} - NOTES - {RATES})
+    known = sorted({*saved, *wanted} - NOTES - {RATES, CONVERTED})
     keys = [key for key in known if _is_compared(key, _component_of(key), left_out, rated) and not _is_in(key, alone)]
     keys = [key for key in keys if world.rank == 0 or not is_of_rank_zero(key)]
     if manifest.world_size != world.size:  # another number of ranks has another mesh

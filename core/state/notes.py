@@ -9,6 +9,8 @@ from trainfold.core.state.contract_kinds import contract_kind, is_of_rank_zero
 RATES: Final = "rates"  # the key of the contract for them; never compared
 RATES_KEPT: Final = 3
 
+CONVERTED: Final = "converted"  # the key of the contract: of which format and path a checkpoint was made, and how; never compared, and not restored
+
 TRAINED: Final = "requires_grad"  # the key of the contract; restored, and never compared
 
 ORDERS: Final = "gradient_orders"  # the key of the contract; restored, and never compared

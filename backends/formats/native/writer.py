@@ -45,8 +45,18 @@ class PiecewiseTensor(Protocol):
         """
 
 
+class WritesFiles(Protocol):
+    """Where a file is written: a `Store`, or several files that become durable together."""
+
+    @property
+    def url(self) -> str: ...  # noqa: D102 - see `Store`
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """See `Store.write`."""
+
+
 def write_file(
-    plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], *, store: "Store | Writes", directory: str
+    plan: FilePlan, tensors: Mapping[str, torch.Tensor | PiecewiseTensor], *, store: WritesFiles, directory: str
 ) -> WrittenFile:
     """Write one file of a save.
 

@@ -1,0 +1,63 @@
+"""The commands that lead from one format to another, and their arguments."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from trainfold.adapters.cli.terminal.given_options import Json
+from trainfold.adapters.cli.terminal.output import deliver
+
+AnyPath = Annotated[
+    Path,
+    Parameter(
+        help="A checkpoint or run, a directory of a model hub or of torch.distributed.checkpoint, or a file of weights."
+    ),
+]
+NewPath = Annotated[
+    Path, Parameter(help="The path that is written. It does not exist yet, or was begun by the same command.")
+]
+
+
+def convert(  # noqa: PLR0913 - one for each option
+    src: AnyPath,
+    dst: NewPath,
+    *,
+    to: Annotated[str, Parameter(help="The format to write: native, hf or dcp.")],
+    dtype: Annotated[
+        str | None, Parameter(help="Cast floating weights, such as to bf16. The optimizer is left out then.")
+    ] = None,
+    rules: Annotated[
+        str | None,
+        Parameter(
+            help="Translate names and layouts between the code of a family, such as llama, and the hub. The optimizer is left out then."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        Parameter(help="The model's config.json, with the numbers that --rules needs; by default the one in SRC."),
+    ] = None,
+    source_format: Annotated[
+        str | None,
+        Parameter(
+            name="--from", help="The format of SRC, if it shows two: native, hf, safetensors, dcp, torch or accelerate."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, Parameter(negative=(), help="Print the plan, and write nothing.")] = False,
+    json: Json = False,
+) -> int:
+    """Write a checkpoint in another format, a tensor at a time.
+
+    If it is killed, the same command goes on where it stopped. Until the end nothing is at DST that can be taken for a whole checkpoint.
+    What cannot be written is left out, and the plan and the result list it.
+
+    Example: trainfold convert models/llama runs/start --to native --rules llama --dtype bf16
+    """
+    from trainfold.adapters.cli.formats.convert import convert_path
+
+    return deliver(
+        lambda: convert_path(
+            src, dst, to=to, dtype=dtype, rules=rules, config=config, asked=source_format, dry_run=dry_run
+        ),
+        as_json=json,
+    )

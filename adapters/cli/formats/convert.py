@@ -1,0 +1,89 @@
+"""`trainfold convert SRC DST`: plans a conversion, shows the plan, and carries it out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.reading import reading
+from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
+from trainfold.backends.convert.opened_source import open_source
+from trainfold.core.format.dtypes import size_bytes
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.transform.conversion import Conversion
+
+
+def convert_path(  # noqa: PLR0913 - keywords
+    source: Path,
+    target: Path,
+    *,
+    to: str,
+    dtype: str | None = None,
+    rules: str | None = None,
+    config: Path | None = None,
+    asked: str | None = None,
+    dry_run: bool = False,
+) -> Answer:
+    """Convert what is at a path.
+
+    Args:
+        source: what is read.
+        target: the path that is written.
+        to: ``native``, ``hf`` or ``dcp``.
+        dtype: to which floating weights are cast; None for none.
+        rules: the family whose names are translated; None for none.
+        config: the model's ``config.json``; None for the one in the source.
+        asked: the format of the source, if it shows two.
+        dry_run: whether nothing is written.
+
+    Returns:
+        The plan, and where the result is.
+
+    Raises:
+        InvalidArgument: for what cannot be done, before anything is read.
+        CheckpointError: the matching subclass, if something cannot be read or written.
+    """
+    planned = plan_conversion(open_source(source, asked=asked), target, to=to, dtype=dtype, rules=rules, config=config)
+    plan, written = planned.plan, None
+    if not dry_run:
+        with reading("converting", plan.read_bytes) as advance:
+            written = run_conversion(planned, advance=advance)
+    return Answer(_data(plan, written, dry_run=dry_run), tuple(_tables(plan, written)))
+
+
+def _data(plan: Conversion, written: str | None, *, dry_run: bool) -> dict[str, Any]:
+    return {
+        "source": plan.source,
+        "source_format": plan.source_format,
+        "target": plan.target,
+        "to": plan.to,
+        "dry_run": dry_run,
+        "written": written,
+        "step": plan.step,
+        "transforms": plan.transforms.splitlines(),
+        "tensors_read": len(plan.before),
+        "tensors_written": len(plan.after),
+        "components": list(plan.components),
+        "left_out": list(plan.left_out),
+        "files": [{"name": name, "size_bytes": size} for name, size in plan.files.items()],
+        "size_bytes": plan.size_bytes,
+    }
+
+
+def _tables(plan: Conversion, written: str | None) -> list[Table]:
+    facts = [
+        ("from", f"{plan.source} ({plan.source_format})"),
+        ("to", f"{plan.target} ({plan.to})"),
+        ("step", "not known" if plan.step is None else str(plan.step)),
+        ("model", f"{len(plan.before)} tensors, {_size(plan.before)}, become {len(plan.after)}, {_size(plan.after)}"),
+        *(("transform", line) for line in plan.transforms.splitlines()),
+        ("holds", ", ".join(plan.components)),
+        ("left out", ", ".join(plan.left_out) or "nothing"),
+    ]
+    title = "Would be converted" if written is None else f"Converted: {written}"
+    files = tuple((name, size_text(size)) for name, size in plan.files.items())
+    return [Table(title, ("", ""), tuple(facts)), Table("Files", ("file", "size"), files)]
+
+
+def _size(specs: Mapping[str, LeafSpec]) -> str:
+    return size_text(sum(size_bytes(each.dtype, each.shape) for each in specs.values()))

@@ -1,0 +1,236 @@
+"""`ContinuedWrites`: large files of a run, each of which is written on where a killed process stopped."""
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import BinaryIO, Final, final
+
+import attrs
+import xxhash
+
+from trainfold.backends.stores.names import split_name
+from trainfold.backends.stores.os_errors import named_failures, wrong_size
+from trainfold.backends.stores.protocol import Buffer
+from trainfold.backends.stores.staged_files import make_directories, open_directory, path_of
+from trainfold.core.digest import DIGEST_PREFIX
+from trainfold.core.errors import CheckpointHostile
+from trainfold.core.format.strict_json import strict_json
+
+NOTE_BYTES: Final = 256 << 20
+"""How much is written before it is made durable and noted: what a killed process may lose."""
+
+_RECORD_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 4 << 20
+_OPEN: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@final
+@attrs.frozen
+class Kept:
+    """The first bytes of a file that an earlier process has written, as they were noted.
+
+    Attributes:
+        size_bytes: how many; 0 for none.
+        read: returns the bytes from a start to a stop.
+    """
+
+    size_bytes: int
+    read: Callable[[int, int], bytes]
+
+
+@final
+class ContinuedWrites:
+    """The files of a block, which have their names after `finish`. What a killed process has written of them stays, and is not written again.
+
+    While a file grows it is ``.NAME.partial`` in its directory, beside ``.NAME.record``. Only a writer with the same plan goes on with it, and only after
+    the bytes that were noted have been read and have the noted digest. An error keeps them too: the next process continues.
+
+    Args:
+        root: the run's directory. The caller holds its lock.
+        plan: what is written, as a text such as a digest.
+    """
+
+    def __init__(self, root: str, plan: str) -> None:
+        self._url = root
+        self._plan = plan
+        self._finish: list[Callable[[], None]] = []
+        self._opened = ExitStack()
+
+    @property
+    def url(self) -> str:
+        """The run."""
+        return self._url
+
+    def __enter__(self) -> "ContinuedWrites":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the files; what is not finished keeps its other name."""
+        self._opened.close()
+
+    def kept(self, name: str) -> Kept:
+        """What is there of a file.
+
+        Args:
+            name: of the file, with its directory.
+        """
+        directory, last = split_name(name)
+        nothing = Kept(0, lambda start, stop: b"")  # noqa: ARG005
+        with named_failures(f"{self._url}/{name}"), suppress(FileNotFoundError):
+            parent = self._opened.enter_context(open_directory(self._url, directory))
+            noted, digest = _last_note(parent, last, self._plan)
+            if noted:
+                if not _exists(_partial(last), parent):  # the process was killed between a rename and the commit
+                    os.rename(last, _partial(last), src_dir_fd=parent, dst_dir_fd=parent)
+                fd = os.open(_partial(last), os.O_RDONLY | _OPEN, dir_fd=parent)
+                self._opened.callback(os.close, fd)
+                if _is_plain(fd) and os.fstat(fd).st_size >= noted and _digest(fd, noted) == digest:
+                    return Kept(noted, lambda start, stop: os.pread(fd, stop - start, start))
+        return nothing
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """Write a file, from where `kept` says that it ends.
+
+        Args:
+            name: of the file, with its directory.
+            parts: all of its bytes, also those that are kept, which are not written again.
+            size_bytes: how many they are in all.
+
+        Raises:
+            SaveFailed: or its matching subclass, as from `Store.write`; what was noted stays.
+        """
+        directory, last = split_name(name)
+        kept = self.kept(name).size_bytes
+        with named_failures(f"{self._url}/{name}"):
+            make_directories(self._url, directory)
+            parent = self._opened.enter_context(open_directory(self._url, directory))
+            fd = os.open(_partial(last), os.O_RDWR | os.O_CREAT | _OPEN, 0o666, dir_fd=parent)
+            file: BinaryIO = self._opened.enter_context(os.fdopen(fd, "r+b", buffering=1 << 20))
+            if not _is_plain(fd):
+                raise _planted(f"{path_of(self._url, directory)}/{_partial(last)}")
+            os.ftruncate(fd, kept)
+            with _notes(parent, last, self._plan, is_new=not kept) as note:
+                given = _append(file, parts, kept=kept, size_bytes=size_bytes, note=note)
+            if given != size_bytes:
+                raise wrong_size(f"{self._url}/{name}", planned_bytes=size_bytes, given=f"{given} bytes")
+
+        def finish() -> None:
+            with named_failures(f"{self._url}/{name}"):
+                os.rename(_partial(last), last, src_dir_fd=parent, dst_dir_fd=parent)
+
+        self._finish.append(finish)
+
+    def finish(self) -> None:
+        """Give all files their names. Their bytes are durable already, and their names are with the next commit in the directory."""
+        for finish in self._finish:
+            finish()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove the records of files, after they were committed."""
+        for name in names:
+            directory, last = split_name(name)
+            with suppress(OSError), open_directory(self._url, directory) as parent:
+                os.unlink(_record(last), dir_fd=parent)
+
+
+def _append(
+    file: BinaryIO, parts: Iterable[Buffer], *, kept: int, size_bytes: int, note: Callable[[int, str], None]
+) -> int:
+    """Write what is not kept, and note it from time to time; return how many bytes the parts had."""
+    whole, position, noted = xxhash.xxh3_128(), 0, kept
+    file.seek(kept)
+    for part in parts:
+        view = memoryview(part).cast("B")
+        if position + len(view) > size_bytes:
+            return position + len(view)
+        whole.update(view)
+        file.write(view[max(0, kept - position) :])
+        position += len(view)
+        if position - noted >= NOTE_BYTES:
+            _sync(file)
+            note(position, whole.hexdigest())
+            noted = position
+    if position == size_bytes:
+        _sync(file)
+        note(position, whole.hexdigest())
+    return position
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _notes(parent: int, last: str, plan: str, *, is_new: bool) -> Iterator[Callable[[int, str], None]]:
+    """Gives a function that notes how many bytes of a file are durable, and their digest."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _OPEN | (os.O_TRUNC if is_new else 0)
+    fd = os.open(_record(last), flags, 0o666, dir_fd=parent)
+
+    def add(entry: dict[str, object]) -> None:
+        os.write(fd, f"{json.dumps(entry)}\n".encode())
+        os.fsync(fd)
+
+    try:
+        if is_new:
+            add({"plan": plan})
+            os.fsync(parent)
+        yield lambda until, digest: add({"until": until, "digest": DIGEST_PREFIX + digest})
+    finally:
+        os.close(fd)
+
+
+def _last_note(parent: int, last: str, plan: str) -> tuple[int, str]:
+    """How many bytes are noted, and their digest; 0 for another plan, and for a record that is not one."""
+    fd = os.open(_record(last), os.O_RDONLY | _OPEN, dir_fd=parent)
+    try:
+        size = os.fstat(fd).st_size
+        lines = os.pread(fd, size, 0).split(b"\n")[:-1] if _is_plain(fd) and size <= _RECORD_BYTES else []
+    finally:
+        os.close(fd)
+    found = 0, ""
+    with suppress(CheckpointHostile, KeyError, TypeError, ValueError):
+        if lines and strict_json(lines[0], last)["plan"] == plan:
+            for line in lines[1:]:
+                entry = strict_json(line, last)
+                found = int(entry["until"]), str(entry["digest"])
+    return found
+
+
+def _digest(fd: int, size_bytes: int) -> str:
+    whole = xxhash.xxh3_128()
+    for start in range(0, size_bytes, _READ_BYTES):
+        whole.update(os.pread(fd, min(_READ_BYTES, size_bytes - start), start))
+    return DIGEST_PREFIX + whole.hexdigest()
+
+
+def _is_plain(fd: int) -> bool:
+    found = os.fstat(fd)
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _exists(name: str, parent: int) -> bool:
+    try:
+        os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _partial(last: str) -> str:
+    return f".{last}.partial"
+
+
+def _record(last: str) -> str:
+    return f".{last}.record"
+
+
+def _planted(where: str) -> CheckpointHostile:
+    return CheckpointHostile(
+        where, expected="a file of this user", found="something else", fix="find out what put it there, and remove it"
+    )

@@ -1,0 +1,162 @@
+"""`write_native`: writes a checkpoint from tensors that are read one after the other, and goes on where a killed process stopped."""
+
+from collections.abc import Callable, Mapping
+from typing import Final, final
+
+import attrs
+import torch
+
+from trainfold.backends.convert.continued_files import ContinuedWrites, Kept
+from trainfold.backends.formats.native.later_leaf import LaterLeaf
+from trainfold.backends.formats.native.writer import write_file
+from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.library_versions import library_versions
+from trainfold.backends.runs.begin import begin_checkpoint
+from trainfold.backends.runs.commit import after_commit, proved_bytes
+from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.stores.local import LocalStore
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE
+from trainfold.core.format.indexes.contributions import contributions_of
+from trainfold.core.format.manifest import Manifest
+from trainfold.core.format.structure.described import Described
+from trainfold.core.json_values import Json, canonical_json
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.save.file_layout import FilePlan, TensorPlacement
+from trainfold.core.save.save_plan import SavePlan, plan_save
+from trainfold.core.save.written import Wrote, manifest_of, whole_manifest
+from trainfold.core.state.notes import CONVERTED
+
+ReadLeaf = Callable[[], torch.Tensor]
+_ROOM_BYTES: Final = 1 << 20
+
+
+@final
+@attrs.frozen
+class NativeContents:
+    """What a checkpoint will hold.
+
+    Attributes:
+        step: its step.
+        described: component -> its structure, and the specs of its tensors.
+        read: component -> leaf path -> what reads the tensor.
+        omitted: components that the source has, or a run would have, and that are left out. A full resume passes such a checkpoint over.
+        contract: what must be equal at a resume, and under `CONVERTED` where it comes from.
+        identity: of the source, so that what another source has given is not gone on with.
+    """
+
+    step: int
+    described: Mapping[str, Described]
+    read: Mapping[str, Mapping[str, ReadLeaf]] = attrs.field(repr=False)
+    omitted: tuple[str, ...]
+    contract: Mapping[str, Json]
+    identity: str
+
+    @property
+    def plan(self) -> SavePlan:
+        """The files, byte by byte, of a run that has nothing else."""
+        return without_collecting(plan_save)([self.described], step=self.step)
+
+
+def write_native(contents: NativeContents, path: str) -> str:
+    """Write a new run with one checkpoint. Each tensor is read when it is written, and nothing is visible before all is there.
+
+    Memory: one tensor, and what its source needs to read it.
+
+    Args:
+        contents: of the checkpoint.
+        path: of the run. It does not exist yet, is empty, or was begun by a call with equal contents that was killed.
+
+    Returns:
+        The name of the checkpoint.
+
+    Raises:
+        InvalidArgument: if there is something else at the path.
+        CheckpointError: the matching subclass, if something cannot be read; what was written stays, and is used when this runs again.
+        SaveFailed: or its matching subclass, if something cannot be written; so too.
+    """
+    store, plan = LocalStore(path), contents.plan
+    identity = digest_of(canonical_json([contents.identity, [digest_of(file.header) for file in plan.files]]))
+    contract = {**contents.contract, CONVERTED: {**_note(contents), "plan": identity}}
+    _check_target(store, plan, identity)
+    if _is_done(store, plan, identity):
+        return plan.directory
+    with store.lock():
+        _check_target(store, plan, identity)
+        store.reserve(plan.size_bytes + _ROOM_BYTES)
+        head, _ = begin_checkpoint(store, contents.step)
+        with ContinuedWrites(path, identity) as writes:
+            records = {}
+            for file in plan.files:
+                leaves = _leaves(file, contents, writes.kept(f"{plan.directory}/{file.name}"))
+                records[file.name] = write_file(file, leaves, store=writes, directory=plan.directory)
+            writes.finish()
+        manifest = without_collecting(manifest_of)(
+            plan, records, head=head, contract=contract, omitted=contents.omitted, versions=library_versions()
+        )
+        parts = {each.name: contributions_of(each, manifest, [0])[0] for each in manifest.components}
+        whole: Manifest = without_collecting(whole_manifest)(manifest, [Wrote(manifest.files, None, parts)])
+        store.commit(f"{plan.directory}/{MANIFEST}", proved_bytes(whole, plan.directory))
+        after_commit(whole, plan, store)
+        writes.forget(f"{plan.directory}/{file.name}" for file in plan.files)
+    return plan.directory
+
+
+def _note(contents: NativeContents) -> dict[str, Json]:
+    found = contents.contract.get(CONVERTED, {})
+    assert isinstance(found, dict), "the caller says where it comes from"
+    return found
+
+
+def _check_target(store: LocalStore, plan: SavePlan, identity: str) -> None:
+    """Refuse a place that is not free.
+
+    Raises:
+        InvalidArgument: if there is anything that a conversion with this identity has not begun.
+    """
+    present = store.list()
+    others = [name for name in present if name not in (RUN_FILE, plan.directory)]
+    inventory = read_inventory(store)
+    committed = [each.name for each in inventory.entries if each.head is not None]
+    is_run = RUN_FILE in present and inventory.problem is None
+    if others or (present and not is_run) or (committed and not _is_done(store, plan, identity)):
+        found = others[:3] or committed or [str(inventory.problem)]
+        raise InvalidArgument(store.url, expected="a directory that does not exist yet, is empty, or was begun by this conversion",
+                              found=f"one with {', '.join(found)}", fix="name another directory; a run is never written into")  # fmt: skip
+
+
+def _is_done(store: LocalStore, plan: SavePlan, identity: str) -> bool:
+    """Whether an earlier process has committed all of this."""
+    if store.size(f"{plan.directory}/{MANIFEST}") is None:
+        return False
+    entry = examine(store, read_inventory(store), plan.directory).entry(plan.directory)
+    if entry is None or entry.manifest is None or entry.problem is not None:
+        return False
+    note = entry.manifest.contract.get(CONVERTED)
+    return isinstance(note, dict) and note.get("plan") == identity
+
+
+def _leaves(file: FilePlan, contents: NativeContents, kept: Kept) -> dict[str, LaterLeaf]:
+    """The tensors of a file: those that are kept are read from it, the others from the source."""
+    read = contents.read[file.component]
+    return {
+        each.path: LaterLeaf(
+            each.path,
+            LeafSpec(each.dtype, each.shape),
+            _of_file(each, kept) if each.stop <= kept.size_bytes else read[each.path],
+        )
+        for each in file.tensors
+    }
+
+
+def _of_file(placed: TensorPlacement, kept: Kept) -> ReadLeaf:
+    def read() -> torch.Tensor:
+        dtype = torch_dtype(placed.dtype)
+        if placed.start == placed.stop:
+            return torch.empty(placed.shape, dtype=dtype)
+        data = bytearray(kept.read(placed.start, placed.stop))
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(placed.shape)
+
+    return read

@@ -1,0 +1,179 @@
+"""`open_source`: what a path can supply for a conversion: its model, whatever the format, and what else there is."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.backends.formats.detect import detect_format
+from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.place import local_path
+from trainfold.backends.weights.checkpoint import CheckpointWeights
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing
+from trainfold.core.format.file_names import step_of
+from trainfold.core.format.manifest import Manifest
+from trainfold.core.history.inventory import current_head
+from trainfold.core.json_values import canonical_json
+from trainfold.core.weights.detected import Detected
+from trainfold.core.weights.source import ReadableSource
+
+_TRAINER_STATE: Final = "trainer_state.json"
+_TRAINER_STATE_BYTES: Final = 256 << 20
+
+
+@final
+@attrs.frozen
+class NativeCheckpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+        store: the run.
+        name: its directory.
+        manifest: its manifest.
+    """
+
+    store: LocalStore
+    name: str
+    manifest: Manifest = attrs.field(repr=False)
+
+
+@final
+@attrs.frozen
+class OpenedSource:
+    """What a path can supply.
+
+    Attributes:
+        detected: its format, with what shows it.
+        format: the format that it is read as.
+        model: its model.
+        step: its step, if it says one.
+        others: what it has beside the model, such as ``optimizer``.
+        identity: a digest of what is there: names, sizes and times of files, or the manifest.
+        checkpoint: the checkpoint, if it is one of a run.
+    """
+
+    detected: Detected
+    format: str
+    model: ReadableSource
+    step: int | None
+    others: tuple[str, ...]
+    identity: str
+    checkpoint: NativeCheckpoint | None = None
+
+    @property
+    def where(self) -> str:
+        """The path."""
+        return self.detected.path
+
+
+def open_source(path: str | Path, *, asked: str | None = None) -> OpenedSource:
+    """Open what is at a path, and read no tensor.
+
+    Args:
+        path: a file or directory of one of the formats.
+        asked: the format that it must have, if two are there; see `Detected.agreed`.
+
+    Raises:
+        CheckpointForeign: if the format is not known, not the one asked for, or not one that is read.
+        CheckpointMissing: if there is nothing.
+        CheckpointError: the matching subclass, if a run has no checkpoint that can be used.
+    """
+    detected = detect_format(path)
+    found, place = detected.agreed(asked), Path(local_path(str(path)))
+    if found in ("run", "checkpoint"):
+        return _native(place, detected, found)
+    if found == "hf":
+        return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place), _identity(place))
+    raise CheckpointForeign(
+        detected.path,
+        expected="a format that is read: native, hf",
+        found=detected,
+        fix="convert it with the library that wrote it",
+    )
+
+
+def _native(place: Path, detected: Detected, found: str) -> OpenedSource:
+    real = place.resolve() if place.is_symlink() else place  # `latest` is a link to a checkpoint
+    store = LocalStore(real.parent if found == "checkpoint" else real)
+    inventory = read_inventory(store)
+    if found == "checkpoint":
+        step = step_of(real.name)
+        if step is None:
+            raise CheckpointForeign(
+                detected.path,
+                expected="a directory step-... of a run",
+                found="another name",
+                fix="copy it into its run, under the name that it had",
+            )
+    else:
+        head = current_head(inventory)
+        if head is None:
+            raise CheckpointMissing(
+                detected.path, expected="a complete checkpoint", found="none", fix=f"see `trainfold ls {place}`"
+            )
+        step = head.step
+    name = next((each.name for each in inventory.entries if each.head is not None and each.head.step == step), "")
+    entry = examine(store, inventory, name).entry(name) if name else None
+    if entry is None or entry.manifest is None:
+        raise CheckpointMissing(
+            detected.path,
+            expected="a checkpoint that can be used",
+            found="none" if entry is None else entry.problem,
+            fix="see `trainfold verify`",
+        )
+    manifest = entry.manifest
+    others = tuple(each.name for each in manifest.components if each.name != "model")
+    identity = digest_of(canonical_json([each.digest for each in manifest.files] + [manifest.summary.fingerprints]))
+    return OpenedSource(
+        detected,
+        found,
+        CheckpointWeights(store, step=step),
+        step,
+        others,
+        identity,
+        NativeCheckpoint(store, name, manifest),
+    )
+
+
+def _identity(place: Path) -> str:
+    """A digest of the names, sizes and times of the files of a directory, or of a file."""
+    files = sorted(each for each in place.iterdir() if each.is_file()) if place.is_dir() else [place]
+    stats = [(each.name, each.stat()) for each in files]
+    return digest_of(canonical_json([[name, found.st_size, found.st_mtime_ns] for name, found in stats]))
+
+
+def _beside(place: Path) -> tuple[str, ...]:
+    """What a directory of a model hub has beside the model, as a trainer leaves it: files of pickles, which are not read."""
+    names = {
+        "optimizer": "optimizer.pt",
+        "scheduler": "scheduler.pt",
+        "rng": "rng_state.pth",
+        "trainer": _TRAINER_STATE,
+    }
+    return tuple(component for component, name in names.items() if (place / name).is_file())
+
+
+def _step_beside(place: Path) -> int | None:
+    """The step that a trainer has noted beside its weights."""
+    found = read_json(place / _TRAINER_STATE).get("global_step")
+    return found if type(found) is int and found >= 0 else None
+
+
+def read_json(file: Path, *, limit_bytes: int = _TRAINER_STATE_BYTES) -> Mapping[str, Any]:
+    """A JSON object; empty if there is none in a file of at most so many bytes.
+
+    Args:
+        file: the file.
+        limit_bytes: of its size.
+    """
+    with suppress(OSError, ValueError, RecursionError):
+        if file.stat().st_size <= limit_bytes:
+            found = json.loads(file.read_bytes())
+            return found if isinstance(found, dict) else {}
+    return {}

@@ -1,0 +1,82 @@
+"""`trainfold convert`: what it plans is what it does, and each way to fail has its exit code and its fix."""
+
+import json
+
+import pytest
+import torch
+from kit.adapters import cli_cases
+from safetensors.torch import save_file
+
+from trainfold.weights import CheckpointWeights
+
+saved = cli_cases.saved
+run = cli_cases.run
+call = cli_cases.call
+answered = cli_cases.answered
+
+
+@pytest.fixture
+def hub(tmp_path):
+    path = tmp_path / "hub"
+    path.mkdir()
+    save_file({"w": torch.ones(3), "n": torch.arange(2)}, path / "model.safetensors")
+    return path
+
+
+def test_a_dry_run_shows_what_is_then_done_and_writes_nothing(answered, hub, tmp_path):
+    """R03: the plan is made by the same calls; only `written` and `dry_run` differ."""
+    planned, _ = answered("convert", hub, tmp_path / "run", "--to", "native", "--dtype", "bf16", "--dry-run")
+    assert not (tmp_path / "run").exists()
+    done, _ = answered("convert", hub, tmp_path / "run", "--to", "native", "--dtype", "bf16")
+    assert done.pop("written") == f"{tmp_path}/run/step-00000000"
+    assert planned.pop("written") is None
+    assert (planned.pop("dry_run"), done.pop("dry_run")) == (True, False)
+    assert planned == done
+    (file,) = done["files"]
+    assert (
+        (tmp_path / "run" / "step-00000000" / file["name"]).stat().st_size == file["size_bytes"] == done["size_bytes"]
+    )
+    assert done["left_out"] == ["optimizer", "trainer"]
+    assert {name: str(spec) for name, spec in CheckpointWeights(tmp_path / "run").specs().items()} == {
+        "w": "bfloat16[3]",
+        "n": "int64[2]",
+    }
+    again, _ = answered("convert", hub, tmp_path / "run", "--to", "native", "--dtype", "bf16")
+    assert again["written"] == f"{tmp_path}/run/step-00000000"
+
+
+def test_a_checkpoint_is_copied_whole_and_the_tables_say_what_was_done(call, answered, run, tmp_path):
+    """K10: a run without the checkpoints before; `diff` finds the same components."""
+    out, err = call("convert", run / "step-00000004", tmp_path / "copy", "--to", "native")
+    assert out.startswith(f"Converted: {tmp_path}/copy/step-00000004\n")
+    assert "left out  nothing" in out
+    assert err == ""
+    found, _ = answered("diff", run / "step-00000004", tmp_path / "copy")
+    assert found["same"]
+    assert "converted" in [line["name"] for line in found["made_by"]]
+    call("verify", tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--to", "onnx"), 2, "one of native, hf, dcp"),
+        (("--to", "native", "--dtype", "int8"), 2, "one of bf16"),
+        (("--to", "native", "--rules", "llama"), 2, "config.json"),
+        (("--to", "native", "--from", "dcp"), 15, "the format dcp"),
+        (("--to", "native", "--config", "/nowhere"), 11, "name the file, or its directory"),
+        ((), 2, "--to"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(answered, hub, tmp_path, options, code, words):
+    """K09."""
+    _, error = answered("convert", hub, tmp_path / "run", *options, code=code)
+    assert words in json.dumps(error)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_in_the_way_is_never_written_into(answered, hub, run):
+    before = sorted(each.name for each in run.iterdir())
+    _, error = answered("convert", hub, run, "--to", "native", code=2)
+    assert error["fix"] == "name another directory; a run is never written into"
+    assert sorted(each.name for each in run.iterdir()) == before

@@ -1,0 +1,300 @@
+"""Conversions to a checkpoint: the same bytes, a tensor at a time, with what is left out on record, and continued where they were killed."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import trainfold
+from trainfold.backends.convert import continued_files
+from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
+from trainfold.backends.convert.opened_source import open_source
+from trainfold.core.tensor_memory import tensor_bytes
+from trainfold.core.transform.apply import transform_tensors
+from trainfold.core.transform.families.hub_rules import hub_rules
+from trainfold.errors import CheckpointForeign, InvalidArgument, ResumeRefused
+from trainfold.weights import CheckpointWeights, HubDirectory
+
+STORED = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
+
+
+def converted(source, target, *, to="native", **options):
+    return run_conversion(plan_conversion(open_source(source), target, to=to, **options))
+
+
+def a_hub_directory(path, tensors):
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def weights(source):
+    return {
+        name: bytes(tensor_bytes(source.reader()(name, tuple((0, size) for size in spec.shape))))
+        for name, spec in source.specs().items()
+    }
+
+
+def bytes_of(tensors):
+    return {name: bytes(tensor_bytes(each)) for name, each in tensors.items()}
+
+
+def trained(seed=0):
+    """A live run of a model with parameters, buffers and a tie, whose optimizer has slots."""
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(6, 6), "norm": torch.nn.BatchNorm1d(6), "b": torch.nn.Linear(6, 6)}
+    )
+    model["b"].weight = model["a"].weight
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model["b"](model["norm"](model["a"](torch.randn(4, 6)))).sum().backward()
+    adamw.step()
+    return trainfold.attach(model, adamw)
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_weights_of_a_hub_become_a_checkpoint_bit_by_bit(tmp_path_factory, data):
+    """K10: any dtype and shape, also empty ones; what CheckpointWeights reads from it is what HubDirectory read."""
+    names = data.draw(
+        st.lists(st.sampled_from(["a.weight", "a.bias", "b['x'].w", "weird name", "n.0"]), unique=True, min_size=1)
+    )
+    found = {}
+    for name in names:
+        dtype = data.draw(st.sampled_from(STORED))
+        shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
+        found[name] = (
+            torch.randint(0, 2, shape).to(dtype)
+            if dtype is torch.bool
+            else torch.randint(-9, 9, shape).to(torch.int8).to(dtype)
+        )
+    top = tmp_path_factory.mktemp("top")
+    hub = a_hub_directory(top / "hub", found)
+    converted(hub, top / "run")
+    assert weights(CheckpointWeights(top / "run")) == bytes_of(found) == weights(HubDirectory(hub))
+
+
+def test_a_checkpoint_that_is_copied_has_the_same_fingerprints_and_resumes_in_full(tmp_path):
+    """K10: nothing is cast or renamed, so nothing is left out: optimizer, streams and counters come along, and the step."""
+    live = trained()
+    saved = trainfold.save(live.capture(), tmp_path / "run")
+    where = converted(tmp_path / "run" / saved.checkpoint, tmp_path / "copy")
+    state = trainfold.load(tmp_path / "copy", like=trained(1).capture())
+    assert trainfold.fingerprint(state) == saved.fingerprints
+    assert where.endswith(f"copy/{saved.checkpoint}")
+
+
+def test_what_is_left_out_is_on_record_and_a_full_resume_passes_it_over(tmp_path):
+    """T24: an export is never taken for a checkpoint that can be resumed; as a source of weights it can be used."""
+    live = trained()
+    trainfold.save(live.capture(), tmp_path / "run")
+    planned = plan_conversion(open_source(tmp_path / "run"), tmp_path / "export", to="native", dtype="bf16")
+    assert planned.plan.components == ("model",)
+    assert planned.plan.left_out == ("optimizer", "trainer", "rng")
+    run_conversion(planned)
+    with pytest.raises(ResumeRefused, match="optimizer"):
+        trainfold.load(tmp_path / "export", like=trained(1).capture())
+    assert CheckpointWeights(tmp_path / "export").specs()["a.weight"].dtype == "bfloat16"
+    assert CheckpointWeights(tmp_path / "export").specs()["norm.num_batches_tracked"].dtype == "int64"
+    state = trainfold.load(
+        tmp_path / "export",
+        like=trained(1).capture(),
+        components=["model"],
+        policy={"dtype": "adapt", "unproven": "adapt"},
+    )
+    assert torch.equal(state.model.params["a.weight"], live.capture().model.params["a.weight"].bfloat16().float())
+    assert dict(state.model.ties) == {"b.weight": "a.weight"}
+
+
+def llama(layers=2, heads=4, dim=16):
+    """Weights as the hub has them."""
+    found = {
+        "model.embed_tokens.weight": torch.randn(8, dim),
+        "lm_head.weight": torch.randn(8, dim),
+        "model.norm.weight": torch.randn(dim),
+    }
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        found |= {f"{at}.self_attn.{name}_proj.weight": torch.randn(dim, dim) for name in "qkvo"}
+        found |= {f"{at}.mlp.{name}_proj.weight": torch.randn(dim, dim) for name in ("gate", "up", "down")}
+        found |= {f"{at}.{name}_layernorm.weight": torch.randn(dim) for name in ("input", "post_attention")}
+    return found
+
+
+CONFIG = '{"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": false}'
+
+
+def test_a_conversion_that_streams_gives_what_all_tensors_at_once_give(tmp_path):
+    """K10: rules are applied while tensors are read one after the other."""
+    hub = a_hub_directory(tmp_path / "hub", llama())
+    (hub / "config.json").write_text(CONFIG)
+    converted(hub, tmp_path / "run", rules="llama", dtype="bf16")
+    rules = hub_rules("llama", heads=4, kv_heads=4, head_dim=4, tied=False).inverse
+    wanted = {name: each.bfloat16() for name, each in transform_tensors(rules, load_file(hub / "model.safetensors"))}
+    assert weights(CheckpointWeights(tmp_path / "run")) == bytes_of(wanted)
+    manifest = open_source(tmp_path / "run").checkpoint.manifest
+    note = manifest.contract["converted"]
+    assert (note["from"], note["name"]) == ("hf", "hub")
+    assert note["transforms"].splitlines()[-1] == "cast floating tensors to bfloat16 (no inverse)"
+    assert "layers.{i}.attention.wq.weight" in note["transforms"]
+
+
+class Interrupted(Exception):
+    """What ends a process at a certain read."""
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 8, 9])
+def test_a_conversion_goes_on_where_it_stopped_and_reads_no_more_than_it_needs(tmp_path, monkeypatch, stop):
+    """Until the end, nothing at the target can be taken for a checkpoint."""
+    monkeypatch.setattr(continued_files, "NOTE_BYTES", 2048)
+    tensors = {f"w{number}": torch.randn(256) for number in range(10)}
+    hub = a_hub_directory(tmp_path / "hub", tensors)
+    read = []
+
+    def advance(size_bytes):
+        read.append(size_bytes)
+        if len(read) > stop and len(read) <= 10:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_conversion(plan_conversion(open_source(hub), tmp_path / "run", to="native"), advance=advance)
+    with pytest.raises(Exception, match="checkpoint"):
+        CheckpointWeights(tmp_path / "run").specs()
+    read[:] = [0] * 10
+    run_conversion(plan_conversion(open_source(hub), tmp_path / "run", to="native"), advance=advance)
+    assert len(read) - 10 <= 10 - max(0, stop - 2)
+    assert weights(CheckpointWeights(tmp_path / "run")) == bytes_of(tensors)
+    assert not [each for each in (tmp_path / "run" / "step-00000000").iterdir() if each.name.startswith(".")]
+    read[:] = [0] * 10
+    run_conversion(plan_conversion(open_source(hub), tmp_path / "run", to="native"), advance=advance)
+    assert len(read) == 10, "all of it is there, and nothing is read again"
+
+
+def test_another_source_or_another_dtype_does_not_go_on_with_what_is_there(tmp_path):
+    """V15: what is begun belongs to one source and one plan."""
+    hub = a_hub_directory(tmp_path / "hub", {"w": torch.ones(4)})
+    converted(hub, tmp_path / "run")
+    other = a_hub_directory(tmp_path / "other", {"w": torch.zeros(4)})
+    for source, options in ((other, {}), (hub, {"dtype": "bf16"})):
+        with pytest.raises(InvalidArgument, match="a run is never written into"):
+            converted(source, tmp_path / "run", **options)
+    assert weights(CheckpointWeights(tmp_path / "run")) == bytes_of({"w": torch.ones(4)})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a").touch()
+    with pytest.raises(InvalidArgument, match="a run is never written into"):
+        converted(hub, tmp_path / "notes")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bf17"}, "one of bf16"),
+        ({"dtype": "int8"}, "one of bf16"),
+        ({"rules": "unknown"}, "one of llama"),
+        ({"rules": "gpt2", "config": "config.json"}, "the family of the config, llama"),
+        ({"to": "onnx"}, "one of native, hf, dcp"),
+    ],
+)
+def test_a_wrong_option_is_an_error_before_anything_is_read(tmp_path, options, message):
+    """K09."""
+    hub = a_hub_directory(tmp_path / "hub", llama())
+    (tmp_path / "config.json").write_text(CONFIG)
+    if "config" in options:
+        options = {**options, "config": tmp_path / "config.json"}
+    with pytest.raises(InvalidArgument, match=message):
+        converted(hub, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rules_between_two_sides_with_the_same_names_are_refused(tmp_path):
+    """K09: a checkpoint has the names of the model's code, so rules lead nowhere."""
+    trainfold.save(trained().capture(), tmp_path / "run")
+    with pytest.raises(InvalidArgument, match="both sides have the same names"):
+        converted(tmp_path / "run", tmp_path / "other", rules="llama")
+
+
+def test_the_step_of_a_trainer_is_that_of_the_checkpoint(tmp_path):
+    """K10."""
+    hub = a_hub_directory(tmp_path / "hub", {"w": torch.ones(4)})
+    (hub / "trainer_state.json").write_text('{"global_step": 500, "log_history": [{"loss": NaN}]}')
+    (hub / "optimizer.pt").write_bytes(b"a pickle")
+    planned = plan_conversion(open_source(hub), tmp_path / "run", to="native")
+    assert (planned.plan.step, planned.plan.left_out) == (500, ("optimizer", "trainer"))
+    assert run_conversion(planned).endswith("step-00000500")
+
+
+def test_a_path_that_is_not_understood_is_refused_with_what_was_seen(tmp_path):
+    (tmp_path / "a").write_bytes(b"hello")
+    with pytest.raises(CheckpointForeign, match="begins with b'hello'"):
+        open_source(tmp_path / "a")
+
+
+KILLED = """
+import os, signal, sys
+from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
+from trainfold.backends.convert.opened_source import open_source
+from trainfold.backends.convert import continued_files
+continued_files.NOTE_BYTES = 4096
+read = []
+def advance(size_bytes):
+    read.append(size_bytes)
+    if len(read) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+run_conversion(plan_conversion(open_source(sys.argv[1]), sys.argv[2], to="native"), advance=advance)
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with(tmp_path):
+    """SIGKILL: no handler runs, and no exit."""
+    tensors = {f"w{number}": torch.randn(1024) for number in range(10)}
+    hub = a_hub_directory(tmp_path / "hub", tensors)
+    done = subprocess.run([sys.executable, "-c", KILLED, hub, tmp_path / "run"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert trainfold.weights.detect_format(tmp_path / "run" / "step-00000000").format == "unknown"
+    read = []
+    run_conversion(plan_conversion(open_source(hub), tmp_path / "run", to="native"), advance=read.append)
+    assert len(read) <= 6
+    assert weights(CheckpointWeights(tmp_path / "run")) == bytes_of(tensors)
+
+
+PEAK = """
+import resource, sys
+from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
+from trainfold.backends.convert.opened_source import open_source
+def peak():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+planned = plan_conversion(open_source(sys.argv[1]), sys.argv[2], to="native", dtype=sys.argv[3] or None)
+before = peak()
+run_conversion(planned)
+print(peak() - before)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["", "bf16"])
+def test_a_conversion_needs_the_memory_of_a_tensor_and_not_of_the_model(tmp_path, dtype):
+    """The limit of a conversion: twice the largest leaf, and 128 MiB; here the model is twelve of these leaves."""
+    leaf_bytes = 32 << 20
+    hub = a_hub_directory(
+        tmp_path / "hub", {f"w{number}": torch.full((leaf_bytes // 4,), float(number)) for number in range(12)}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, hub, tmp_path / "run", dtype], check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout) <= 2 * leaf_bytes + (128 << 20)
