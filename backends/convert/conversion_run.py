@@ -1,39 +1,33 @@
-"""`plan_conversion` and `run_conversion`: between the formats, a tensor at a time. What `--dry-run` prints is what is carried out."""
+"""`plan_conversion` and `run_conversion`: between the formats, a tensor at a time. What is planned is what is carried out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import attrs
 import torch
 
-from trainfold.backends.convert.native_target import NativeContents, ReadLeaf, write_native
-from trainfold.backends.convert.opened_source import NativeCheckpoint, OpenedSource, read_json
-from trainfold.backends.formats.native.plan_reader import PlanReader
+from trainfold.backends.convert.native_contents import (
+    Advance,
+    contents_of_checkpoint,
+    contents_of_weights,
+)
+from trainfold.backends.convert.native_target import NativeContents, write_native
+from trainfold.backends.convert.opened_source import OpenedSource
 from trainfold.backends.stores.place import local_path
-from trainfold.backends.weights.checkpoint import name_in
-from trainfold.backends.weights.transformed import Transformed
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
+from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.component_names import in_order
-from trainfold.core.errors import CheckpointMissing, InvalidArgument, InvalidState
-from trainfold.core.format.manifest import Manifest
-from trainfold.core.format.structure.describe import describe
-from trainfold.core.format.structure.described import Described
-from trainfold.core.json_values import Json
+from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import whole_box
-from trainfold.core.resume.reads import ComponentReads, tensor_reads
-from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.notes import CONVERTED
-from trainfold.core.state.state import ModelState
-from trainfold.core.transform.conversion import Conversion, transform_for
-from trainfold.core.transform.expression import Read
+from trainfold.core.layout.slices import Box
+from trainfold.core.transform.conversion import Conversion, checked_target, dtype_of, rules_for
 from trainfold.core.transform.transform import Transform
-from trainfold.core.weights.source import ReadableSource
-
-_CONFIG_BYTES: Final = 16 << 20
-_RUN_HAS: Final = ("optimizer", "trainer")  # what a full resume always needs
-
-Advance = Callable[[int], None]
+from trainfold.core.transform.values import cast
+from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
+from trainfold.core.weights.open_weights import OpenWeights
 
 
 @final
@@ -44,14 +38,18 @@ class PlannedConversion:
     Attributes:
         plan: what it reads and writes, which prints.
         opened: the source.
-        model: the source's model, transformed.
-        contents: of the checkpoint, if the target is one.
+        rules: what is done to names; None for nothing.
+        dtype: torch's name of that to which floating parameters are cast; None for none.
+        like: the directory of the original model, if the target is one of a hub.
+        config: the configuration of the model, if it is known.
     """
 
     plan: Conversion
     opened: OpenedSource
-    model: ReadableSource
-    contents: "Callable[[Advance], NativeContents]"
+    rules: Transform | None
+    dtype: str | None
+    like: HubDirectory | None
+    config: Mapping[str, Any] | None = attrs.field(repr=False)
 
 
 def plan_conversion(  # noqa: PLR0913 - keywords
@@ -61,7 +59,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     to: str,
     dtype: str | None = None,
     rules: str | None = None,
-    config: str | Path | None = None,
+    like: str | Path | None = None,
 ) -> PlannedConversion:
     """Plan a conversion on names, dtypes and shapes; no tensor is read.
 
@@ -69,37 +67,32 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         opened: what is read.
         target: the path that is written.
         to: ``native``, ``hf`` or ``dcp``.
-        dtype: to which floating tensors are cast, such as ``bf16``. The optimizer is left out then: its state is never cast.
+        dtype: to which floating parameters are cast, such as ``bf16``. The optimizer is left out then: its state is never cast.
         rules: a family of `hub_rules`, if names are translated. The optimizer is left out then.
-        config: the ``config.json`` of the model, or its directory. By default the one in the source.
+        like: the directory of the original model, or its ``config.json``: it has the numbers that rules need, and for a target of a hub what is beside the weights.
+            By default the source, if it is one of a hub.
 
     Raises:
         InvalidArgument: for what cannot be done.
         InvalidState: if the tensors have not the form that the rules need.
+        CheckpointError: the matching subclass, if something cannot be read.
     """
-    found = _config(opened, config)
-    transform = transform_for(opened.format, to, rules=rules, dtype=dtype, config=found)
-    model: ReadableSource = opened.model if transform is None else Transformed(opened.model, transform)
-    before, after = opened.model.specs(), model.specs()
-    if to != "native":
-        raise InvalidArgument("convert.to", expected="native", found=to, fix="this target comes later")
-
-    def contents(advance: Advance) -> NativeContents:
-        if opened.checkpoint is not None and transform is None:
-            return _copied(opened, opened.checkpoint, advance)
-        return _of_model(opened, model, transform, advance, keeps_names=rules is None)
-
-    first = contents(lambda _: None)
-    files = {file.name: file.size_bytes for file in first.plan.files}
-    plan = Conversion(
-        opened.where, opened.format, str(target), to, opened.step, "" if transform is None else str(transform),
-        before, after, tuple(first.described), first.omitted, files,
-    )  # fmt: skip
-    return PlannedConversion(plan, opened, model, contents)
+    checked_target(to)
+    name = dtype_of(dtype)
+    original, config = _like(opened, like)
+    found = rules_for(opened.format, to, rules, config)
+    said = "\n".join(str(each) for each in (found, None if name is None else cast(name)) if each is not None)
+    first = Conversion(opened.where, opened.format, str(target), to, opened.step, said, {}, {}, ("model",), (), {})
+    planned = PlannedConversion(first, opened, found, name, original if to == "hf" else None, config)
+    if to == "hf":
+        return attrs.evolve(planned, plan=_hub_plan(planned))
+    if to == "native":
+        return attrs.evolve(planned, plan=_native_plan(planned))
+    raise InvalidArgument("convert.to", expected="native or hf", found=to, fix="give one of these")
 
 
 def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: None) -> str:
-    """Carry out a conversion. A killed one goes on where it stopped if it is run again, and until the end nothing is at the target that can be taken for whole.
+    """Carry out a conversion. A killed one goes on where it stopped if it is run again. Until the end, nothing at the target can be taken for whole.
 
     Args:
         planned: from `plan_conversion`.
@@ -113,122 +106,100 @@ def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: N
         InvalidArgument: if there is something else at the target.
     """
     target = local_path(planned.plan.target)
-    return f"{target}/{write_native(planned.contents(advance), target)}"
+    if planned.plan.to == "hf":
+        write_hub_directory(_Counted(planned.opened.model, advance), target, **_hub_options(planned))
+        return target
+    with _contents(planned, advance) as (contents, _):
+        return f"{target}/{write_native(contents, target)}"
 
 
-def _config(opened: OpenedSource, config: str | Path | None) -> Mapping[str, object] | None:
-    if config is None:
-        beside = Path(local_path(opened.where)) / "config.json"
-        return read_json(beside, limit_bytes=_CONFIG_BYTES) or None
-    place = Path(local_path(str(config)))
-    place = place / "config.json" if place.is_dir() else place
-    found = read_json(place, limit_bytes=_CONFIG_BYTES)
-    if not found:
-        raise CheckpointMissing(
-            str(place),
-            expected="the config.json of a model",
-            found="no JSON object",
-            fix="name the file, or its directory",
+def _native_plan(planned: PlannedConversion) -> Conversion:
+    with _contents(planned, lambda _: None) as (contents, before):
+        model = contents.described.get("model")
+        return attrs.evolve(
+            planned.plan,
+            before=before,
+            after={} if model is None else model.tensors,
+            components=tuple(contents.described),
+            left_out=contents.omitted,
+            files={file.name: file.size_bytes for file in contents.plan.files},
         )
-    return found
 
 
-def _noted(opened: OpenedSource, transform: Transform | None, contract: Mapping[str, Json]) -> dict[str, Json]:
-    """The contract with a note of where the checkpoint comes from. The name of the path is enough: where it was says nothing elsewhere."""
-    note = {
-        "from": opened.format,
-        "name": Path(opened.where).name,
-        "transforms": "" if transform is None else str(transform),
+@contextmanager
+def _contents(planned: PlannedConversion, advance: Advance) -> Iterator[tuple[NativeContents, Mapping[str, LeafSpec]]]:
+    """What a new checkpoint will hold, and the model that is read."""
+    opened = planned.opened
+    if opened.checkpoint is not None and planned.rules is None and planned.dtype is None:
+        contents = contents_of_checkpoint(opened, opened.checkpoint, advance)
+        model = contents.described.get("model")
+        yield contents, {} if model is None else model.tensors
+        return
+    with opened_weights(opened.model) as weights:
+        yield contents_of_weights(opened, weights, planned.rules, planned.dtype, advance), weights.specs
+        weights.check()
+
+
+def _hub_options(planned: PlannedConversion) -> dict[str, Any]:
+    config = None if planned.like is not None else planned.config
+    return {"rules": planned.rules, "dtype": planned.dtype, "like": planned.like, "config": config}
+
+
+def _hub_plan(planned: PlannedConversion) -> Conversion:
+    plan = plan_hub_directory(planned.opened.model, **_hub_options(planned))
+    tensors = {name: each for file in plan.files for name, each in file.tensors.items()}
+    files = {file.name: file.size_bytes for file in plan.files} | {
+        name: len(data) for name, data in plan.beside.items()
     }
-    return {**contract, CONVERTED: note}
-
-
-def _copied(opened: OpenedSource, checkpoint: NativeCheckpoint, advance: Advance) -> NativeContents:
-    """All components of a checkpoint that its ranks have in common, as they are."""
-    manifest = checkpoint.manifest
-    reader = PlanReader(checkpoint.store, checkpoint.name, manifest)
-    shared = [each for each in manifest.components if not each.is_own]
-    omitted = {*manifest.omitted, *(each.name for each in manifest.components if each.is_own)}
-    described = {
-        each.name: Described(
-            each.nodes[0], {record.path: LeafSpec(record.dtype, record.shape) for record in each.tensors[0]}
-        )
-        for each in shared
-    }
-    read = {
-        each.name: {
-            record.path: _stored(reader, each.tensors[0], index, advance)
-            for index, record in enumerate(each.tensors[0])
-        }
-        for each in shared
-    }
-    return NativeContents(
-        manifest.head.step,
-        described,
-        read,
-        tuple(in_order(omitted)),
-        _noted(opened, None, manifest.contract),
-        opened.identity,
+    return attrs.evolve(
+        planned.plan,
+        before=planned.opened.model.specs(),
+        after=tensors,
+        left_out=tuple(in_order(planned.opened.others)),
+        files=files,
+        tensors_left_out=plan.left_out,
     )
 
 
-def _stored(reader: PlanReader, table: Any, index: int, advance: Advance) -> ReadLeaf:
-    def read() -> torch.Tensor:
-        path = table[index].path
-        found = reader.read(ComponentReads({}, tensor_reads(table, {index: (path, None)})), {})[index]
-        advance(found.nbytes)
+def _like(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory | None, Mapping[str, Any] | None]:
+    """The directory of the original model, and its configuration."""
+    place = Path(local_path(str(like))) if like is not None else Path(local_path(opened.where))
+    if like is not None and place.is_file():
+        return None, config_of(place.read_bytes(), str(place))
+    if like is not None and not place.is_dir():
+        raise CheckpointMissing(
+            str(place), expected="the directory of a model, or its config.json", found="nothing", fix="correct the path"
+        )
+    if like is None and opened.format != "hf":
+        return None, None
+    found = HubDirectory(place)
+    return found, found.config() if found.beside([HUB_CONFIG]) else None
+
+
+@final
+@attrs.frozen
+class _Counted:
+    """A source that says how much of it was read."""
+
+    source: Any
+    advance: Advance
+
+    def specs(self) -> Mapping[str, LeafSpec]:
+        found: Mapping[str, LeafSpec] = self.source.specs()
         return found
 
-    return read
+    def supply(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.source.supply(wanted):
+            self.advance(tensor.nbytes)
+            yield name, tensor
 
+    @contextmanager
+    def opened(self) -> Iterator[OpenWeights]:
+        with opened_weights(self.source) as weights:
 
-def _of_model(
-    opened: OpenedSource, model: ReadableSource, transform: Transform | None, advance: Advance, *, keeps_names: bool
-) -> NativeContents:
-    """The model alone: of another format, or with other names or dtypes."""
-    specs = model.specs()
-    manifest = None if opened.checkpoint is None else opened.checkpoint.manifest
-    known = manifest if keeps_names else None
-    described, names = _of_checkpoint(known, specs) if known is not None else _of_names(specs)
-    read: list[Read] = []
+            def read(name: str, box: Box) -> torch.Tensor:
+                found = weights.read(name, box)
+                self.advance(found.nbytes)
+                return found
 
-    def whole(name: str) -> ReadLeaf:
-        def leaf() -> torch.Tensor:
-            if not read:
-                read.append(model.reader())
-            found = read[0](name, whole_box(specs[name].shape))
-            advance(found.nbytes)
-            return found
-
-        return leaf
-
-    omitted = {*_RUN_HAS, *opened.others, *(() if manifest is None else manifest.omitted)} - {"model"}
-    leaves = {path: whole(name) for path, name in names.items()}
-    return NativeContents(
-        opened.step or 0,
-        {"model": described},
-        {"model": leaves},
-        tuple(in_order(omitted)),
-        _noted(opened, transform, {}),
-        opened.identity,
-    )
-
-
-def _of_names(specs: Mapping[str, LeafSpec]) -> tuple[Described, dict[str, str]]:
-    """A model with these parameters, and path -> name. What a hub has says nothing of buffers, so all of them are parameters."""
-    described, _ = describe(ModelState(Leaves({}), Leaves({})), "model")
-    node: Any = described.node
-    node["fields"]["params"]["leaves"] = {name: {"t": number} for number, name in enumerate(specs)}
-    paths = {f"model.params[{name!r}]": name for name in specs}
-    return Described(node, {path: specs[name] for path, name in paths.items()}), paths
-
-
-def _of_checkpoint(manifest: Manifest, specs: Mapping[str, LeafSpec]) -> tuple[Described, dict[str, str]]:
-    """The model of a checkpoint with other dtypes, and path -> name: parameters, buffers and ties stay what they are."""
-    component = manifest.component("model")
-    assert component is not None, "it has supplied the specs"
-    names = {record.path: name_in(record) for record in component.tensors[0]}
-    if set(names.values()) != specs.keys():
-        raise InvalidState("model", expected="parameters and buffers by name", found=f"{len(names)} tensors with {len(specs)} names",
-                           fix="leave out --dtype: the component is copied as it is")  # fmt: skip
-    return Described(component.nodes[0], {path: specs[name] for path, name in names.items()}), names
+            yield attrs.evolve(weights, read=read)

@@ -1,10 +1,9 @@
 """`open_source`: what a path can supply for a conversion: its model, whatever the format, and what else there is."""
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import attrs
 
@@ -14,14 +13,12 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.weights.checkpoint import CheckpointWeights
 from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import current_head
-from trainfold.core.json_values import canonical_json
 from trainfold.core.weights.detected import Detected
-from trainfold.core.weights.source import ReadableSource
+from trainfold.core.weights.source import ListedSource
 
 _TRAINER_STATE: Final = "trainer_state.json"
 _TRAINER_STATE_BYTES: Final = 256 << 20
@@ -54,16 +51,14 @@ class OpenedSource:
         model: its model.
         step: its step, if it says one.
         others: what it has beside the model, such as ``optimizer``.
-        identity: a digest of what is there: names, sizes and times of files, or the manifest.
         checkpoint: the checkpoint, if it is one of a run.
     """
 
     detected: Detected
     format: str
-    model: ReadableSource
+    model: ListedSource
     step: int | None
     others: tuple[str, ...]
-    identity: str
     checkpoint: NativeCheckpoint | None = None
 
     @property
@@ -89,7 +84,7 @@ def open_source(path: str | Path, *, asked: str | None = None) -> OpenedSource:
     if found in ("run", "checkpoint"):
         return _native(place, detected, found)
     if found == "hf":
-        return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place), _identity(place))
+        return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place))
     raise CheckpointForeign(
         detected.path,
         expected="a format that is read: native, hf",
@@ -129,23 +124,14 @@ def _native(place: Path, detected: Detected, found: str) -> OpenedSource:
         )
     manifest = entry.manifest
     others = tuple(each.name for each in manifest.components if each.name != "model")
-    identity = digest_of(canonical_json([each.digest for each in manifest.files] + [manifest.summary.fingerprints]))
     return OpenedSource(
         detected,
         found,
         CheckpointWeights(store, step=step),
         step,
         others,
-        identity,
         NativeCheckpoint(store, name, manifest),
     )
-
-
-def _identity(place: Path) -> str:
-    """A digest of the names, sizes and times of the files of a directory, or of a file."""
-    files = sorted(each for each in place.iterdir() if each.is_file()) if place.is_dir() else [place]
-    stats = [(each.name, each.stat()) for each in files]
-    return digest_of(canonical_json([[name, found.st_size, found.st_mtime_ns] for name, found in stats]))
 
 
 def _beside(place: Path) -> tuple[str, ...]:
@@ -161,19 +147,9 @@ def _beside(place: Path) -> tuple[str, ...]:
 
 def _step_beside(place: Path) -> int | None:
     """The step that a trainer has noted beside its weights."""
-    found = read_json(place / _TRAINER_STATE).get("global_step")
-    return found if type(found) is int and found >= 0 else None
-
-
-def read_json(file: Path, *, limit_bytes: int = _TRAINER_STATE_BYTES) -> Mapping[str, Any]:
-    """A JSON object; empty if there is none in a file of at most so many bytes.
-
-    Args:
-        file: the file.
-        limit_bytes: of its size.
-    """
-    with suppress(OSError, ValueError, RecursionError):
-        if file.stat().st_size <= limit_bytes:
-            found = json.loads(file.read_bytes())
-            return found if isinstance(found, dict) else {}
-    return {}
+    file = place / _TRAINER_STATE
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        if file.stat().st_size <= _TRAINER_STATE_BYTES:
+            found = json.loads(file.read_bytes()).get("global_step")
+            return found if type(found) is int and found >= 0 else None
+    return None

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, final
@@ -23,7 +23,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import TrainState
 from trainfold.core.tensor_memory import tensor_bytes
-from trainfold.core.transform.apply import table_of
+from trainfold.core.transform.apply import is_made_of, table_of
 from trainfold.core.transform.expression import Expression, Read, computed_whole
 from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
 from trainfold.core.transform.transform import Transform, compose
@@ -145,7 +145,7 @@ def _planned(  # noqa: PLR0913 - keywords
     table, left_out = by_convention(table, weights.ties, is_tied=tied)
     if rounding is not None:
         cut = rounding.on(table)
-        table = {key: table[key] if _is_buffer(table[key], weights.buffers) else each for key, each in cut.items()}
+        table = {key: table[key] if is_made_of(table[key], weights.buffers) else each for key, each in cut.items()}
     weight_map = None if shard_bytes is not None or original is None else original.weight_map()
     if weight_map is not None:
         left_out |= {key: "tied to the embeddings" for key in weight_map if tied and key not in table and key.endswith("lm_head.weight")}  # fmt: skip
@@ -221,8 +221,3 @@ def _check(path: str, file: HubFile) -> None:
     if found != {name: (HUB_DTYPES[each.dtype], each.shape) for name, each in file.tensors.items()}:
         shown = found if isinstance(found, Exception) else "others"
         raise SaveFailed(path, expected=f"the {len(file.tensors)} tensors that were written", found=shown, fix="report this: the file was not committed")  # fmt: skip
-
-
-def _is_buffer(each: Expression, buffers: Collection[str]) -> bool:
-    """Whether a tensor is made of buffers alone."""
-    return bool(buffers) and all(source.name in buffers for source, _ in each.reads(tuple((0, size) for size in each.shape)))  # fmt: skip

@@ -1,6 +1,6 @@
 """`transform_specs`, `transform_tensors`, `transform_stream` and `plan_parts`: a transform on specs, on tensors one at a time, and on what each rank holds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, final
 
 import attrs
@@ -48,6 +48,11 @@ def table_of(transform: Transform, specs: Mapping[str, LeafSpec]) -> dict[str, E
         InvalidState: if tensors have not the form that the transform needs.
     """
     return transform.on({name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()})
+
+
+def is_made_of(each: Expression, names: Collection[str]) -> bool:
+    """Whether a result is made of source tensors with these names alone."""
+    return bool(names) and all(source.name in names for source, _ in each.reads(whole_box(each.shape)))
 
 
 def transform_tensors(

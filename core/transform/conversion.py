@@ -1,4 +1,4 @@
-"""`Conversion`: what a conversion will read and write, as a value that prints; and the transform that its options ask for."""
+"""`Conversion`: what a conversion will read and write, as a value that prints; and what its options mean."""
 
 from collections.abc import Mapping
 from typing import Final, final
@@ -9,8 +9,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
-from trainfold.core.transform.transform import Transform, compose
-from trainfold.core.transform.values import cast
+from trainfold.core.transform.transform import Transform
 
 TARGETS: Final = ("native", "hf", "dcp")
 """What can be written."""
@@ -46,6 +45,7 @@ class Conversion:
         components: what is written.
         left_out: what the source has, or a run would need, and is not written.
         files: name -> size in bytes of each file that is written.
+        tensors_left_out: name of a tensor that is not written -> the reason.
     """
 
     source: str
@@ -59,6 +59,7 @@ class Conversion:
     components: tuple[str, ...]
     left_out: tuple[str, ...]
     files: Mapping[str, int]
+    tensors_left_out: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def read_bytes(self) -> int:
@@ -77,49 +78,58 @@ class Conversion:
             *(f"  {line}" for line in self.transforms.splitlines()),
             f"written: {', '.join(self.components)}",
             f"left out: {', '.join(self.left_out) or 'nothing'}",
+            *(f"left out: {name}, {reason}" for name, reason in self.tensors_left_out.items()),
             *(f"{name:48} {size:>18,} bytes" for name, size in self.files.items()),
         ]
         return "\n".join(lines)
 
 
-def transform_for(
-    source_format: str, to: str, *, rules: str | None, dtype: str | None, config: Mapping[str, object] | None
-) -> Transform | None:
-    """The transform that options ask for.
+def rules_for(source_format: str, to: str, family: str | None, config: Mapping[str, object] | None) -> Transform | None:
+    """The rules between the names of a model's code and those of the hub, in the direction that a conversion needs.
 
     Args:
         source_format: of what is read; see `FORMATS` of `core.weights.detected`.
         to: one of `TARGETS`.
-        rules: a family of `hub_rules`, or None. They lead from the names of the reference code to those of the hub where the target is ``hf``,
-            and back where the source is of a hub.
-        dtype: one of `DTYPES`, or None.
+        family: one of `hub_rules`; None for no rules. They lead to the names of the hub where the target is ``hf``, and from them otherwise.
         config: the model's ``config.json``, which has the numbers that rules need.
-
-    Returns:
-        The transform; None for nothing.
 
     Raises:
         InvalidArgument: for what cannot be done, before anything is read.
 
     Examples:
-        >>> print(transform_for("run", "hf", rules="gpt2", dtype="bf16", config={"model_type": "gpt2"}))
+        >>> print(rules_for("run", "hf", "gpt2", {"model_type": "gpt2"}))
         tie lm_head.weight to transformer.wte.weight
         rearrange transformer.h.{i}.attn.c_attn.weight, transformer.h.{i}.attn.c_proj.weight, transformer.h.{i}.mlp.c_fc.weight, transformer.h.{i}.mlp.c_proj.weight: o i -> i o
-        cast floating tensors to bfloat16 (no inverse)
-        >>> transform_for("hf", "native", rules=None, dtype=None, config=None)
     """
-    _among("convert.to", to, TARGETS)
-    found: list[Transform] = []
-    if rules is not None:
-        is_hub = source_format in _HUB
-        if is_hub == (to == "hf"):
-            raise InvalidArgument("convert.rules", expected="one side with the names of a hub, and one with those of the reference code",
-                                  found=f"{source_format} to {to}", fix="leave out --rules: both sides have the same names")  # fmt: skip
-        whole = hub_rules(rules) if config is None else _of_config(rules, config)
-        found.append(whole if to == "hf" else _inverse(whole))
-    if dtype is not None:
-        found.append(cast(DTYPES[_among("convert.dtype", dtype, DTYPES)]))
-    return compose(*found) if found else None
+    if family is None:
+        return None
+    if (source_format in _HUB) == (to == "hf"):
+        raise InvalidArgument("convert.rules", expected="one side with the names of a hub, and one with those of the reference code",
+                              found=f"{source_format} to {to}", fix="leave out --rules: both sides have the same names")  # fmt: skip
+    whole = hub_rules(family) if config is None else _of_config(family, config)
+    return whole if to == "hf" else _inverse(whole)
+
+
+def checked_target(name: str) -> str:
+    """A checked target.
+
+    Raises:
+        InvalidArgument: for one that cannot be written.
+    """
+    return _among("convert.to", name, TARGETS)
+
+
+def dtype_of(name: str | None) -> str | None:
+    """The name that torch has for a dtype.
+
+    Raises:
+        InvalidArgument: for one that nothing is cast to.
+
+    Examples:
+        >>> dtype_of("bf16"), dtype_of(None)
+        ('bfloat16', None)
+    """
+    return None if name is None else DTYPES[_among("convert.dtype", name, DTYPES)]
 
 
 def _of_config(rules: str, config: Mapping[str, object]) -> Transform:

@@ -33,9 +33,11 @@ def convert(  # noqa: PLR0913 - one for each option
             help="Translate names and layouts between the code of a family, such as llama, and the hub. The optimizer is left out then."
         ),
     ] = None,
-    config: Annotated[
+    like: Annotated[
         Path | None,
-        Parameter(help="The model's config.json, with the numbers that --rules needs; by default the one in SRC."),
+        Parameter(
+            help="The directory of the original model, or its config.json: it has the numbers that --rules needs, and what a hub has beside the weights. By default SRC, if it is one of a hub."
+        ),
     ] = None,
     source_format: Annotated[
         str | None,
@@ -57,7 +59,7 @@ def convert(  # noqa: PLR0913 - one for each option
 
     return deliver(
         lambda: convert_path(
-            src, dst, to=to, dtype=dtype, rules=rules, config=config, asked=source_format, dry_run=dry_run
+            src, dst, to=to, dtype=dtype, rules=rules, like=like, asked=source_format, dry_run=dry_run
         ),
         as_json=json,
     )

@@ -20,7 +20,7 @@ def convert_path(  # noqa: PLR0913 - keywords
     to: str,
     dtype: str | None = None,
     rules: str | None = None,
-    config: Path | None = None,
+    like: Path | None = None,
     asked: str | None = None,
     dry_run: bool = False,
 ) -> Answer:
@@ -32,7 +32,7 @@ def convert_path(  # noqa: PLR0913 - keywords
         to: ``native``, ``hf`` or ``dcp``.
         dtype: to which floating weights are cast; None for none.
         rules: the family whose names are translated; None for none.
-        config: the model's ``config.json``; None for the one in the source.
+        like: the directory of the original model, or its ``config.json``; None for the source.
         asked: the format of the source, if it shows two.
         dry_run: whether nothing is written.
 
@@ -43,7 +43,7 @@ def convert_path(  # noqa: PLR0913 - keywords
         InvalidArgument: for what cannot be done, before anything is read.
         CheckpointError: the matching subclass, if something cannot be read or written.
     """
-    planned = plan_conversion(open_source(source, asked=asked), target, to=to, dtype=dtype, rules=rules, config=config)
+    planned = plan_conversion(open_source(source, asked=asked), target, to=to, dtype=dtype, rules=rules, like=like)
     plan, written = planned.plan, None
     if not dry_run:
         with reading("converting", plan.read_bytes) as advance:
@@ -65,6 +65,7 @@ def _data(plan: Conversion, written: str | None, *, dry_run: bool) -> dict[str, 
         "tensors_written": len(plan.after),
         "components": list(plan.components),
         "left_out": list(plan.left_out),
+        "tensors_left_out": dict(plan.tensors_left_out),
         "files": [{"name": name, "size_bytes": size} for name, size in plan.files.items()],
         "size_bytes": plan.size_bytes,
     }
@@ -79,6 +80,7 @@ def _tables(plan: Conversion, written: str | None) -> list[Table]:
         *(("transform", line) for line in plan.transforms.splitlines()),
         ("holds", ", ".join(plan.components)),
         ("left out", ", ".join(plan.left_out) or "nothing"),
+        *(("left out", f"{name}: {reason}") for name, reason in plan.tensors_left_out.items()),
     ]
     title = "Would be converted" if written is None else f"Converted: {written}"
     files = tuple((name, size_text(size)) for name, size in plan.files.items())

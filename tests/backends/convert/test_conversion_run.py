@@ -14,6 +14,7 @@ import trainfold
 from trainfold.backends.convert import continued_files
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
+from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.families.hub_rules import hub_rules
@@ -44,10 +45,11 @@ def a_hub_directory(path, tensors):
 
 
 def weights(source):
-    return {
-        name: bytes(tensor_bytes(source.reader()(name, tuple((0, size) for size in spec.shape))))
-        for name, spec in source.specs().items()
-    }
+    """Name -> the bytes of a tensor."""
+    with source.opened() as found:
+        return {
+            name: bytes(tensor_bytes(found.read(name, whole_box(spec.shape)))) for name, spec in found.specs.items()
+        }
 
 
 def bytes_of(tensors):
@@ -185,6 +187,25 @@ def test_a_conversion_goes_on_where_it_stopped_and_reads_no_more_than_it_needs(t
     assert len(read) == 10, "all of it is there, and nothing is read again"
 
 
+def test_weights_that_go_to_a_checkpoint_and_back_are_the_same_bytes(tmp_path):
+    """K07, K10: hub -> checkpoint -> hub, with rules in both directions; what is beside the weights comes along."""
+    hub = a_hub_directory(tmp_path / "hub", llama())
+    (hub / "config.json").write_text(CONFIG)
+    (hub / "tokenizer.json").write_text("{}")
+    converted(hub, tmp_path / "run", rules="llama")
+    planned = plan_conversion(open_source(tmp_path / "run"), tmp_path / "back", to="hf", rules="llama", like=hub)
+    assert not (tmp_path / "back").exists()
+    read = []
+    assert run_conversion(planned, advance=read.append) == str(tmp_path / "back")
+    assert sum(read) == planned.plan.read_bytes
+    assert bytes_of(load_file(tmp_path / "back" / "model.safetensors")) == bytes_of(
+        load_file(hub / "model.safetensors")
+    )
+    assert {each.name: each.stat().st_size for each in (tmp_path / "back").iterdir()} == planned.plan.files
+    assert planned.plan.files.keys() >= {"config.json", "tokenizer.json"}
+    assert weights(CheckpointWeights(tmp_path / "run")).keys() >= {"layers.0.attention.wq.weight"}
+
+
 def test_another_source_or_another_dtype_does_not_go_on_with_what_is_there(tmp_path):
     """V15: what is begun belongs to one source and one plan."""
     hub = a_hub_directory(tmp_path / "hub", {"w": torch.ones(4)})
@@ -206,7 +227,7 @@ def test_another_source_or_another_dtype_does_not_go_on_with_what_is_there(tmp_p
         ({"dtype": "bf17"}, "one of bf16"),
         ({"dtype": "int8"}, "one of bf16"),
         ({"rules": "unknown"}, "one of llama"),
-        ({"rules": "gpt2", "config": "config.json"}, "the family of the config, llama"),
+        ({"rules": "gpt2", "like": "config.json"}, "the family of the config, llama"),
         ({"to": "onnx"}, "one of native, hf, dcp"),
     ],
 )
@@ -214,8 +235,8 @@ def test_a_wrong_option_is_an_error_before_anything_is_read(tmp_path, options, m
     """K09."""
     hub = a_hub_directory(tmp_path / "hub", llama())
     (tmp_path / "config.json").write_text(CONFIG)
-    if "config" in options:
-        options = {**options, "config": tmp_path / "config.json"}
+    if "like" in options:
+        options = {**options, "like": tmp_path / "config.json"}
     with pytest.raises(InvalidArgument, match=message):
         converted(hub, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()

@@ -64,7 +64,7 @@ def test_a_checkpoint_is_copied_whole_and_the_tables_say_what_was_done(call, ans
         (("--to", "native", "--dtype", "int8"), 2, "one of bf16"),
         (("--to", "native", "--rules", "llama"), 2, "config.json"),
         (("--to", "native", "--from", "dcp"), 15, "the format dcp"),
-        (("--to", "native", "--config", "/nowhere"), 11, "name the file, or its directory"),
+        (("--to", "native", "--like", "/nowhere"), 11, "correct the path"),
         ((), 2, "--to"),
     ],
 )
