@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final, cast
 
-from trainfold.backends.stores.protocol import Buffer, Store, SyncsLater
+from trainfold.backends.stores.protocol import Buffer, KeepsTime, Store, SyncsLater
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointHostile,
@@ -321,6 +321,20 @@ def the_time_of_a_commit_is_told_or_not_known(store: Store) -> None:
     _equal("time after its deletion", expected=None, found=store.committed_at(name))
 
 
+def a_commit_may_be_as_old_as_what_it_replaces(store: Store) -> None:
+    """One of `KeepsTime` has the new contents and the old time, and refuses to replace anything else; a store without that passes."""
+    if not isinstance(store, KeepsTime):
+        return
+    name = "step-1/manifest.json"
+    store.commit(name, b"{}")
+    time = store.committed_at(name)
+    store.commit_as_old(name, b"[]", replaces=digest_of(b"{}"))
+    _equal("contents", expected=b"[]", found=store.read(name))
+    _equal("time", expected=time, found=store.committed_at(name))
+    _raises(CommitConflict, store.commit_as_old, name, b"{}", replaces=digest_of(b"{}"))
+    _equal("contents after a refusal", expected=b"[]", found=store.read(name))
+
+
 def hints_are_replaced(store: Store) -> None:
     """A pointer may be set again, also to a missing name, because it is only a hint."""
     for target in ("step-1", "step-2", "step-1"):
@@ -354,6 +368,7 @@ STORE_RULES: Final[tuple[Rule, ...]] = (
     one_writer_has_the_lock,
     room_is_checked_before_writing,
     the_time_of_a_commit_is_told_or_not_known,
+    a_commit_may_be_as_old_as_what_it_replaces,
     hints_are_replaced,
 )
 

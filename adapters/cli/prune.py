@@ -104,9 +104,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
         left = {name: files for name, files in left.items() if name not in gone}
         if not dry_run and damage is None:
             pruner.prune(written, events)
-            for name, files in left.items():
-                for file in files:
-                    store.delete(f"{name}/{file}")
+            pruner.clear(left)
     deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)
     return attrs.evolve(
         _answer(inventory, plan, deleted, sizes, alone=alone, left=left, grown=grown, dry_run=dry_run),

@@ -14,6 +14,7 @@ from trainfold.backends.runs.best.best_reader import (
     read_best,
 )
 from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.reuse.leftovers import leftovers
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store
@@ -62,12 +63,13 @@ class Pruner:
         self._proved: dict[str, Mapping[str, int]] = {}
         self._parts: dict[str, frozenset[str] | None] = {}  # components of partial checkpoints
         self._durable_best: bytes | None = None
+        self._has_cleared = False
 
     def retain(self, result: "SaveResult") -> list[Event]:
         """Delete what the policy does not keep, after a commit. A failure is logged as a warning, and the next call tries again.
 
         What a kill has left of older saves and deletions is deleted too: a step directory without a manifest in which every file has a
-        name that a save gives.
+        name that a save gives, and, by the first call, files beside a checkpoint that replaced it, or were to.
 
         Returns:
             An event for each checkpoint that was deleted.
@@ -78,6 +80,9 @@ class Pruner:
             self._proved[result.checkpoint] = result.files
         try:
             self.prune(Saved(result.checkpoint, result.step, result.timeline, parts=parts), events)
+            if not self._has_cleared:
+                self.clear(leftovers(self._store, read_inventory(self._store)))
+                self._has_cleared = True
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(
                 "%s: old checkpoints could not be deleted, and will be tried again: %s", self._store.url, error
@@ -111,6 +116,16 @@ class Pruner:
         """
         with best_json_lock():
             self._prune(written, events)
+
+    def clear(self, left: Mapping[str, Collection[str]]) -> None:
+        """Delete files beside checkpoints.
+
+        Args:
+            left: as `leftovers` returns them.
+        """
+        for name, files in left.items():
+            for file in files:
+                self._store.delete(f"{name}/{file}")
 
     def _prune(self, written: Saved, events: list[Event]) -> None:
         inventory = read_inventory(self._store)

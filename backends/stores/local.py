@@ -132,12 +132,6 @@ class LocalStore:
         found = self._stat(name)
         return None if found is None else found.st_mtime
 
-    def set_committed_at(self, name: str, at: float) -> None:
-        """See `KeepsTime`."""
-        directory, last = split_name(name)
-        with self._writing(name), open_directory(self._root, directory) as parent:
-            os.utime(last, (at, at), dir_fd=parent, follow_symlinks=False)
-
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`. Links to a sibling, such as `point` makes, are hints and left out."""
         try:
@@ -181,6 +175,13 @@ class LocalStore:
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`."""
+        self._commit(name, data, replaces=replaces, is_as_old=replaces is not None and digest_of(data) == replaces)
+
+    def commit_as_old(self, name: str, data: bytes, *, replaces: str) -> None:
+        """See `KeepsTime`."""
+        self._commit(name, data, replaces=replaces, is_as_old=True)
+
+    def _commit(self, name: str, data: bytes, *, replaces: str | None, is_as_old: bool) -> None:
         from trainfold.backends.stores.direct_io import write_stream  # late, as in `write`
 
         directory, last = split_name(name)
@@ -196,7 +197,7 @@ class LocalStore:
                 else:
                     with self._swapping, self._lock_held():
                         self._check_replaced(name, replaces)
-                        if digest_of(data) == replaces:  # the same bytes again: durable once more, with the old time
+                        if is_as_old:  # such as the same bytes again, durable once more
                             found = os.stat(last, dir_fd=parent)
                             os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
                         os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)

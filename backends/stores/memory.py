@@ -123,13 +123,20 @@ class MemoryStore:
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`."""
+        self._commit(name, data, replaces=replaces, is_as_old=replaces == digest_of(data))
+
+    def commit_as_old(self, name: str, data: bytes, *, replaces: str) -> None:
+        """See `KeepsTime`."""
+        self._commit(name, data, replaces=replaces, is_as_old=True)
+
+    def _commit(self, name: str, data: bytes, *, replaces: str | None, is_as_old: bool) -> None:
         directory, _ = split_name(name)
         with self._mutex:
             self._check_commit(name, replaces)
             for synced in dict.fromkeys((directory, "")):
                 self._do(Effect("sync", synced))
             self._do(Effect("commit", name, bytes(data)))
-            if self._clock is not None and replaces != digest_of(data):
+            if self._clock is not None and not is_as_old:
                 self._committed[name] = self._clock()
             self._do(Effect("sync", directory))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Buffer", "Place", "Placeable", "SharedByRanks", "Store", "SyncsLater"]
+__all__ = ["Buffer", "KeepsTime", "Place", "Placeable", "SharedByRanks", "Store", "SyncsLater"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -50,10 +50,10 @@ class SyncsLater(Protocol):
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """A `Store` that can give a committed name the time of what it replaced. This method is optional."""
+    """A `Store` that can replace a committed name by something as old. This method is optional."""
 
-    def set_committed_at(self, name: str, at: float) -> None:
-        """Let `Store.committed_at` of a committed name answer this time, in seconds since 1970."""
+    def commit_as_old(self, name: str, data: bytes, *, replaces: str) -> None:
+        """Commit as `Store.commit` does, and in the same step let `Store.committed_at` answer as it did before."""
 
 
 @runtime_checkable

@@ -70,16 +70,16 @@ def write_alone(store: Store, name: str) -> Manifest:
         indexes = tuple(_write_indexes(store, plan, plan.done(digests), written))
         manifest = plan.done(digests, indexes)
         data = proved_bytes(manifest, name)
-        at = store.committed_at(f"{name}/{MANIFEST}")
-        store.commit(f"{name}/{MANIFEST}", data, replaces=digest_of(root))
+        commit = (
+            store.commit_as_old if isinstance(store, KeepsTime) else store.commit
+        )  # it is the checkpoint that it was
+        commit(f"{name}/{MANIFEST}", data, replaces=digest_of(root))
     except BaseException:
         with suppress(TrainfoldError, OSError):
             if read_root(store, name) == root:  # else it was committed all the same
                 for each in written:
                     store.delete(f"{name}/{each}")
         raise
-    if at is not None and isinstance(store, KeepsTime):
-        store.set_committed_at(f"{name}/{MANIFEST}", at)  # it is the checkpoint that it was
     delete_stale(manifest, name, store)
     return manifest
 

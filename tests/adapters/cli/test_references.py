@@ -111,7 +111,7 @@ def test_flatten_refuses_what_is_damaged_and_deletes_nothing_that_it_needs(run, 
 
 def test_flatten_that_fails_leaves_the_old_checkpoint(run, chain, answered):
     with mock.patch.object(
-        LocalStore, "commit", side_effect=SaveFailed("x", expected="a commit", found="a fault", fix="try again")
+        LocalStore, "commit_as_old", side_effect=SaveFailed("x", expected="a commit", found="a fault", fix="try again")
     ):
         answered("prune", run, "--keep-last", "1", "--flatten", code=SaveFailed.exit_code)
     assert not [name for name in chain.store.list(NAMES[2]) if ".r1." in name]
@@ -133,21 +133,35 @@ def sizes_of(run):
     return sum(file.stat().st_size for step in run.glob("step-*") for file in step.iterdir() if file.is_file())
 
 
-@pytest.mark.parametrize("moment", ["before the commit", "before the old files go"])
-def test_what_a_killed_flattening_leaves_goes_with_the_next_prune(moment, run, chain, answered):
-    """C05: a dead copy, or the old files beside the new ones, stayed until the step was saved again."""
+class Killed(BaseException):
+    """Ends a program in the middle."""
+
+
+def killed_flattening(moment, chain):
     names = set(chain.store.list(NAMES[2]))
-
-    class Killed(BaseException):
-        pass
-
     if moment == "before the commit":
-        patched = mock.patch.multiple(LocalStore, commit=mock.Mock(side_effect=Killed), delete=mock.Mock())
+        patched = mock.patch.multiple(LocalStore, commit_as_old=mock.Mock(side_effect=Killed), delete=mock.Mock())
     else:
         patched = mock.patch.object(stand_alone, "delete_stale", side_effect=Killed)
     with patched, pytest.raises(Killed):
         stand_alone.write_alone(chain.store, NAMES[2])
     assert len(chain.store.list(NAMES[2])) > len(names)
+
+
+@pytest.mark.parametrize("moment", ["before the commit", "before the old files go"])
+def test_what_a_killed_flattening_leaves_goes_with_the_first_save_of_a_manager(moment, chain):
+    """C05: it stayed until the run was pruned by hand."""
+    killed_flattening(moment, chain)
+    with trainfold.CheckpointManager(chain.store, every=1) as manager:
+        manager.step(manager.load(whole_state(0, ALL)).evolve(trainer=Progress(step=4)))
+    assert sorted(chain.store.list(NAMES[2])) == sorted((*read_manifest(chain.store, NAMES[2]).names, "manifest.json"))
+    assert trainfold.load(chain.store, like=whole_state(0, ALL), step=3).trainer.step == 3
+
+
+@pytest.mark.parametrize("moment", ["before the commit", "before the old files go"])
+def test_what_a_killed_flattening_leaves_goes_with_the_next_prune(moment, run, chain, answered):
+    """C05: a dead copy, or the old files beside the new ones, stayed until the step was saved again."""
+    killed_flattening(moment, chain)
     before = sizes_of(run)
     announced, _ = answered("prune", run, "--keep-last", "3", "--dry-run")
     assert sizes_of(run) == before
@@ -177,6 +191,25 @@ def test_a_flattened_checkpoint_is_as_old_as_it_was(run, chain, answered):
     assert manifest.stat().st_mtime == 1_000_000_000
     found, _ = answered("ls", run)
     assert found["checkpoints"][0]["committed_at"].startswith("2001-09-09")
+
+
+def test_one_that_was_flattened_by_a_killed_command_is_as_old_as_it_was(run, chain, monkeypatch):
+    """The time was set after the commit, so a kill between the two left a checkpoint that looked new."""
+    manifest = run / NAMES[2] / "manifest.json"
+    os.utime(manifest, (1_000_000_000, 1_000_000_000))
+    rename = os.rename
+
+    def killed(source, target, **options):
+        rename(source, target, **options)
+        if target == "manifest.json":
+            raise KeyboardInterrupt
+
+    with chain.store.lock(), monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            stand_alone.write_alone(chain.store, NAMES[2])
+    assert read_manifest(chain.store, NAMES[2]).references == ()
+    assert manifest.stat().st_mtime == 1_000_000_000
 
 
 def test_freed_is_what_the_run_is_smaller(run, answered):

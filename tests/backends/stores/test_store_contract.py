@@ -11,6 +11,7 @@ import pytest
 
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import SaveFailed
 from trainfold.properties import contracts
 
@@ -166,12 +167,29 @@ class KeepsTheTimeOfWhatIsDeleted(Liar):
         return self.times.get(name)
 
 
+class Young(Liar):
+    """Its clock goes on with each commit, also with one that is to be as old as what it replaces."""
+
+    def __init__(self):
+        self.inner = MemoryStore(clock=map(float, itertools.count(1_800_000_000)).__next__)
+
+    def commit_as_old(self, name, data, *, replaces):
+        self.inner.commit(name, data, replaces=replaces)
+
+
+class ReplacesAnything(Liar):
+    def commit_as_old(self, name, data, *, replaces):
+        self.inner.commit(name, data, replaces=digest_of(self.inner.read(name)))
+
+
 @pytest.mark.parametrize(
     ("liar", "rule"),
     [
         (TellsMilliseconds, r"the time of a commit .*: .*can be seconds since 1970"),
         (TellsTheTimeOfTheLastWrite, r"the time of a commit .*: .*time after other things"),
         (KeepsTheTimeOfWhatIsDeleted, r"the time of a commit .*: .*time after its deletion"),
+        (Young, "a commit may be as old as what it replaces: .*time: expected"),
+        (ReplacesAnything, "a commit may be as old as what it replaces: .*expected CommitConflict"),
         (LastCommitWins, "a commit happens once"),
         (KeepsPartsUntilTheEnd, "one buffer can serve for all parts"),
         (ShortReads, "ranges are slices"),
