@@ -1,0 +1,156 @@
+"""`DcpReader`: what is in a directory of torch's distributed checkpoints, and boxes of its tensors, put together from the chunks of the ranks that wrote it."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, read_archive
+from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
+from trainfold.backends.formats.torch_save.tensor_parts import read_box
+from trainfold.backends.gc_pause import without_collecting
+from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointMissing
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.layout.slices import Box, intersect
+from trainfold.core.printable import printable
+from trainfold.core.torch_files.dcp_metadata import DcpMetadata, Stretch, read_dcp_metadata
+from trainfold.core.torch_files.stored_values import StoredTensor
+
+METADATA: Final = ".metadata"
+_METADATA_LIMIT: Final = 1 << 30
+_OBJECT_LIMIT: Final = 1 << 28
+
+
+@final
+class DcpReader:
+    """Reads a directory. Pickles in it are read as values: nothing in them is run.
+
+    Args:
+        path: the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+
+    @cached_property
+    def metadata(self) -> DcpMetadata:
+        """What the directory holds.
+
+        Raises:
+            CheckpointMissing: if there is no `.metadata`.
+            CheckpointHostile, CheckpointDamaged: as `read_dcp_metadata` raises them.
+        """
+        if not (self.path / METADATA).is_file():
+            alone = sorted(each.name for each in self.path.glob("__*.metadata"))
+            found = f"{alone[0]}, which one rank has written for itself" if alone else "none"
+            raise CheckpointMissing(
+                str(self.path),
+                expected=f"a {METADATA}, as torch.distributed.checkpoint.save writes it last",
+                found=found,
+                fix="name the directory of one whole checkpoint; a save of several ranks writes it with a process group",
+            )
+        with OpenFiles(self.path) as files:
+            file = files.whole(METADATA)
+            if file.size > _METADATA_LIMIT:
+                raise CheckpointDamaged(file.name, expected=f"at most {_METADATA_LIMIT} bytes", found=file.size, fix="write it again")  # fmt: skip
+            return _read(file.read(0, file.size), file.name)
+
+    def check_files(self, files: OpenFiles, stretches: Mapping[str, list[Stretch]]) -> None:
+        """Check that every range that is to be read is there.
+
+        Args:
+            files: of this directory.
+            stretches: name -> the ranges of its chunks.
+
+        Raises:
+            CheckpointMissing, CheckpointTorn: if a file is not there, or too short.
+            CheckpointForeign: if a range is compressed, or changed by another extension.
+        """
+        for name, each in stretches.items():
+            for stretch in each:
+                self._range(files, stretch, name)
+
+    def read_tensor(self, files: OpenFiles, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor.
+
+        Raises:
+            CheckpointDamaged: if a chunk is not what the metadata say.
+        """
+        tensor = self.metadata.tensors[name]
+        found = torch.empty([stop - start for start, stop in box], dtype=torch_dtype(tensor.dtype))
+        for chunk, stretch in tensor.chunks:
+            common = intersect(chunk, box)
+            if common is None:
+                continue
+            member, stored = self._stored(
+                files, name, stretch, tensor.dtype, tuple(stop - start for start, stop in chunk)
+            )
+            inside = tuple((start - at, stop - at) for (start, stop), (at, _) in zip(common, chunk, strict=True))
+            part = found[
+                tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(common, box, strict=True))
+            ]
+            read_box(member, stored, inside, part)
+        return found
+
+    def read_object(self, files: OpenFiles, name: str) -> Any:
+        """A value that is not a tensor: numbers, text, lists and dicts of them.
+
+        Raises:
+            CheckpointHostile: if its pickle would run something.
+            CheckpointDamaged: if it is cut off, or not a pickle.
+        """
+        file = self._range(files, self.metadata.objects[name], name)
+        if file.size > _OBJECT_LIMIT:
+            raise CheckpointDamaged(
+                file.name, expected=f"at most {_OBJECT_LIMIT} bytes", found=file.size, fix="save tensors as tensors"
+            )
+        return archive_values(file, read_archive(file))
+
+    def _range(self, files: OpenFiles, stretch: Stretch, name: str) -> ByteRange:
+        file = files.whole(stretch.file)
+        where = f"{file.name}: {printable(name)}"
+        if stretch.transforms:
+            raise CheckpointForeign(
+                where,
+                expected="bytes as torch writes them without extensions",
+                found=", ".join(map(printable, stretch.transforms)),
+                fix="load it with torch and save it again without extensions",
+            )
+        return file.inside(stretch.start, stretch.size, where)
+
+    def _stored(
+        self, files: OpenFiles, name: str, stretch: Stretch, dtype: str, shape: tuple[int, ...]
+    ) -> tuple[ByteRange, StoredTensor]:
+        """Where the bytes of a chunk are, and how they are to be seen."""
+        file = self._range(files, stretch, name)
+        if not is_archive(file):
+            raise CheckpointForeign(file.name, expected="a tensor that torch.save has written", found="other bytes",
+                                    fix="load it with the program that saved it, and save it again as torch does by default")  # fmt: skip
+        members = read_archive(file)
+        stored = archive_values(file, members)
+        if type(stored) is not StoredTensor or (stored.dtype, stored.shape) != (dtype, shape):
+            found = f"{stored.dtype} of {list(stored.shape)}" if type(stored) is StoredTensor else type(stored).__name__
+            raise CheckpointDamaged(file.name, expected=f"{dtype} of {list(shape)}, as {METADATA} says", found=found, fix="copy the directory again")  # fmt: skip
+        return member_of(file, members, stored), stored
+
+
+def member_of(file: ByteRange, members: Mapping[str, ByteRange], stored: StoredTensor) -> ByteRange:
+    """The bytes of a tensor's storage.
+
+    Raises:
+        CheckpointDamaged: if they are not there, or not so many.
+    """
+    found = members.get(f"data/{stored.storage}")
+    if found is None or found.size < stored.storage_bytes:
+        raise CheckpointDamaged(
+            file.name,
+            expected=f"{stored.storage_bytes} bytes of data/{printable(stored.storage)}",
+            found="none" if found is None else found.size,
+            fix="copy it again",
+        )
+    return found
+
+
+_read = without_collecting(read_dcp_metadata)

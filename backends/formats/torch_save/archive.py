@@ -1,0 +1,134 @@
+"""`read_archive`: the members of a file that `torch.save` has written. They are stored as they are; a compressed one is refused, so none grows when it is read."""
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trainfold.backends.formats.torch_save.byte_range import ByteRange
+from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointHostile
+from trainfold.core.printable import printable
+from trainfold.core.torch_files.stored_values import read_values
+
+_END: Final = struct.Struct("<4s4H2LH")
+_END_64: Final = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR: Final = struct.Struct("<4sLQL")
+_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+_LOCAL: Final = struct.Struct("<4s5H3L2H")
+_TAIL: Final = 4096  # bytes read at first; with one tensor in it, all of the directory is there
+_FULL_32: Final = 0xFFFF_FFFF
+_PICKLE_LIMIT: Final = 1 << 30
+_MAGIC: Final = b"PK\x03\x04"
+
+
+def is_archive(file: ByteRange) -> bool:
+    """Whether a range begins as an archive does. torch before 1.6 wrote another form."""
+    return file.size >= len(_MAGIC) and file.read(0, len(_MAGIC)) == _MAGIC
+
+
+def read_archive(file: ByteRange) -> Mapping[str, ByteRange]:
+    """Name -> where its bytes are, for each member, without the folder of the archive: ``data.pkl``, ``data/0``.
+
+    Raises:
+        CheckpointHostile: if a member is compressed, or two have one name.
+        CheckpointDamaged: if it is not an archive, or is cut off.
+    """
+    try:
+        listing, count = _directory(file)
+        found: dict[str, ByteRange] = {}
+        at = 0
+        for _ in range(count):
+            name, size, start, at = _entry(file, listing, at)
+            name = name.partition("/")[2]
+            if name in found:
+                raise _hostile(file, "another name for each member", printable(name))
+            found[name] = _member(file, name, start, size)
+    except struct.error as error:
+        raise damaged(file, "a whole archive", error) from None
+    return found
+
+
+def archive_values(file: ByteRange, members: Mapping[str, ByteRange]) -> Any:
+    """What was saved, with a `StoredTensor` for each tensor; see `read_values`.
+
+    Raises:
+        CheckpointHostile: if the pickle would run something, or the machine that wrote it has the other order of bytes.
+        CheckpointDamaged: if there is no pickle, or a tensor's memory is not there.
+    """
+    order = members.get("byteorder")
+    if order is not None and (order.size > 16 or order.read(0, order.size) != b"little"):
+        raise damaged(file, "bytes in little-endian order", "another order")
+    pickled = members.get("data.pkl")
+    if pickled is None or pickled.size > _PICKLE_LIMIT:
+        raise damaged(file, f"a data.pkl of at most {_PICKLE_LIMIT} bytes", "none" if pickled is None else pickled.size)
+    return read_values(pickled.read(0, pickled.size), file.name)
+
+
+def _directory(file: ByteRange) -> tuple[bytes, int]:
+    """The list of members, and how many there are."""
+    start = max(0, file.size - _TAIL)
+    tail = file.read(start, file.size - start)
+    if len(tail) < _END.size or tail[-_END.size : -_END.size + 4] != b"PK\x05\x06":
+        raise damaged(file, "an archive of torch.save", "other bytes at its end")
+    _, _, _, _, count, size, first, _ = _END.unpack_from(tail, len(tail) - _END.size)
+    locator = len(tail) - _END.size - _LOCATOR.size
+    if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
+        at = _LOCATOR.unpack_from(tail, locator)[2]
+        wide = file.read(at, _END_64.size)
+        if wide[:4] != b"PK\x06\x06":
+            raise damaged(file, "an archive of torch.save", "a directory that is not where it should be")
+        count, size, first = _END_64.unpack(wide)[7:]
+    if count * _ENTRY.size > size or size > file.size:
+        raise damaged(file, f"a directory of {count} members", f"{size} bytes")
+    listing = tail[first - start : first - start + size] if first >= start else file.read(first, size)
+    if len(listing) != size:
+        raise damaged(file, f"a directory of {size} bytes at {first}", f"{len(listing)} bytes")
+    return listing, count
+
+
+def _entry(file: ByteRange, listing: bytes, at: int) -> tuple[str, int, int, int]:
+    """The name, the size and the place of a member, and where the next one is listed."""
+    (magic, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment_size, _, _, _, start) = _ENTRY.unpack_from(listing, at)  # fmt: skip
+    if magic != b"PK\x01\x02":
+        raise damaged(file, "a directory of members", "other bytes")
+    name_at = at + _ENTRY.size
+    extra_at = name_at + name_size
+    after = extra_at + extra_size + comment_size
+    if after > len(listing):
+        raise damaged(file, "a directory of members", "one that is cut off")
+    name = listing[name_at:extra_at].decode("utf-8", "replace")
+    if _FULL_32 in (packed, size, start):
+        size, packed, start = _wide(listing[extra_at : extra_at + extra_size], size, packed, start)
+    if method or flags & 1 or packed != size:
+        raise _hostile(
+            file, "members that are not compressed, as torch writes them", f"{printable(name)}, compressed or encrypted"
+        )
+    return name, size, start, after
+
+
+def _wide(extra: bytes, *short: int) -> list[int]:
+    """Sizes and places of 64 bits, for those that did not fit."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            count = short.count(_FULL_32)
+            wide = iter(struct.unpack_from(f"<{count}Q", extra, at + 4))
+            return [next(wide) if each == _FULL_32 else each for each in short]
+        at += 4 + length
+    return list(short)
+
+
+def _member(file: ByteRange, name: str, start: int, size: int) -> ByteRange:
+    magic, _, _, _, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack(file.read(start, _LOCAL.size))
+    if magic != _MAGIC:
+        raise damaged(file, f"the member {printable(name)} at {start}", "other bytes")
+    return file.inside(start + _LOCAL.size + name_size + extra_size, size, f"{file.name}: {printable(name)}")
+
+
+def damaged(file: ByteRange, expected: str, found: object) -> CheckpointDamaged:
+    """The error for a file that is not as torch writes it."""
+    return CheckpointDamaged(file.name, expected=expected, found=found, fix="copy or write it again")
+
+
+def _hostile(file: ByteRange, expected: str, found: object) -> CheckpointError:
+    return CheckpointHostile(file.name, expected=expected, found=found, fix="do not use this file")

@@ -1,0 +1,79 @@
+"""`read_box`: a box of a tensor that `torch.save` has written, read into memory; bytes of other boxes are not read, or not kept."""
+
+from typing import Final
+
+import torch
+
+from trainfold.backends.formats.native.scatter import Inside, Scatter
+from trainfold.backends.formats.torch_save.byte_range import ByteRange
+from trainfold.core.errors import CheckpointTorn
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.layout.slices import Box
+from trainfold.core.tensor_memory import byte_array
+from trainfold.core.torch_files.stored_values import StoredTensor
+
+_BITS: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # bits are moved, and some dtypes cannot be copied
+_PIECE_BYTES: Final = 8 << 20  # read at once where only a part of it is kept
+
+
+def read_box(member: ByteRange, stored: StoredTensor, box: Box, into: torch.Tensor) -> None:
+    """Read a box of a tensor.
+
+    Args:
+        member: the bytes of its storage.
+        stored: the tensor.
+        box: of it.
+        into: memory of the shape of the box and the tensor's dtype, on the CPU.
+
+    Raises:
+        CheckpointTorn: if bytes are not there.
+    """
+    if not into.numel():
+        return
+    itemsize = STORED[stored.dtype].itemsize
+    first, last = (each * itemsize for each in stored.elements)
+    if last > member.size:
+        raise CheckpointTorn(
+            member.name, expected=f"{last} bytes", found=member.size, fix="copy it again; the copy is not whole"
+        )
+    if not stored.is_contiguous:
+        _strided(member, stored, into, box)
+        return
+    inside = Inside(stored.shape, tuple(start for start, _ in box))
+    run = inside.run(into.shape)
+    if run is not None and into.is_contiguous():
+        member.read_into(first + run[0] * itemsize, _memory(into))
+        return
+    scatter = Scatter(into, inside)
+    start, stop = (each * itemsize for each in _reach(stored.shape, box))
+    for at, data in member.pieces(first + start, first + stop, _PIECE_BYTES // itemsize * itemsize):
+        scatter.put(data, at - first)
+
+
+def _reach(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
+    """The first element of a box, counted in its tensor row by row, and one past the last."""
+    first = last = 0
+    for size, (start, stop) in zip(shape, box, strict=True):
+        first, last = first * size + start, last * size + stop - 1
+    return first, last + 1
+
+
+def _strided(member: ByteRange, stored: StoredTensor, into: torch.Tensor, box: Box) -> None:
+    """From a tensor whose elements have another order: all of its memory is read."""
+    dtype = torch_dtype(stored.dtype)
+    kind = _BITS.get(dtype.itemsize, dtype)
+    first, last = stored.elements
+    memory = torch.empty(last - first, dtype=kind)
+    member.read_into(first * dtype.itemsize, _memory(memory))
+    whole = memory.as_strided(stored.shape, stored.strides)
+    into.view(kind).copy_(whole[tuple(slice(start, stop) for start, stop in box)])
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return memoryview(byte_array(tensor))  # type: ignore[arg-type] # an array is a buffer

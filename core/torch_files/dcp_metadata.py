@@ -1,0 +1,247 @@
+"""`read_dcp_metadata`: the `.metadata` of a directory of torch's distributed checkpoints as checked values: which tensors it has, and where each chunk is."""
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias, TypeGuard, final
+
+import attrs
+
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, InvalidState
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
+from trainfold.core.printable import printable
+from trainfold.core.torch_files.pickle_machine import Made, Name, read_pickle
+
+PathInState: TypeAlias = tuple[str | int, ...]
+"""The keys from the top of a nested state to a value in it."""
+
+_CHECKPOINT: Final = "torch.distributed.checkpoint"
+_SHARDS: Final = "torch.distributed._shard"
+_CLASSES: Final = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+                   "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+_PATHS: Final = tuple(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"))  # fmt: skip
+NAMES: Final = frozenset({
+    *(f"{_CHECKPOINT}.metadata.{name}" for name in _CLASSES),
+    *(f"{_SHARDS}.checkpoint.metadata.{name}" for name in _CLASSES),  # torch 1.13
+    f"{_CHECKPOINT}.filesystem._StorageInfo", f"{_SHARDS}.checkpoint.filesystem._StorageInfo",
+    f"{_SHARDS}.sharded_tensor.metadata.TensorProperties", f"{_SHARDS}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",  # torch 2.0 to 2.2
+    "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
+    *(f"torch.{name}" for name in STORED), *_PATHS,
+})  # fmt: skip
+_LIMIT: Final = 2**62
+_FIX: Final = "copy the directory again from where it was written"
+
+
+@final
+@attrs.frozen
+class Stretch:
+    """Bytes of a file.
+
+    Attributes:
+        file: its path in the directory, with ``/``.
+        start: where they begin.
+        size: how many.
+        transforms: what was done to them, such as a compression; empty as a rule.
+    """
+
+    file: str
+    start: int
+    size: int
+    transforms: tuple[str, ...] = ()
+
+
+@final
+@attrs.frozen
+class DcpTensor:
+    """A tensor of the directory.
+
+    Attributes:
+        dtype: torch's name of it.
+        shape: of the whole tensor.
+        chunks: each box of it that a rank has written, and where. They cover it once; those without elements are left out.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Stretch], ...]
+
+
+@final
+@attrs.frozen
+class DcpMetadata:
+    """What a directory holds.
+
+    Attributes:
+        tensors: name -> the tensor.
+        objects: name -> where an object that is not a tensor was written.
+        paths: name -> the keys by which it is found in the state that was saved, if that was nested.
+    """
+
+    tensors: Mapping[str, DcpTensor]
+    objects: Mapping[str, Stretch]
+    paths: Mapping[str, PathInState]
+
+
+def read_dcp_metadata(data: bytes, where: str) -> DcpMetadata:
+    """Read the metadata, and check that it describes whole tensors in files of the directory.
+
+    Args:
+        data: the contents of `.metadata`.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointHostile: if it names a class that metadata do not have, or a file outside the directory.
+        CheckpointDamaged: if it is cut off, or its chunks do not cover a tensor once.
+    """
+    top = _fields(read_pickle(data, NAMES, where), "Metadata", where)
+    listed, stored = top.get("state_dict_metadata"), top.get("storage_data")
+    if type(listed) is not dict or type(stored) is not dict:
+        raise _damaged(where, "metadata of a state and of its storage", f"{_word(listed)} and {_word(stored)}")
+    found = _stored(stored, where)
+    tensors: dict[str, DcpTensor] = {}
+    objects: dict[str, Stretch] = {}
+    for name, entry in listed.items():
+        if type(name) is not str:
+            raise _damaged(where, "names that are text", _word(name))
+        at = f"{where}: {printable(name)}"
+        if _is(entry, "BytesStorageMetadata"):
+            objects[name] = _found(found, (name, None), at)
+        else:
+            tensors[name] = _tensor(name, entry, found, at)
+    return DcpMetadata(tensors, objects, _paths_of(top.get("planner_data"), listed, where))
+
+
+def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int, ...] | None], Stretch]:
+    """Name and first index of a chunk -> where it is."""
+    found = {}
+    for key, info in stored.items():
+        index = _fields(key, "MetadataIndex", where)
+        name, offset = index.get("fqn"), index.get("offset")
+        if type(name) is not str:
+            raise _damaged(where, "names that are text", _word(name))
+        found[name, None if offset is None else _sizes(offset, where)] = _stretch(info, f"{where}: {printable(name)}")
+    return found
+
+
+def _stretch(info: Any, where: str) -> Stretch:
+    fields = _fields(info, "_StorageInfo", where)
+    file, start, size = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+    transforms = fields.get("transform_descriptors")
+    if not (_is_count(start) and _is_count(size)):
+        raise _damaged(where, "a range of bytes", f"{_word(start)} and {_word(size)}")
+    if type(file) is not str or not _is_inside(file):
+        raise CheckpointHostile(where, expected="a file in its directory", found=printable(file) if type(file) is str else _word(file),
+                                fix="do not use this directory")  # fmt: skip
+    if transforms is None:
+        return Stretch(file, start, size)
+    if type(transforms) not in (list, tuple) or not all(type(each) is str for each in transforms):
+        raise _damaged(where, "the names of transforms", _word(transforms))
+    return Stretch(file, start, size, tuple(transforms))
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a relative path stays in its directory, on every system."""
+    return "\\" not in path and ":" not in path and path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))  # fmt: skip
+
+
+def _found(
+    stored: Mapping[tuple[str, tuple[int, ...] | None], Stretch], key: tuple[str, tuple[int, ...] | None], where: str
+) -> Stretch:
+    found = stored.get(key)
+    if found is None:
+        part = "the object" if key[1] is None else f"the chunk at {list(key[1])}"
+        raise _damaged(where, f"the place of {part}", "none")
+    return found
+
+
+def _tensor(
+    name: str, entry: Any, stored: Mapping[tuple[str, tuple[int, ...] | None], Stretch], where: str
+) -> DcpTensor:
+    fields = _fields(entry, "TensorStorageMetadata", where)
+    dtype, shape = _dtype(fields.get("properties"), where), _sizes(fields.get("size"), where)
+    chunks = fields.get("chunks")
+    if type(chunks) is not list:
+        raise _damaged(where, "a list of chunks", _word(chunks))
+    found = []
+    for each in chunks:
+        inner = _fields(each, "ChunkStorageMetadata", where)
+        offsets, sizes = _sizes(inner.get("offsets"), where), _sizes(inner.get("sizes"), where)
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise _damaged(
+                where, f"chunks of {len(shape)} dimensions", f"offsets {list(offsets)} and sizes {list(sizes)}"
+            )
+        box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if all(sizes):
+            found.append((box, _found(stored, (name, offsets), where)))
+    whole = whole_box(shape)
+    if len(found) != 1 or found[0][0] != whole:
+        _check_chunks([box for box, _ in found], shape, where)
+    return DcpTensor(dtype, shape, tuple(found))
+
+
+def _check_chunks(boxes: list[Box], shape: tuple[int, ...], where: str) -> None:
+    for box in boxes:
+        if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
+            raise _damaged(where, f"chunks inside {list(shape)}", f"one of {[list(side) for side in box]}")
+    if not volume(whole_box(shape)):
+        return
+    try:
+        check_cover(where, boxes, shape)
+    except InvalidState as error:
+        raise _damaged(where, str(error.expected), error.found) from None
+
+
+def _dtype(properties: Any, where: str) -> str:
+    if not _is(properties, "TensorProperties"):
+        raise _damaged(where, "TensorProperties", _word(properties))
+    state = properties.state
+    dtype = state[0] if type(state) is tuple and state else state.get("dtype") if type(state) is dict else None
+    if type(dtype) is not Name or dtype.text[6:] not in STORED:
+        raise _damaged(where, "a dtype", _word(dtype))
+    return dtype.text[6:]
+
+
+def _sizes(value: Any, where: str) -> tuple[int, ...]:
+    if type(value) is Made and value.name == "torch.Size" and len(value.args) == 1:
+        inner = value.args[0]
+        if type(inner) is tuple and all(_is_count(each) for each in inner):
+            return inner
+    raise _damaged(where, "a torch.Size of sizes", _word(value))
+
+
+def _paths_of(planned: Any, listed: Mapping[Any, Any], where: str) -> dict[str, PathInState]:
+    """The flattened mapping of the default planner. Another planner's data are of no use here."""
+    if type(planned) is not dict:
+        return {}
+    found = {}
+    for name, path in planned.items():
+        is_path = type(path) is tuple and all(type(key) in (str, int) for key in path)
+        if name in listed and is_path:
+            if ".".join(map(str, path)) != name:
+                raise _damaged(where, f"the keys of {printable(name)}", "those of another name")
+            found[name] = path
+    return found
+
+
+def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
+    if _is(value, kind) and not value.args and type(value.state) is dict and value.items is None:
+        return value.state
+    raise _damaged(where, kind, _word(value))
+
+
+def _is(value: Any, kind: str) -> bool:
+    return type(value) is Made and value.name.endswith(f".{kind}")
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _LIMIT
+
+
+def _word(value: Any) -> str:
+    """What a value is; values of a file may hold themselves, so they are not shown."""
+    if type(value) in (Made, Name):
+        return value.name if type(value) is Made else value.text
+    return "nothing" if value is None else type(value).__name__
+
+
+def _damaged(where: str, expected: str, found: object) -> CheckpointDamaged:
+    return CheckpointDamaged(where, expected=expected, found=found, fix=_FIX)

@@ -1,0 +1,240 @@
+"""`read_values`: the pickle of a file of `torch.save` as plain values, in which a tensor is where its bytes are and how they are seen."""
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeGuard, final
+
+import attrs
+
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile
+from trainfold.core.format.dtypes import STORED
+from trainfold.core.printable import printable
+from trainfold.core.torch_files.pickle_machine import Made, Name, read_pickle
+
+_STORAGES: Final = {
+    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16", "BFloat16": "bfloat16",
+    "Float": "float32", "Double": "float64", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}  # fmt: skip
+_UNTYPED: Final = "torch.storage.UntypedStorage"
+_REBUILT: Final = {f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}  # fmt: skip
+_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+_DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
+_BUILTINS: Final = {f"{module}.{kind}" for module in ("builtins", "__builtin__") for kind in ("set", "frozenset", "dict", "list", "complex", "bytes")}  # fmt: skip
+NAMES_OF_VALUES: Final = frozenset({
+    *(f"torch.{name}Storage" for name in _STORAGES), *(f"torch.{name}" for name in STORED), *_REBUILT, *_BUILTINS, _UNTYPED,
+    *_DICTS, _FROM_TYPE, "_codecs.encode",
+    "torch.Size", "torch.device", "torch.serialization._get_layout",
+    "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
+})  # fmt: skip
+_DEPTH: Final = 200
+_LIMIT: Final = 2**62
+_FIX: Final = "write it again with torch.save of the tensors alone"
+
+
+@final
+@attrs.frozen
+class StoredTensor:
+    """A tensor in a file of `torch.save`.
+
+    Attributes:
+        storage: the name of the member with its bytes. Tensors that share memory have one.
+        dtype: torch's name of it.
+        shape: of the tensor.
+        strides: in elements.
+        start: the element of the storage that is its first.
+        storage_bytes: the size of the storage.
+    """
+
+    storage: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    storage_bytes: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after the other, row by row."""
+        step = 1
+        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The first element of the storage that belongs to it, and one past the last."""
+        if not all(self.shape):
+            return self.start, self.start
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.start, self.start + last + 1
+
+
+def read_values(data: bytes, where: str) -> Any:
+    """Read a pickle of `torch.save`. Nothing is run, and no tensor is read.
+
+    Args:
+        data: the member `data.pkl`.
+        where: the file, for messages.
+
+    Returns:
+        None, numbers, text, bytes, lists, tuples, sets and dicts; a dtype, a device and a layout are their text. Tensors are `StoredTensor`.
+
+    Raises:
+        CheckpointHostile: if it names a class or a function that is not one of those by which torch writes such values, or a tensor is
+            larger than its memory.
+        CheckpointDamaged: if it is cut off, or a tensor is not inside its memory.
+    """
+    return _Values(where).of(read_pickle(data, NAMES_OF_VALUES, where, persistent=True), 0)
+
+
+class _Values:
+    """Makes values of what a pickle says; each part once, however often it is referred to."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._made: dict[int, Any] = {}
+        self._open: set[int] = set()
+
+    def of(self, value: Any, depth: int) -> Any:
+        if type(value) not in (dict, list, tuple, Made):
+            return value.text.removeprefix("torch.") if type(value) is Name else value
+        key = id(value)
+        if key in self._made:
+            return self._made[key]
+        if depth > _DEPTH or key in self._open:
+            raise CheckpointHostile(self._where, expected=f"values of at most {_DEPTH} levels", found="deeper ones, or one that holds itself", fix=_FIX)  # fmt: skip
+        self._open.add(key)
+        found = self._new(value, depth + 1)
+        self._open.discard(key)
+        self._made[key] = found
+        return found
+
+    def _new(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - a table of kinds
+        if type(value) is dict:
+            return {self._key(key): self.of(each, depth) for key, each in value.items()}
+        if type(value) is not Made:
+            return type(value)(self.of(each, depth) for each in value)
+        if type(value.args) is not tuple:
+            raise self._refused(value)
+        if value.name in _DICTS:
+            return {self._key(key): self.of(each, depth) for key, each in self._pairs(value)}
+        if value.items is not None:
+            raise self._refused(value)
+        if value.name == _FROM_TYPE and len(value.args) > 2 and type(value.args[0]) is Name:
+            return self._tensor(Made(value.args[0].text, value.args[2]), depth)  # what was set on it is left out
+        if value.name in _REBUILT:
+            return self._tensor(value, depth)
+        if value.name == "torch.Size" and len(value.args) == 1:
+            return self.of(value.args[0], depth)
+        return self._builtin(value)
+
+    def _pairs(self, value: Made) -> list[tuple[Any, Any]]:
+        """The keys and values of a dict that is made by a call."""
+        pairs = list(value.items or ())
+        if value.name == "collections.OrderedDict" and value.args:  # as older versions of Python wrote it
+            first = value.args[0]
+            if type(first) is not list or not all(type(each) in (list, tuple) and len(each) == 2 for each in first):
+                raise self._refused(value)
+            return [*map(tuple, first), *pairs]
+        return pairs
+
+    def _builtin(self, value: Made) -> Any:
+        kind, args = value.name.rpartition(".")[2], value.args
+        if kind == "encode" and len(args) == 2 and type(args[0]) is str and args[1] == "latin1":
+            return args[0].encode("latin1", "replace")
+        if kind == "bytes" and not args:
+            return b""
+        if kind in ("set", "frozenset") and len(args) == 1 and type(args[0]) is list:
+            return frozenset(map(self._key, args[0]))
+        if kind == "complex" and len(args) == 2 and all(type(each) is float for each in args):
+            return complex(*args)
+        if kind in ("device", "_get_layout") and args and all(type(each) in (str, int) for each in args):
+            return ":".join(map(str, args))
+        raise self._refused(value)
+
+    def _key(self, key: Any) -> Any:
+        if (
+            type(key) is Made
+            or (type(key) in (str, bytes) and len(key) > 4096)
+            or type(key) in (list, dict, tuple, set)
+        ):
+            raise CheckpointHostile(
+                self._where, expected="keys that are short plain values", found=type(key).__name__, fix=_FIX
+            )
+        return key.text if type(key) is Name else key
+
+    def _tensor(self, value: Made, depth: int) -> StoredTensor:
+        kind, args = value.name.rpartition("._rebuild_")[2], value.args
+        if value.name not in _REBUILT or type(args) is not tuple or value.items is not None:
+            raise self._refused(value)
+        if kind.startswith("parameter"):
+            inner = self.of(args[0], depth) if args else None
+            if type(inner) is not StoredTensor:
+                raise self._refused(value)
+            return inner
+        if len(args) < 4 or type(args[0]) is not Made or args[0].name != "persistent":
+            raise self._refused(value)
+        key, dtype, size_bytes = self._storage(args[0])
+        if kind == "tensor_v3":
+            dtype = args[6].text.removeprefix("torch.") if len(args) > 6 and type(args[6]) is Name else ""
+        start, shape, strides = args[1], self.of(args[2], depth), self.of(args[3], depth)
+        are_sizes = type(shape) is type(strides) is tuple and len(shape) == len(strides) and all(_is_count(each) for each in (start, *shape, *strides))  # fmt: skip
+        if not are_sizes or dtype not in STORED:
+            raise self._refused(value)
+        found = StoredTensor(key, dtype, shape, strides, start, size_bytes)
+        self._check(found)
+        return found
+
+    def _check(self, found: StoredTensor) -> None:
+        itemsize, count = STORED[found.dtype].itemsize, 1
+        for size in found.shape:
+            count *= size
+        if count * itemsize > found.storage_bytes:
+            raise CheckpointHostile(self._where, expected=f"a tensor inside its memory of {found.storage_bytes} bytes",
+                                    found=f"{found.dtype} of {list(found.shape)}", fix="write it again from contiguous tensors")  # fmt: skip
+        if found.elements[1] * itemsize > found.storage_bytes:
+            raise CheckpointDamaged(self._where, expected=f"a tensor inside its memory of {found.storage_bytes} bytes",
+                                    found=f"one up to element {found.elements[1]}", fix=_FIX)  # fmt: skip
+
+    def _storage(self, made: Made) -> tuple[str, str, int]:
+        """The member, the dtype and the bytes of a storage; without a dtype its size is in bytes."""
+        args = made.args
+        if type(args) is tuple and len(args) == 5 and args[0] == "storage" and type(args[1]) is Name and type(args[2]) is str and _is_count(args[4]):  # fmt: skip
+            if args[1].text == _UNTYPED:
+                return args[2], "", args[4]
+            dtype = _STORAGES.get(args[1].text.removeprefix("torch.").removesuffix("Storage"))
+            if dtype is not None:
+                return args[2], dtype, args[4] * STORED[dtype].itemsize
+        raise self._refused(made)
+
+    def _refused(self, value: Made) -> CheckpointDamaged:
+        return CheckpointDamaged(
+            self._where, expected=f"{value.name} as torch writes it", found="other arguments", fix=_FIX
+        )
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _LIMIT
+
+
+def flattened(value: Mapping[Any, Any], where: str, *, prefix: str = "") -> dict[str, Any]:
+    """The values inside nested dicts by their keys, with dots between them. Lists and tuples are values.
+
+    Raises:
+        CheckpointDamaged: if two values get one name.
+
+    Examples:
+        >>> flattened({"model": {"a.weight": 1, "b": {0: 2}}, "step": 3}, "x.pt")
+        {'model.a.weight': 1, 'model.b.0': 2, 'step': 3}
+    """
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        name = f"{prefix}{key}"
+        inner = flattened(each, where, prefix=f"{name}.") if isinstance(each, Mapping) and each else {name: each}
+        for twice in inner.keys() & found.keys():
+            raise CheckpointDamaged(
+                where, expected="another name for each value", found=f"{printable(twice)} twice", fix=_FIX
+            )
+        found |= inner
+    return found
