@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from trainfold.backends.formats.dcp.reader import DcpReader
+from trainfold.backends.formats.dcp.dcp_reader import DcpReader
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import intersect
@@ -27,13 +27,13 @@ class DcpDirectory:
         prefix: of the names that are taken, without its dot: ``"model"`` takes ``model.w`` as ``w``. Empty for all names.
 
     Examples:
-        >>> import tempfile, torch.distributed.checkpoint as dcp
+        >>> import tempfile, trainfold
+        >>> from trainfold.weights import write_dcp_directory
         >>> model, folder = torch.nn.Linear(2, 1), tempfile.mkdtemp()
-        >>> _ = dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=folder, no_dist=True)
+        >>> write_dcp_directory(folder, trainfold.attach(model).capture())
         >>> source = DcpDirectory(folder, prefix="model")
         >>> sorted(source.specs()), DcpDirectory(folder).objects()
-        (['bias', 'weight'], {'step': 3})
-        >>> import trainfold
+        (['bias', 'weight'], {'step': 0})
         >>> live = trainfold.attach(torch.nn.Linear(2, 1), weights=source)
         >>> live.take_weights()
         >>> torch.equal(live.capture().model.params["weight"], model.weight)

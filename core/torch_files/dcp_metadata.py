@@ -33,7 +33,7 @@ _FIX: Final = "copy the directory again from where it was written"
 
 @final
 @attrs.frozen
-class Stretch:
+class FileRange:
     """Bytes of a file.
 
     Attributes:
@@ -62,7 +62,7 @@ class DcpTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, Stretch], ...]
+    chunks: tuple[tuple[Box, FileRange], ...]
 
 
 @final
@@ -77,7 +77,7 @@ class DcpMetadata:
     """
 
     tensors: Mapping[str, DcpTensor]
-    objects: Mapping[str, Stretch]
+    objects: Mapping[str, FileRange]
     paths: Mapping[str, PathInState]
 
 
@@ -98,7 +98,7 @@ def read_dcp_metadata(data: bytes, where: str) -> DcpMetadata:
         raise _damaged(where, "metadata of a state and of its storage", f"{_word(listed)} and {_word(stored)}")
     found = _stored(stored, where)
     tensors: dict[str, DcpTensor] = {}
-    objects: dict[str, Stretch] = {}
+    objects: dict[str, FileRange] = {}
     for name, entry in listed.items():
         if type(name) is not str:
             raise _damaged(where, "names that are text", _word(name))
@@ -110,7 +110,7 @@ def read_dcp_metadata(data: bytes, where: str) -> DcpMetadata:
     return DcpMetadata(tensors, objects, _paths_of(top.get("planner_data"), listed, where))
 
 
-def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int, ...] | None], Stretch]:
+def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
     """Name and first index of a chunk -> where it is."""
     found = {}
     for key, info in stored.items():
@@ -122,7 +122,7 @@ def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int,
     return found
 
 
-def _stretch(info: Any, where: str) -> Stretch:
+def _stretch(info: Any, where: str) -> FileRange:
     fields = _fields(info, "_StorageInfo", where)
     file, start, size = fields.get("relative_path"), fields.get("offset"), fields.get("length")
     transforms = fields.get("transform_descriptors")
@@ -132,10 +132,10 @@ def _stretch(info: Any, where: str) -> Stretch:
         raise CheckpointHostile(where, expected="a file in its directory", found=printable(file) if type(file) is str else _word(file),
                                 fix="do not use this directory")  # fmt: skip
     if transforms is None:
-        return Stretch(file, start, size)
+        return FileRange(file, start, size)
     if type(transforms) not in (list, tuple) or not all(type(each) is str for each in transforms):
         raise _damaged(where, "the names of transforms", _word(transforms))
-    return Stretch(file, start, size, tuple(transforms))
+    return FileRange(file, start, size, tuple(transforms))
 
 
 def _is_inside(path: str) -> bool:
@@ -144,8 +144,8 @@ def _is_inside(path: str) -> bool:
 
 
 def _found(
-    stored: Mapping[tuple[str, tuple[int, ...] | None], Stretch], key: tuple[str, tuple[int, ...] | None], where: str
-) -> Stretch:
+    stored: Mapping[tuple[str, tuple[int, ...] | None], FileRange], key: tuple[str, tuple[int, ...] | None], where: str
+) -> FileRange:
     found = stored.get(key)
     if found is None:
         part = "the object" if key[1] is None else f"the chunk at {list(key[1])}"
@@ -154,7 +154,7 @@ def _found(
 
 
 def _tensor(
-    name: str, entry: Any, stored: Mapping[tuple[str, tuple[int, ...] | None], Stretch], where: str
+    name: str, entry: Any, stored: Mapping[tuple[str, tuple[int, ...] | None], FileRange], where: str
 ) -> DcpTensor:
     fields = _fields(entry, "TensorStorageMetadata", where)
     dtype, shape = _dtype(fields.get("properties"), where), _sizes(fields.get("size"), where)

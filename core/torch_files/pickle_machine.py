@@ -43,16 +43,18 @@ class Made:
         name: of what would be called; ``"persistent"`` for an object outside the pickle.
         args: what it would be called with.
         state: what would be set on the result; None without.
-        items: the key and value pairs that would be put into the result.
+        items: the key and value pairs that would be put into the result; None without.
+        is_new: whether an object of the class would be made without calling its constructor.
     """
 
-    __slots__ = ("args", "items", "name", "state")
+    __slots__ = ("args", "is_new", "items", "name", "state")
 
-    def __init__(self, name: str, args: Any) -> None:
+    def __init__(self, name: str, args: Any, *, state: Any = None, is_new: bool = False) -> None:
         self.name = name
         self.args = args
-        self.state: Any = None
+        self.state = state
         self.items: list[tuple[Any, Any]] | None = None
+        self.is_new = is_new
 
 
 Value: TypeAlias = Any
@@ -129,7 +131,7 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 budget -= 1
                 if type(made) is not Name or type(args) is not tuple:
                     raise _hostile(where, "a call of a known name", _kind(made))
-                put(Made(made.text, args))
+                put(Made(made.text, args, is_new=op == 0x81))
             elif op == 0x29:  # EMPTY_TUPLE
                 put(())
             elif op == 0x85:  # TUPLE1
@@ -288,7 +290,7 @@ def _set(target: Any, pairs: list[Any], where: str) -> None:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a value can be a key of which a hostile file cannot make many that take long to tell apart. A tuple can: its parts may be shared."""
+    """Whether a value can be a key of which a hostile file cannot make many that take long to compare. A tuple can: its parts may be shared."""
     kind = type(key)
     if kind is str or kind is bytes:
         return len(key) <= _KEY_LENGTH

@@ -63,9 +63,9 @@ class StoredTensor:
 
     @property
     def elements(self) -> tuple[int, int]:
-        """The first element of the storage that belongs to it, and one past the last."""
+        """The first element of the storage that belongs to it, and one past the last; no element of a tensor without any."""
         if not all(self.shape):
-            return self.start, self.start
+            return 0, 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.start, self.start + last + 1
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from trainfold.backends.formats.torch_save.byte_range import ByteRange
 from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointHostile
 from trainfold.core.printable import printable
-from trainfold.core.torch_files.stored_values import read_values
+from trainfold.core.torch_files.stored_values import StoredTensor, read_values
 
 _END: Final = struct.Struct("<4s4H2LH")
 _END_64: Final = struct.Struct("<4sQ2H2L4Q")
@@ -43,7 +43,7 @@ def read_archive(file: ByteRange) -> Mapping[str, ByteRange]:
                 raise _hostile(file, "another name for each member", printable(name))
             found[name] = _member(file, name, start, size)
     except struct.error as error:
-        raise damaged(file, "a whole archive", error) from None
+        raise _damaged(file, "a whole archive", error) from None
     return found
 
 
@@ -56,11 +56,30 @@ def archive_values(file: ByteRange, members: Mapping[str, ByteRange]) -> Any:
     """
     order = members.get("byteorder")
     if order is not None and (order.size > 16 or order.read(0, order.size) != b"little"):
-        raise damaged(file, "bytes in little-endian order", "another order")
+        raise _damaged(file, "bytes in little-endian order", "another order")
     pickled = members.get("data.pkl")
     if pickled is None or pickled.size > _PICKLE_LIMIT:
-        raise damaged(file, f"a data.pkl of at most {_PICKLE_LIMIT} bytes", "none" if pickled is None else pickled.size)
+        raise _damaged(
+            file, f"a data.pkl of at most {_PICKLE_LIMIT} bytes", "none" if pickled is None else pickled.size
+        )
     return read_values(pickled.read(0, pickled.size), file.name)
+
+
+def member_of(file: ByteRange, members: Mapping[str, ByteRange], stored: StoredTensor) -> ByteRange:
+    """The bytes of a tensor's storage.
+
+    Raises:
+        CheckpointDamaged: if they are not there, or not so many.
+    """
+    found = members.get(f"data/{stored.storage}")
+    if found is None or found.size < stored.storage_bytes:
+        raise CheckpointDamaged(
+            file.name,
+            expected=f"{stored.storage_bytes} bytes of data/{printable(stored.storage)}",
+            found="none" if found is None else found.size,
+            fix="copy it again",
+        )
+    return found
 
 
 def _directory(file: ByteRange) -> tuple[bytes, int]:
@@ -68,20 +87,20 @@ def _directory(file: ByteRange) -> tuple[bytes, int]:
     start = max(0, file.size - _TAIL)
     tail = file.read(start, file.size - start)
     if len(tail) < _END.size or tail[-_END.size : -_END.size + 4] != b"PK\x05\x06":
-        raise damaged(file, "an archive of torch.save", "other bytes at its end")
+        raise _damaged(file, "an archive of torch.save", "other bytes at its end")
     _, _, _, _, count, size, first, _ = _END.unpack_from(tail, len(tail) - _END.size)
     locator = len(tail) - _END.size - _LOCATOR.size
     if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
         at = _LOCATOR.unpack_from(tail, locator)[2]
         wide = file.read(at, _END_64.size)
         if wide[:4] != b"PK\x06\x06":
-            raise damaged(file, "an archive of torch.save", "a directory that is not where it should be")
+            raise _damaged(file, "an archive of torch.save", "a directory that is not where it should be")
         count, size, first = _END_64.unpack(wide)[7:]
     if count * _ENTRY.size > size or size > file.size:
-        raise damaged(file, f"a directory of {count} members", f"{size} bytes")
+        raise _damaged(file, f"a directory of {count} members", f"{size} bytes")
     listing = tail[first - start : first - start + size] if first >= start else file.read(first, size)
     if len(listing) != size:
-        raise damaged(file, f"a directory of {size} bytes at {first}", f"{len(listing)} bytes")
+        raise _damaged(file, f"a directory of {size} bytes at {first}", f"{len(listing)} bytes")
     return listing, count
 
 
@@ -89,12 +108,12 @@ def _entry(file: ByteRange, listing: bytes, at: int) -> tuple[str, int, int, int
     """The name, the size and the place of a member, and where the next one is listed."""
     (magic, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment_size, _, _, _, start) = _ENTRY.unpack_from(listing, at)  # fmt: skip
     if magic != b"PK\x01\x02":
-        raise damaged(file, "a directory of members", "other bytes")
+        raise _damaged(file, "a directory of members", "other bytes")
     name_at = at + _ENTRY.size
     extra_at = name_at + name_size
     after = extra_at + extra_size + comment_size
     if after > len(listing):
-        raise damaged(file, "a directory of members", "one that is cut off")
+        raise _damaged(file, "a directory of members", "one that is cut off")
     name = listing[name_at:extra_at].decode("utf-8", "replace")
     if _FULL_32 in (packed, size, start):
         size, packed, start = _wide(listing[extra_at : extra_at + extra_size], size, packed, start)
@@ -121,11 +140,11 @@ def _wide(extra: bytes, *short: int) -> list[int]:
 def _member(file: ByteRange, name: str, start: int, size: int) -> ByteRange:
     magic, _, _, _, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack(file.read(start, _LOCAL.size))
     if magic != _MAGIC:
-        raise damaged(file, f"the member {printable(name)} at {start}", "other bytes")
+        raise _damaged(file, f"the member {printable(name)} at {start}", "other bytes")
     return file.inside(start + _LOCAL.size + name_size + extra_size, size, f"{file.name}: {printable(name)}")
 
 
-def damaged(file: ByteRange, expected: str, found: object) -> CheckpointDamaged:
+def _damaged(file: ByteRange, expected: str, found: object) -> CheckpointDamaged:
     """The error for a file that is not as torch writes it."""
     return CheckpointDamaged(file.name, expected=expected, found=found, fix="copy or write it again")
 

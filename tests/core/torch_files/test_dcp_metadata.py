@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
-from trainfold.core.torch_files.dcp_metadata import DcpMetadata, DcpTensor, Stretch, read_dcp_metadata
+from trainfold.core.torch_files.dcp_metadata import DcpMetadata, DcpTensor, FileRange, read_dcp_metadata
 
 
 def listed(shape, chunks, dtype=torch.float32):
@@ -61,11 +61,11 @@ def test_tensors_chunks_objects_and_paths_are_those_that_were_written(protocol):
     """U02: with any protocol of pickles."""
     found = read_dcp_metadata(pickle.dumps(metadata(W, ["step"]), protocol), "x")
     chunks = (
-        (((0, 3), (0, 2)), Stretch("__0_0.distcp", 0, 10)),
-        (((3, 4), (0, 2)), Stretch("__0_0.distcp", 10, 10)),
+        (((0, 3), (0, 2)), FileRange("__0_0.distcp", 0, 10)),
+        (((3, 4), (0, 2)), FileRange("__0_0.distcp", 10, 10)),
     )
     assert found.tensors == {"model.w": DcpTensor("float32", (4, 2), chunks)}
-    assert found.objects == {"step": Stretch("__1_0.distcp", 0, 5)}
+    assert found.objects == {"step": FileRange("__1_0.distcp", 0, 5)}
     assert found.paths == {"model.w": ("model", "w"), "step": ("step",)}
 
 

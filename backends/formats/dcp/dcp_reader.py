@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 import torch
 
-from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, read_archive
+from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
 from trainfold.backends.gc_pause import without_collecting
@@ -15,7 +15,7 @@ from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, Checkpoi
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.printable import printable
-from trainfold.core.torch_files.dcp_metadata import DcpMetadata, Stretch, read_dcp_metadata
+from trainfold.core.torch_files.dcp_metadata import DcpMetadata, FileRange, read_dcp_metadata
 from trainfold.core.torch_files.stored_values import StoredTensor
 
 METADATA: Final = ".metadata"
@@ -57,7 +57,7 @@ class DcpReader:
                 raise CheckpointDamaged(file.name, expected=f"at most {_METADATA_LIMIT} bytes", found=file.size, fix="write it again")  # fmt: skip
             return _read(file.read(0, file.size), file.name)
 
-    def check_files(self, files: OpenFiles, stretches: Mapping[str, list[Stretch]]) -> None:
+    def check_files(self, files: OpenFiles, stretches: Mapping[str, list[FileRange]]) -> None:
         """Check that every range that is to be read is there.
 
         Args:
@@ -108,7 +108,7 @@ class DcpReader:
             )
         return archive_values(file, read_archive(file))
 
-    def _range(self, files: OpenFiles, stretch: Stretch, name: str) -> ByteRange:
+    def _range(self, files: OpenFiles, stretch: FileRange, name: str) -> ByteRange:
         file = files.whole(stretch.file)
         where = f"{file.name}: {printable(name)}"
         if stretch.transforms:
@@ -121,7 +121,7 @@ class DcpReader:
         return file.inside(stretch.start, stretch.size, where)
 
     def _stored(
-        self, files: OpenFiles, name: str, stretch: Stretch, dtype: str, shape: tuple[int, ...]
+        self, files: OpenFiles, name: str, stretch: FileRange, dtype: str, shape: tuple[int, ...]
     ) -> tuple[ByteRange, StoredTensor]:
         """Where the bytes of a chunk are, and how they are to be seen."""
         file = self._range(files, stretch, name)
@@ -134,23 +134,6 @@ class DcpReader:
             found = f"{stored.dtype} of {list(stored.shape)}" if type(stored) is StoredTensor else type(stored).__name__
             raise CheckpointDamaged(file.name, expected=f"{dtype} of {list(shape)}, as {METADATA} says", found=found, fix="copy the directory again")  # fmt: skip
         return member_of(file, members, stored), stored
-
-
-def member_of(file: ByteRange, members: Mapping[str, ByteRange], stored: StoredTensor) -> ByteRange:
-    """The bytes of a tensor's storage.
-
-    Raises:
-        CheckpointDamaged: if they are not there, or not so many.
-    """
-    found = members.get(f"data/{stored.storage}")
-    if found is None or found.size < stored.storage_bytes:
-        raise CheckpointDamaged(
-            file.name,
-            expected=f"{stored.storage_bytes} bytes of data/{printable(stored.storage)}",
-            found="none" if found is None else found.size,
-            fix="copy it again",
-        )
-    return found
 
 
 _read = without_collecting(read_dcp_metadata)

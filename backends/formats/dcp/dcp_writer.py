@@ -1,0 +1,63 @@
+"""`write_dcp`: writes a directory that `torch.distributed.checkpoint.load` reads, tensor by tensor; it has its name when all of it is there."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from trainfold.backends.formats.dcp.dcp_reader import METADATA
+from trainfold.backends.formats.staged_directory import staged_directory
+from trainfold.backends.stores.protocol import Buffer
+from trainfold.core.errors import InvalidState
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.state.spec import dtype_name
+from trainfold.core.tensor_memory import tensor_bytes
+from trainfold.core.torch_files.dcp_plan import DcpFile, DcpPlan, identity_of
+
+ReadPart: TypeAlias = Callable[[str, Box], torch.Tensor]
+"""Returns a part of a tensor, by its name and a (start, stop) pair for each dimension."""
+
+
+def write_dcp(plan: DcpPlan, read: ReadPart, path: str | Path, *, identity: str = "") -> None:
+    """Write a directory. What a killed process has finished of it stays, for a call with an equal plan and identity.
+
+    Memory: one tensor, and what its source needs to read it.
+
+    Args:
+        plan: of the directory.
+        read: the tensors.
+        path: of the directory. It does not exist yet, or is empty.
+        identity: a text that is another one if the values are.
+
+    Raises:
+        InvalidArgument: if there is something at the path.
+        InvalidState: if a tensor has another dtype or shape than the plan.
+        SaveFailed: if it cannot be written.
+    """
+    with staged_directory(path, plan=identity_of(plan, identity), size_bytes=plan.size_bytes) as staged:
+        if staged.is_committed:
+            return
+        for file in plan.files:
+            staged.write(file.name, _parts(file, read), size_bytes=file.size_bytes)
+        staged.write(METADATA, [plan.metadata], size_bytes=len(plan.metadata))
+        staged.commit()
+
+
+def _parts(file: DcpFile, read: ReadPart) -> Iterator[Buffer]:
+    for each in file.entries:
+        if each.spec is None:
+            yield from each.around()
+            continue
+        tensor = read(each.name, whole_box(each.spec.shape))
+        found = LeafSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+        if found != LeafSpec(each.spec.dtype, each.spec.shape):
+            raise InvalidState(each.name, expected=each.spec, found=found, fix="let the source give what it has listed")
+        data = tensor_bytes(tensor)
+        del tensor
+        head, tail = each.around(zlib.crc32(data))
+        yield head
+        yield data
+        yield tail

@@ -1,0 +1,163 @@
+"""`TorchFile`: the tensors of a file that `torch.save` has written, a part at a time. Its pickle is read as values, and nothing in it is run."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import torch
+
+from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
+from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
+from trainfold.backends.formats.torch_save.tensor_parts import read_box
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument
+from trainfold.core.format.codec import torch_dtype
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.printable import printable
+from trainfold.core.torch_files.stored_values import StoredTensor, flattened
+from trainfold.core.weights.source import Wanted
+
+_SHOWN = 8  # names in a message
+
+
+@final
+@attrs.frozen
+class OpenTorchFile:
+    """A file of `torch.save` that is open.
+
+    Attributes:
+        values: what was saved, with a `StoredTensor` for each tensor.
+        file: its bytes.
+        members: the members of the archive.
+    """
+
+    values: Any
+    file: ByteRange
+    members: Mapping[str, ByteRange]
+
+    def read(self, stored: StoredTensor, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """Read a box of a tensor.
+
+        Raises:
+            CheckpointDamaged, CheckpointTorn: if its bytes are not there.
+        """
+        found = torch.empty([stop - start for start, stop in box], dtype=torch_dtype(stored.dtype))
+        read_box(member_of(self.file, self.members, stored), stored, box, found)
+        return found
+
+
+@contextmanager
+def open_torch_file(path: Path) -> Iterator[OpenTorchFile]:
+    """Open a file, and read what it holds, except for tensors.
+
+    Raises:
+        CheckpointMissing: if it is not there.
+        CheckpointForeign: if it is not an archive, as torch has written since 1.6.
+        CheckpointHostile: if its pickle names what plain state does not need; the message says what.
+        CheckpointDamaged: if it is cut off.
+    """
+    if not path.is_file():
+        raise CheckpointMissing(str(path), expected="a file of torch.save", found="a directory" if path.is_dir() else "nothing", fix="correct the path")  # fmt: skip
+    with OpenFiles(path.parent) as files:
+        file = files.whole(path.name)
+        if not is_archive(file):
+            raise CheckpointForeign(
+                str(path),
+                expected="an archive, as torch.save has written since torch 1.6",
+                found="another form",
+                fix="write it again with a newer torch, which reads it with weights_only=True",
+            )
+        members = read_archive(file)
+        yield OpenTorchFile(archive_values(file, members), file, members)
+
+
+@final
+class TorchFile:
+    """The tensors of a file of `torch.save`: a state dict, or a checkpoint with one in it, such as a full state dict of FSDP.
+
+    A name has the keys of nested dicts with dots between them. A rank reads only what it holds, and nothing is mapped or unpickled: a file
+    that names any class or function but those of tensors and plain values is refused, and the message says which.
+
+    Args:
+        path: the file.
+        prefix: the keys of the state dict in it, with dots between them, such as ``"model"`` or ``"state_dict"``. Empty if the file is the state dict.
+
+    Examples:
+        >>> import tempfile, trainfold
+        >>> model, path = torch.nn.Linear(2, 1), tempfile.mkdtemp() + "/last.pt"
+        >>> from torch import save
+        >>> save({"model": model.state_dict(), "epoch": 3}, path)
+        >>> source = TorchFile(path, prefix="model")
+        >>> sorted(source.specs()), TorchFile(path).objects()
+        (['bias', 'weight'], {'epoch': 3})
+        >>> live = trainfold.attach(torch.nn.Linear(2, 1), weights=source)
+        >>> live.take_weights()
+        >>> torch.equal(live.capture().model.params["weight"], model.weight)
+        True
+    """
+
+    def __init__(self, path: str | Path, *, prefix: str = "") -> None:
+        self._path = Path(path)
+        self._prefix = prefix
+
+    def __repr__(self) -> str:
+        prefix = f", prefix={self._prefix!r}" if self._prefix else ""
+        return f"TorchFile({str(self._path)!r}{prefix})"
+
+    def specs(self) -> dict[str, LeafSpec]:
+        """Name -> dtype and shape of each tensor; no tensor is read.
+
+        Raises:
+            CheckpointMissing: if the file is not there.
+            CheckpointForeign: if torch before 1.6 wrote it.
+            CheckpointHostile: if it names what plain state does not need, such as a class of a program, or a tensor is larger than its memory.
+            CheckpointDamaged: if it is cut off.
+            InvalidArgument: if there is no dict under the prefix.
+        """
+        with open_torch_file(self._path) as opened:
+            return {name: LeafSpec(each.dtype, each.shape) for name, each in self._tensors(opened.values).items()}
+
+    def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the part of each tensor that this rank holds.
+
+        Raises:
+            CheckpointTorn: if bytes are not there.
+            CheckpointMissing: as in `specs`, and so the others.
+        """
+        with open_torch_file(self._path) as opened:
+            for name, stored in self._tensors(opened.values).items():
+                each = wanted.get(name)
+                if each is None:
+                    continue
+                if each.shape != stored.shape:
+                    yield name, torch.empty(stored.shape, device="meta")  # it is refused for its shape, and not read
+                    continue
+                yield name, opened.read(stored, each.box)
+
+    def objects(self) -> dict[str, Any]:
+        """Name -> value of what is not a tensor, such as an epoch. Lists are values.
+
+        Raises:
+            CheckpointMissing: as in `specs`, and so the others.
+        """
+        with open_torch_file(self._path) as opened:
+            return {name: each for name, each in self._named(opened.values).items() if type(each) is not StoredTensor}
+
+    def _tensors(self, values: Any) -> dict[str, StoredTensor]:
+        return {name: each for name, each in self._named(values).items() if type(each) is StoredTensor}
+
+    def _named(self, values: Any) -> dict[str, Any]:
+        found = values
+        for key in self._prefix.split(".") if self._prefix else ():
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            keys = (
+                [printable(str(each)) for each in values][:_SHOWN]
+                if isinstance(values, Mapping)
+                else type(values).__name__
+            )
+            raise InvalidArgument(
+                "TorchFile.prefix", expected="the keys of a dict in the file", found=f"{self._prefix!r}, and at the top {keys}",
+                fix=f"name the keys of the state dict in {self._path}")  # fmt: skip
+        return flattened(found, str(self._path))

@@ -1,0 +1,67 @@
+"""`archive_around`: the bytes before and after a tensor that make a file of `torch.save` of it."""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+_LOCAL: Final = struct.Struct("<4s5H3L2H")
+_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+_END_64: Final = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR: Final = struct.Struct("<4sLQL")
+_END: Final = struct.Struct("<4s4H2LH")
+_ALIGNED: Final = 64  # bytes
+_FULL_32: Final = 0xFFFF_FFFF
+_FOLDER: Final = "archive"
+
+
+def archive_around(
+    small: Sequence[tuple[str, bytes]], data: tuple[str, int] | None = None, *, at: int, check_sum: int = 0
+) -> tuple[bytes, bytes]:
+    r"""The bytes of an archive before and after the data of its last member. Members are stored as they are, the last one aligned in the file.
+
+    Args:
+        small: the first members, with their contents.
+        data: the name and the size of the last member; None if there is no other.
+        at: where the archive begins in its file.
+        check_sum: CRC-32 of the data. The sizes of the results do not depend on it.
+
+    Examples:
+        >>> head, tail = archive_around([("version", b"3")], ("data/0", 8), at=10)
+        >>> (len(head) + 10) % 64, tail[-22:-18]
+        (0, b'PK\x05\x06')
+    """
+    head, listing = bytearray(), bytearray()
+    for name, contents in small:
+        _member(head, listing, (name, len(contents), zlib.crc32(contents)), None)
+        head += contents
+    size = 0
+    if data is not None:
+        size = data[1]
+        _member(head, listing, (data[0], size, check_sum), at)
+    count, first = len(small) + (data is not None), len(head) + size
+    tail = bytes(listing)
+    tail += _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, len(listing), first)
+    tail += _LOCATOR.pack(b"PK\x06\x07", 0, first + len(listing), 1)
+    tail += _END.pack(b"PK\x05\x06", 0, 0, count, count, len(listing), min(first, _FULL_32), 0)
+    return bytes(head), tail
+
+
+def _member(head: bytearray, listing: bytearray, member: tuple[str, int, int], at: int | None) -> None:
+    """Add the header of a member, and its line in the directory. With `at`, what follows the header is aligned.
+
+    A member is its name, its size and its CRC-32.
+    """
+    name, size, check_sum = member
+    start, path = len(head), f"{_FOLDER}/{name}".encode()
+    is_long = size >= _FULL_32
+    wide = struct.pack("<2H2Q", 1, 16, size, size) if is_long else b""
+    short = _FULL_32 if is_long else size
+    pad = b""
+    if at is not None:
+        room = -(at + start + _LOCAL.size + len(path) + len(wide) + 4) % _ALIGNED
+        pad = b"FB" + struct.pack("<H", room) + bytes(room)
+    head += _LOCAL.pack(b"PK\x03\x04", 45, 0, 0, 0, 0x21, check_sum, short, short, len(path), len(wide) + len(pad))
+    head += path + wide + pad
+    listing += _ENTRY.pack(b"PK\x01\x02", 45, 45, 0, 0, 0, 0x21, check_sum, short, short, len(path), len(wide), 0, 0, 0, 0, start)  # fmt: skip
+    listing += path + wide

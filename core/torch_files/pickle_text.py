@@ -1,0 +1,117 @@
+"""`pickle_of`: the pickle of values as `read_pickle` returns them, so that a program that unpickles makes those objects."""
+
+import struct
+from typing import Any, Final, final
+
+from trainfold.core.errors import UnsupportedLeaf
+from trainfold.core.torch_files.pickle_machine import Made, Name, Value
+
+_SHORT: Final = 256
+
+
+def pickle_of(value: Value) -> bytes:
+    r"""Return a pickle of protocol 2. Names and texts that come again are referred to.
+
+    Args:
+        value: None, numbers, text, bytes, lists, dicts and tuples of these, a `Name`, and a `Made` without items.
+
+    Raises:
+        UnsupportedLeaf: for another value.
+
+    Examples:
+        >>> pickle_of({"a": (1, None)})
+        b'\x80\x02}(X\x01\x00\x00\x00aq\x00K\x01N\x86u.'
+        >>> pickle_of(Made("torch.Size", ((2,),)))
+        b'\x80\x02ctorch\nSize\nq\x00K\x02\x85\x85R.'
+    """
+    writer = _Writer()
+    writer.put(value)
+    return b"\x80\x02" + bytes(writer.found) + b"."
+
+
+@final
+class _Writer:
+    def __init__(self) -> None:
+        self.found = bytearray()
+        self._memo: dict[object, int] = {}
+
+    def put(self, value: Value) -> None:  # noqa: C901, PLR0912 - a table of kinds
+        found, kind = self.found, type(value)
+        if kind is str:
+            self._once(value, lambda: _sized(b"X", value.encode("utf-8", "surrogatepass")))
+        elif kind is bool:
+            found += b"\x88" if value else b"\x89"
+        elif kind is int:
+            found += _integer(value)
+        elif kind is float:
+            found += b"G" + struct.pack(">d", value)
+        elif value is None:
+            found += b"N"
+        elif kind is bytes:
+            found += _sized(b"B", value)
+        elif kind is tuple:
+            self._tuple(value)
+        elif kind is list:
+            found += b"]("
+            for each in value:
+                self.put(each)
+            found += b"e"
+        elif kind is dict:
+            found += b"}("
+            for key, each in value.items():
+                self.put(key)
+                self.put(each)
+            found += b"u"
+        elif kind is Name:
+            module, _, name = value.text.rpartition(".")
+            self._once(value, f"c{module}\n{name}\n".encode)
+        elif kind is Made and value.items is None:
+            self._made(value)
+        else:
+            raise UnsupportedLeaf(kind.__qualname__, expected="numbers, text, lists, tuples and dicts", found=kind.__qualname__,
+                                  fix="leave it out")  # fmt: skip
+
+    def _made(self, value: Made) -> None:
+        if value.name == "persistent":
+            self.put(value.args)
+            self.found += b"Q"
+            return
+        self.put(Name(value.name))
+        self.put(value.args)
+        self.found += b"\x81" if value.is_new else b"R"
+        if value.state is not None:
+            self.put(value.state)
+            self.found += b"b"
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        if len(value) > 3:
+            self.found += b"("
+        for each in value:
+            self.put(each)
+        self.found += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
+
+    def _once(self, value: "str | Name", data: Any) -> None:
+        """Write a value, or refer to it if it was written before."""
+        number = self._memo.get(value)
+        if number is None:
+            self._memo[value] = number = len(self._memo)
+            self.found += data() + _numbered(b"q", b"r", number)
+        else:
+            self.found += _numbered(b"h", b"j", number)
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < _SHORT:
+        return b"K" + bytes([value])
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def _sized(opcode: bytes, data: bytes) -> bytes:
+    return opcode + struct.pack("<I", len(data)) + data
+
+
+def _numbered(short: bytes, long: bytes, number: int) -> bytes:
+    return short + bytes([number]) if number < _SHORT else long + struct.pack("<I", number)

@@ -1,0 +1,278 @@
+"""Directories of torch's distributed checkpoints: what torch writes is read in any parts, and torch reads what is written here, bit for bit."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.backends import dcp_cases as cases
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import trainfold
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointForeign,
+    CheckpointHostile,
+    CheckpointMissing,
+    CheckpointTorn,
+    InvalidArgument,
+    InvalidState,
+)
+from trainfold.core.weights.source import Wanted
+from trainfold.properties.contracts import check_weight_source
+from trainfold.stores import MemoryStore
+from trainfold.weights import CheckpointWeights, DcpDirectory, write_dcp_directory
+
+
+@settings(max_examples=60)
+@given(st.data(), cases.tensors())
+def test_what_ranks_have_written_with_any_cuts_is_read_in_any_parts(data, tensors):
+    """M24: chunks of a grid, of which some are empty, by any number of ranks; a part of each tensor is the part of the whole."""
+    cuts = {name: data.draw(cases.cut_of(each.shape)) for name, each in tensors.items()}
+    with TemporaryDirectory() as folder:
+        cases.write_parts(folder, tensors, cuts, ranks=data.draw(st.integers(1, 3)))
+        source = DcpDirectory(folder)
+        assert source.specs() == cases.specs_of(tensors)
+        assert cases.all_bits(cases.everything(source)) == cases.all_bits(tensors)
+        boxes = {name: data.draw(cases.box_in(each.shape)) for name, each in tensors.items()}
+        wanted = {name: Wanted(spec.dtype, spec.shape, boxes[name]) for name, spec in source.specs().items()}
+        parts = {name: each[tuple(slice(*side) for side in boxes[name])] for name, each in tensors.items()}
+        assert cases.all_bits(dict(source.supply(wanted))) == cases.all_bits(parts)
+
+
+@settings(max_examples=20)
+@given(cases.tensors(), st.integers(300, 5000))
+def test_torch_reads_what_is_written_here(tensors, file_bytes):
+    """M24: `torch.distributed.checkpoint.load` and `dcp_to_torch_save` return the tensors bit for bit, and so does this library."""
+    with TemporaryDirectory() as top:
+        first, second = f"{top}/first", f"{top}/second"
+        cases.save(first, {"model": tensors, "step": 7})
+        write_dcp_directory(second, DcpDirectory(first, prefix="model"), objects={"step": 7}, file_bytes=file_bytes)
+        assert cases.all_bits(cases.everything(DcpDirectory(second, prefix="model"))) == cases.all_bits(tensors)
+        assert DcpDirectory(second).objects() == {"step": 7}
+        state = {"model": {name: torch.zeros_like(each) for name, each in tensors.items()}, "step": 0}
+        cases.load(second, state)
+        assert state["step"] == 7
+        assert cases.all_bits(state["model"]) == cases.all_bits(tensors)
+        dcp_to_torch_save(second, f"{top}/whole.pt")
+        found = torch.load(f"{top}/whole.pt")
+        assert found["step"] == 7
+        assert cases.all_bits(found.get("model", {})) == cases.all_bits(tensors)
+
+
+TENSORS = {
+    "h.weight": torch.arange(24.0).view(6, 4),
+    "h.bias": torch.tensor([1.0, float("nan"), -0.0]).bfloat16(),
+    "empty": torch.empty(0, 3),
+    "step": torch.tensor(7),
+    "mask": torch.tensor([True, False]),
+}
+
+
+def test_it_is_a_source_as_the_others(tmp_path):
+    """J01: the contract of sources; and elements in another order than row by row."""
+    cases.save(tmp_path / "a", TENSORS)
+    check_weight_source(lambda: DcpDirectory(tmp_path / "a"), TENSORS)
+    turned = {
+        "w": torch.arange(24.0).view(4, 6).t(),
+        "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }
+    cases.save(tmp_path / "b", {"model": turned})
+    check_weight_source(lambda: DcpDirectory(tmp_path / "b", prefix="model"), turned)
+
+
+def test_a_rank_reads_only_the_chunks_that_it_needs(tmp_path, monkeypatch):
+    """P35: of 4 chunks of 1 MiB, a part of one reads that one, and only its rows."""
+    tensors = {"w": torch.randn(4096, 256)}
+    cases.write_parts(
+        tmp_path, tensors, {"w": [((row, row + 1024), (0, 256)) for row in range(0, 4096, 1024)]}, ranks=4
+    )
+    source, read = DcpDirectory(tmp_path), []
+    source.specs()
+    real = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, at: read.append(sum(map(len, buffers))) or real(fd, buffers, at)
+    )
+    for rows, most in (((1024, 2048), 1 << 20), ((1500, 1600), 100 * 1024), ((1000, 1100), 100 * 1024)):
+        read.clear()
+        part = dict(source.supply({"w": Wanted("float32", (4096, 256), (rows, (0, 256)))}))["w"]
+        assert torch.equal(part, tensors["w"][slice(*rows)])
+        assert sum(read) == most
+
+
+def test_the_names_that_programs_have(tmp_path):
+    """`get_state_dict` nests the keys of a state; a prefix takes the model out of them, and the objects have their values."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    cases.save(
+        tmp_path,
+        {"app": {"model": model_state, "optim": optimizer_state}, "train": {"step": 1, "losses": [0.5, (1, "a")]}},
+    )
+    source = DcpDirectory(tmp_path, prefix="app.model")
+    assert sorted(source.specs()) == ["bias", "weight"]
+    assert "state.weight.exp_avg" in DcpDirectory(tmp_path, prefix="app.optim").specs()
+    objects = DcpDirectory(tmp_path, prefix="app.optim").objects()
+    assert objects["param_groups.0.params"] == ["weight", "bias"]
+    assert objects["param_groups.0.betas"] == (0.9, 0.999)
+    assert DcpDirectory(tmp_path, prefix="train").objects() == {"step": 1, "losses": [0.5, (1, "a")]}
+    other = trainfold.attach(torch.nn.Linear(3, 2), weights=source)
+    other.take_weights()
+    assert torch.equal(other.capture().model.params["weight"], model.weight)
+
+
+def test_a_state_is_written_with_its_optimizer_and_torch_continues_with_it(tmp_path):
+    """M24: model, optimizer by name and step; torch's own loop takes the same next step."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=0.01)
+    state = trainfold.init_state(model, adamw, seed=0)
+    step = trainfold.make_step(model, lambda model, batch: trainfold.Loss(model(batch["x"]).square().sum(), 4), adamw)
+    batch = {"x": torch.randn(4, 3)}
+    state, _ = step(state, batch)
+    write_dcp_directory(tmp_path / "a", state)
+    mine = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(mine.parameters(), lr=0.5)
+    model_state, optimizer_state = get_state_dict(mine, optimizer)
+    loaded = {"model": model_state, "optim": optimizer_state, "step": -1}
+    cases.load(tmp_path / "a", loaded)
+    set_state_dict(mine, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    assert loaded["step"] == 1
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    (mine(batch["x"]).square().sum() / 4).backward()
+    optimizer.step()
+    state, _ = step(state, batch)
+    assert cases.all_bits(dict(mine.named_parameters())) == cases.all_bits(dict(state.model.params))
+
+
+def test_a_checkpoint_of_a_run_is_written_and_tied_weights_are_there_under_both_names(tmp_path):
+    """M24: from files to files; and from a state, whose aliases torch asks for too."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    run = MemoryStore()
+    state = trainfold.attach(model).capture()
+    trainfold.save(state, run)
+    write_dcp_directory(tmp_path / "a", CheckpointWeights(run))
+    assert cases.all_bits(cases.everything(DcpDirectory(tmp_path / "a", prefix="model"))) == cases.all_bits(
+        {"a.weight": model["a"].weight}
+    )
+    write_dcp_directory(tmp_path / "b", state, model="")
+    found = {name: torch.zeros(3, 3) for name in ("a.weight", "b.weight")}
+    cases.load(tmp_path / "b", found)
+    assert torch.equal(found["b.weight"], model["a"].weight)
+
+
+def test_what_torch_has_no_name_for_is_not_written(tmp_path):
+    state = trainfold.attach(torch.nn.Linear(2, 1)).capture()
+    with pytest.raises(InvalidState, match="optimizer: expected slots and groups, as torch names them, found dict"):
+        write_dcp_directory(tmp_path / "a", state.evolve(optimizer={"mine": 1}))
+    with pytest.raises(InvalidArgument, match=r"other names than those of tensors, found model\.weight"):
+        write_dcp_directory(tmp_path / "a", state, objects={"model.weight": 1})
+    with pytest.raises(trainfold.errors.UnsupportedLeaf, match="expected numbers, text"):
+        write_dcp_directory(tmp_path / "a", state, objects={"x": object()})
+    write_dcp_directory(tmp_path / "a", state)
+    with pytest.raises(InvalidArgument, match="a directory that does not exist yet"):
+        write_dcp_directory(tmp_path / "a", state.evolve(model=None))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+def shortened(folder):
+    os.truncate(folder / "__0_0.distcp", 100)
+
+
+def without(folder):
+    (folder / "__0_0.distcp").unlink()
+
+
+def alone(folder):
+    (folder / ".metadata").rename(folder / "__0.metadata")
+
+
+def changed(new, *, at=0):
+    def change(folder):
+        data = bytearray((folder / "__0_0.distcp").read_bytes())
+        start = data.index(b"torch._utils", at)
+        data[start : start + len(new)] = new
+        (folder / "__0_0.distcp").write_bytes(bytes(data))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (shortened, CheckpointTorn, r"__0_0\.distcp: .*expected bytes \d+ to \d+, found 100 bytes"),
+        (without, CheckpointMissing, "a file that can be read"),
+        (alone, CheckpointMissing, r"found __0\.metadata, which one rank has written for itself"),
+        (changed(b"os\nsystem\nxx"), CheckpointHostile, r"found os\.system"),
+    ],
+)
+def test_a_directory_that_is_not_whole_is_refused_before_anything_is_read(change, error, said, tmp_path):
+    """U02: by the name of the file and of the tensor."""
+    cases.save(tmp_path, {"w": TENSORS["h.weight"], "b": TENSORS["h.bias"]})
+    change(tmp_path)
+    source = DcpDirectory(tmp_path)
+    with pytest.raises(error, match=said):
+        dict(
+            source.supply(
+                {name: Wanted(s.dtype, s.shape, tuple((0, n) for n in s.shape)) for name, s in source.specs().items()}
+            )
+        )
+
+
+def test_chunks_that_are_not_what_the_metadata_say_are_named(tmp_path):
+    """U02: each is looked at before its bytes are used."""
+    for name, tensor in (("a", torch.ones(2, 3)), ("b", torch.ones(3, 2)), ("c", torch.ones(2, 3, dtype=torch.int32))):
+        cases.save(tmp_path / name, {"w": tensor})
+    for name, said in (
+        ("b", r"expected float32 of \[2, 3\].*found float32 of \[3, 2\]"),
+        ("c", r"found int32 of \[2, 3\]"),
+    ):
+        shutil.copy(tmp_path / name / "__0_0.distcp", tmp_path / "a" / "__0_0.distcp")
+        with pytest.raises(CheckpointDamaged, match=said):
+            cases.everything(DcpDirectory(tmp_path / "a"))
+
+
+def test_another_encoding_of_chunks_is_refused_by_name(tmp_path):
+    """Extensions, and safetensors inside of such files, which torch itself does not read back."""
+    tensors = {"w": torch.ones(2, 3)}
+    cases.write_parts(
+        tmp_path / "a",
+        tensors,
+        {"w": [((0, 2), (0, 3))]},
+        ranks=1,
+        serialization_format=SerializationFormat.SAFETENSORS,
+    )
+    with pytest.raises(CheckpointForeign, match=r"expected a tensor that torch\.save has written, found other bytes"):
+        cases.everything(DcpDirectory(tmp_path / "a"))
+    cases.write_parts(tmp_path / "b", tensors, {"w": [((0, 2), (0, 3))]}, ranks=1)
+    path = Path(tmp_path / "b" / ".metadata")
+    made = pickle.loads(path.read_bytes())
+    for info in made.storage_data.values():
+        info.transform_descriptors = ["stream.zstd/1"]
+    path.write_bytes(pickle.dumps(made))
+    with pytest.raises(CheckpointForeign, match=r"found stream\.zstd/1; load it with torch"):
+        cases.everything(DcpDirectory(tmp_path / "b"))
+
+
+def test_a_hostile_object_is_refused_and_not_run(tmp_path):
+    """U02: an object is a pickle of its own."""
+    mark = tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(mark),)
+
+    cases.save(tmp_path / "a", {"w": torch.ones(2), "step": Runs()})
+    assert sorted(DcpDirectory(tmp_path / "a").specs()) == ["w"]
+    with pytest.raises(CheckpointHostile, match=r"found posix\.mkdir"):
+        DcpDirectory(tmp_path / "a").objects()
+    assert not mark.exists()
