@@ -82,6 +82,7 @@ class TorchFile:
     Args:
         path: the file.
         prefix: the keys of the state dict in it, with dots between them, such as ``"model"`` or ``"state_dict"``. Empty if the file is the state dict.
+        below: what the names in the state dict begin with, without its last dot, if only those are taken, and without it.
 
     Examples:
         >>> import tempfile, trainfold
@@ -97,13 +98,15 @@ class TorchFile:
         True
     """
 
-    def __init__(self, path: str | Path, *, prefix: str = "") -> None:
+    def __init__(self, path: str | Path, *, prefix: str = "", below: str = "") -> None:
         self._path = Path(path)
         self._prefix = prefix
+        self._below = f"{below}." if below else ""
 
     def __repr__(self) -> str:
         prefix = f", prefix={self._prefix!r}" if self._prefix else ""
-        return f"TorchFile({str(self._path)!r}{prefix})"
+        below = f", below={self._below[:-1]!r}" if self._below else ""
+        return f"TorchFile({str(self._path)!r}{prefix}{below})"
 
     def specs(self) -> dict[str, LeafSpec]:
         """Name -> dtype and shape of each tensor; no tensor is read.
@@ -144,13 +147,23 @@ class TorchFile:
         with open_torch_file(self._path) as opened:
             return {name: each for name, each in self._named(opened.values).items() if type(each) is not StoredTensor}
 
+    def at(self, keys: str) -> Any:
+        """The value under keys with dots between them, and numbers for lists; None if there is none. A tensor of one element is its value.
+
+        Raises:
+            CheckpointMissing: as in `specs`, and so the others.
+        """
+        with open_torch_file(self._path) as opened:
+            found = _under(opened.values, keys)
+            if type(found) is StoredTensor and found.shape in ((), (1,)):
+                return opened.read(found, tuple((0, size) for size in found.shape)).item()
+            return found
+
     def _tensors(self, values: Any) -> dict[str, StoredTensor]:
         return {name: each for name, each in self._named(values).items() if type(each) is StoredTensor}
 
     def _named(self, values: Any) -> dict[str, Any]:
-        found = values
-        for key in self._prefix.split(".") if self._prefix else ():
-            found = found.get(key) if isinstance(found, Mapping) else None
+        found = _under(values, self._prefix)
         if not isinstance(found, Mapping):
             keys = (
                 [printable(str(each)) for each in values][:_SHOWN]
@@ -160,4 +173,15 @@ class TorchFile:
             raise InvalidArgument(
                 "TorchFile.prefix", expected="the keys of a dict in the file", found=f"{self._prefix!r}, and at the top {keys}",
                 fix=f"name the keys of the state dict in {self._path}")  # fmt: skip
-        return flattened(found, str(self._path))
+        names = flattened(found, str(self._path))
+        return {name[len(self._below) :]: each for name, each in names.items() if name.startswith(self._below)}
+
+
+def _under(values: Any, keys: str) -> Any:
+    """The value under keys; None if there is none."""
+    for key in keys.split(".") if keys else ():
+        if isinstance(values, list) and key.isdecimal() and int(key) < len(values):
+            values = values[int(key)]
+        else:
+            values = values.get(key) if isinstance(values, Mapping) else None
+    return values

@@ -13,7 +13,16 @@ from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
 from trainfold.backends.weights.take import take_weights
+from trainfold.backends.weights.take_training import take_training
 from trainfold.backends.weights.torch_file import TorchFile
+from trainfold.backends.weights.training import (
+    SavedGroup,
+    Training,
+    accelerate_training,
+    dcp_training,
+    lightning_training,
+    torch_training,
+)
 from trainfold.backends.weights.transformed import Transformed
 from trainfold.core.weights.detected import Detected
 from trainfold.core.weights.hub.hub_plan import HubPlan
@@ -32,15 +41,22 @@ __all__ = [
     "HubPlan",
     "ListedSource",
     "Renamed",
+    "SavedGroup",
     "ServedWeights",
     "TorchFile",
+    "Training",
     "Transformed",
     "Wanted",
     "WeightServer",
     "WeightSource",
+    "accelerate_training",
+    "dcp_training",
     "detect_format",
+    "lightning_training",
     "plan_hub_directory",
+    "take_training",
     "take_weights",
+    "torch_training",
     "write_dcp_directory",
     "write_hub_directory",
 ]

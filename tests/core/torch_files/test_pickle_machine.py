@@ -121,7 +121,7 @@ def test_a_known_name_is_not_called_whatever_it_gets(tmp_path):
 def long_string_pairs():
     """Two long equal keys, again and again: each comparison would take long."""
     key = b"X" + struct.pack("<I", 1 << 20) + b"k" * (1 << 20)
-    return b"\x80\x02" + key + b"q\x00" + key + b"q\x01}" + b"h\x00Nsh\x01Ns" * 20_000 + b"."
+    return b"\x80\x02" + key + b"q\x00" + key + b"q\x01}" + b"h\x00Nsh\x01Ns" * 200_000 + b"."
 
 
 BOMBS = {
@@ -139,7 +139,7 @@ BOMBS = {
     "doubling": b"\x80\x04)" + b"2\x86" * 30_000,
     "deep lists": b"\x80\x04" + b"]" * 3000 + b"a" * 2999 + b".",
     "long equal keys": long_string_pairs(),
-    "integers of one hash": b"\x80\x02}" + b"".join(b"\x8a\x10" + (k * (2**61 - 1)).to_bytes(16, "little") + b"Ns" for k in range(20, 20_000)) + b".",
+    "integers of one hash": b"\x80\x02}" + b"".join(b"\x8a\x10" + (k * (2**61 - 1)).to_bytes(16, "little") + b"Ns" for k in range(20, 60_000)) + b".",
     "a tuple of tuples as a name": b"\x80\x04)" + b"2\x86" * 40 + b"2\x93.",
     "a tuple of tuples as a key": b"\x80\x04})" + b"2\x86" * 40 + b"Ns.",
 }  # fmt: skip

@@ -1,0 +1,166 @@
+"""`take_training`: a state with the model, the optimizer and the step of another program's checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+
+from trainfold.backends.ranks.all_ranks import on_all_ranks
+from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.weights.take import take_weights
+from trainfold.backends.weights.training import SavedGroup, Training
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.layout.shard import Shard
+from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.layout.world import Collectives
+from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Opaque, OptimizerState, ParamGroup, Progress, TrainState
+from trainfold.core.weights.source import Wanted
+
+_SHOWN: Final = 8  # names in a message
+
+
+def take_training(state: TrainState, training: Training, *, collectives: Collectives | None = None) -> TrainState:
+    """Return a state with the model, the optimizer, the scheduler and the step of another program's checkpoint.
+
+    ``live.restore(take_training(live.capture(), training))`` continues a live run so. A rank reads its parts only. Hyperparameters are those of the
+    checkpoint where the optimizer here has them. Samples, epochs, the position in the data and random streams stay those of the state: no other program's can be carried over, so the
+    run continues with the same numbers from there, and not with the same batches.
+
+    Args:
+        state: of a run with the same model and an optimizer over the same parameters; of the class that saved, which no such checkpoint names.
+        training: print it to see what is taken.
+        collectives: the ranks, all of which call. None for this process alone.
+
+    Raises:
+        InvalidState: if tensors or parameters are missing on either side, their number, order or shapes differ, or groups here join parameters with other
+            hyperparameters. Nothing is taken then.
+        InvalidArgument: if the state has no model, or an optimizer that is more than slots and groups.
+
+    Examples:
+        >>> import tempfile, trainfold
+        >>> from trainfold.weights import dcp_training, take_training, write_dcp_directory
+        >>> sgd = trainfold.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> model, folder = torch.nn.Linear(2, 1), tempfile.mkdtemp()
+        >>> theirs = trainfold.init_state(model, sgd, seed=0)
+        >>> write_dcp_directory(folder, theirs.evolve(trainer=trainfold.Progress(step=7)))
+        >>> print(training := dcp_training(folder))  # doctest: +ELLIPSIS
+        /...:
+          model      2 tensors
+          optimizer  0 values of 2 parameters, by name
+          step       7
+        >>> take_training(trainfold.init_state(torch.nn.Linear(2, 1), sgd, seed=1), training).trainer.step
+        7
+    """
+    taken: list[Any] = []
+    optimizer = state.optimizer
+    if optimizer is not None and training.slots is not None:
+        if not isinstance(optimizer, OptimizerState):
+            raise InvalidArgument("take_training.state", expected="an optimizer with slots and groups", found=type(optimizer).__qualname__,
+                                  fix="take the model alone: take_weights(state, training.model)")  # fmt: skip
+        world = ALONE if collectives is None else collectives
+        on_all_ranks(world, lambda: taken.append(_optimizer(state, optimizer, training)), doing="take its optimizer")
+        state = state.evolve(optimizer=taken[0])
+    state = take_weights(state, training.model, collectives=collectives)
+    if training.step is not None:
+        state = state.evolve(trainer=attrs.evolve(state.trainer or Progress(), step=training.step))
+    if training.scheduler is not None and isinstance(state.scheduler, Opaque):
+        state = state.evolve(scheduler=Opaque(dict(training.scheduler)))
+    return state
+
+
+def _optimizer(state: TrainState, mine: OptimizerState, training: Training) -> OptimizerState:
+    groups = _numbered(mine, training) if training.is_numbered else training.groups
+    hyper = {str(name): group.hyper for group in groups for name in group.params}
+    names = [name for group in mine.groups for name in group.params]
+    missing, unknown = [each for each in names if each not in hyper], [each for each in hyper if each not in names]
+    if missing or unknown:
+        raise InvalidState("optimizer", expected=f"the {len(names)} parameters of the optimizer here",
+                           found=f"{len(hyper)} in {training.where}; missing {missing[:_SHOWN]}, unexpected {unknown[:_SHOWN]}",
+                           fix="make the optimizer of the parameters that it was saved with")  # fmt: skip
+    order = {
+        number: str(name)
+        for theirs, group in zip(training.groups, groups, strict=True)
+        for number, name in zip(theirs.params, group.params, strict=True)
+    }
+    slots = _slots(state, training, {str(number): name for number, name in order.items()}, hyper)
+    return attrs.evolve(
+        mine,
+        slots=Leaves({name: slots[name] for name in names if name in slots}),
+        groups=tuple(_group(each, hyper) for each in mine.groups),
+    )
+
+
+def _numbered(mine: OptimizerState, training: Training) -> tuple[SavedGroup, ...]:
+    """The saved groups with names: the n-th parameter of a group here is the n-th that was saved."""
+    here, there = [len(each.params) for each in mine.groups], [len(each.params) for each in training.groups]
+    if here != there:
+        raise InvalidState("optimizer.groups", expected=f"groups of {here} parameters, as here", found=f"groups of {there} in {training.where}",
+                           fix="make the optimizer of the same parameters, in the same groups and order: it was saved without their names")  # fmt: skip
+    return tuple(SavedGroup(each.params, saved.hyper) for each, saved in zip(mine.groups, training.groups, strict=True))
+
+
+def _group(mine: ParamGroup, hyper: Mapping[str, Mapping[str, Any]]) -> ParamGroup:
+    """A group with the saved hyperparameters; one that the saved program did not have keeps the value that it has here."""
+    found = (
+        {key: _like(value, hyper[mine.params[0]].get(key, value)) for key, value in mine.hyper.items()}
+        if mine.params
+        else dict(mine.hyper)
+    )
+    for name in mine.params:
+        other = {key: _like(value, hyper[name].get(key, value)) for key, value in mine.hyper.items()}
+        if other != found:
+            keys = [key for key in found if other[key] != found[key]]
+            raise InvalidState(f"optimizer: {name}", expected=f"the {', '.join(keys)} of {mine.params[0]}, which is in the same group here",
+                               found=[other[key] for key in keys], fix="make groups of the parameters as they were saved")  # fmt: skip
+    return attrs.evolve(mine, hyper=found)
+
+
+def _like(mine: Any, theirs: Any) -> Any:
+    return tuple(theirs) if isinstance(mine, tuple) and isinstance(theirs, list) else theirs
+
+
+def _slots(
+    state: TrainState, training: Training, order: Mapping[str, str], hyper: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    assert training.slots is not None
+    assert state.model is not None or not order, "a state with an optimizer has a model"
+    params: Mapping[str, Any] = {} if state.model is None else state.model.params
+    wanted, owners = {}, {}
+    for full, spec in training.slots.specs().items():
+        name, slot = _owner(full, order, hyper, training)
+        leaf = params[name]
+        is_cut = isinstance(leaf, Shard) and spec.shape == tuple(leaf.shape)
+        if spec.shape not in ((), (1,), tuple(leaf.shape)):
+            raise InvalidState(f"optimizer: {name}.{slot}", expected=f"the shape {list(leaf.shape)} of its parameter, or one number", found=list(spec.shape),
+                               fix="make the optimizer of the parameters that it was saved with, in their order")  # fmt: skip
+        wanted[full] = Wanted(spec.dtype, spec.shape, leaf.box if is_cut else whole_box(spec.shape))
+        owners[full] = name, slot, leaf if is_cut else None
+    found: dict[str, dict[str, Any]] = {}
+    for full, tensor in training.slots.supply(wanted):
+        name, slot, cut = owners[full]
+        found.setdefault(name, {})[slot] = (
+            tensor.clone() if cut is None else attrs.evolve(cut, tensor=_part(tensor, cut, wanted[full].box))
+        )
+    for full, value in training.values.items():
+        name, slot = _owner(full, order, hyper, training)
+        found.setdefault(name, {})[slot] = value
+    return {name: dict(sorted(each.items())) for name, each in found.items()}
+
+
+def _part(tensor: torch.Tensor, cut: Shard, box: Box) -> torch.Tensor:
+    """What this rank holds of what a source has yielded: all of it, or the box."""
+    if tuple(tensor.shape) == tuple(cut.shape):
+        tensor = tensor[tuple(slice(start, stop) for start, stop in box)]
+    return tensor.to(cut.tensor.device, copy=True)
+
+
+def _owner(full: str, order: Mapping[str, str], hyper: Mapping[str, Any], training: Training) -> tuple[str, str]:
+    """The parameter and the slot of a saved value."""
+    saved, _, slot = full.rpartition(".")
+    name = order.get(saved, canonical_name(saved) if not training.is_numbered else saved)
+    if name not in hyper:
+        raise InvalidState(f"optimizer: {full}", expected="a slot of a parameter in a group", found=saved, fix=f"look at {training.where}: it is not as torch writes it")  # fmt: skip
+    return name, slot

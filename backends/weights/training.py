@@ -1,0 +1,274 @@
+"""`Training`: model, optimizer and step of another program's checkpoint. `dcp_training`, `torch_training`, `lightning_training` and `accelerate_training` open one."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.backends.weights.dcp_directory import DcpDirectory
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.torch_file import TorchFile
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument
+from trainfold.core.layout.slices import whole_box
+from trainfold.core.printable import printable
+from trainfold.core.state.fqn import canonical_name
+from trainfold.core.weights.source import ListedSource, Wanted
+
+_SHOWN: Final = 8  # names in a message
+_ANOTHER: Final = "it is of the other program; what it says cannot be checked here"
+
+
+@final
+@attrs.frozen
+class SavedGroup:
+    """A param group of the saved optimizer.
+
+    Attributes:
+        params: names, or the numbers of parameters in the order in which the optimizer has them.
+        hyper: hyperparameter -> value.
+    """
+
+    params: tuple[str | int, ...]
+    hyper: Mapping[str, Any]
+
+
+@final
+@attrs.frozen
+class Training:
+    """What another program's checkpoint has of a training. It prints what is taken of it, and what is not. Pass it to `take_training`.
+
+    Attributes:
+        where: the path.
+        model: its weights, by the names of the model.
+        slots: the optimizer's tensors, as ``NAME.SLOT``, or ``NUMBER.SLOT`` where the groups have numbers. None without an optimizer.
+        values: those of its slots that are not tensors.
+        groups: its param groups.
+        step: optimizer steps done; None if the checkpoint does not say it.
+        scheduler: the ``state_dict()`` of its scheduler, if there is one.
+        left_out: what else is there, with the reason why it is not taken.
+    """
+
+    where: str
+    model: ListedSource
+    slots: ListedSource | None
+    values: Mapping[str, Any]
+    groups: tuple[SavedGroup, ...]
+    step: int | None
+    scheduler: Mapping[str, Any] | None = None
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}:", f"  model      {len(self.model.specs())} tensors"]
+        if self.slots is not None:
+            held = len(self.slots.specs()) + len(self.values)
+            how = "by order" if self.is_numbered else "by name"
+            lines.append(
+                f"  optimizer  {held} values of {sum(len(each.params) for each in self.groups)} parameters, {how}"
+            )
+        lines.append(f"  step       {'not said' if self.step is None else self.step}")
+        if self.scheduler is not None:
+            lines.append("  scheduler  its state_dict")
+        lines += [f"  not taken  {printable(name)}: {reason}" for name, reason in self.left_out]
+        return "\n".join(lines)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the optimizer knows its parameters by their order alone."""
+        return any(isinstance(each, int) for group in self.groups for each in group.params)
+
+
+def dcp_training(path: str | Path, *, model: str = "model", optimizer: str = "optim", step: str = "step") -> Training:
+    """Open a directory of `torch.distributed.checkpoint` that has a model and an optimizer by name.
+
+    Both forms of an optimizer are read: that of `get_state_dict`, and the flat one of torchtitan, for which the arguments are
+    ``model="", optimizer="optimizer", step="train_state.step"``.
+
+    Args:
+        path: the directory.
+        model: the keys of the model, with dots between them; empty if its names are at the top.
+        optimizer: the keys of the optimizer.
+        step: the name of the step.
+
+    Raises:
+        CheckpointError: the matching subclass; see `DcpDirectory`.
+        InvalidArgument: if there is nothing under the keys of the model or the optimizer.
+    """
+    whole, source = DcpDirectory(path), DcpDirectory(path, prefix=model)
+    objects, listed = whole.objects(), whole.specs()
+    for argument, key in (("model", model), ("optimizer", optimizer)):
+        _check_there(str(path), argument, key, [*objects, *listed])
+    scalars = {
+        name: spec for name, spec in listed.items() if name == step or name.startswith(f"{optimizer}.param_groups.")
+    }
+    wanted = {
+        name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape))
+        for name, spec in scalars.items()
+        if spec.shape in ((), (1,))
+    }
+    objects |= {name: tensor.item() for name, tensor in whole.supply(wanted)}
+    tops = {name.partition(".")[0] for name in (*objects, *listed)}
+    known = {each.partition(".")[0] for each in (model, optimizer, step)}
+    names = [] if model else list(listed)  # at the top, what is no weight has no mark
+    return Training(
+        str(path),
+        source,
+        DcpDirectory(path, prefix=f"{optimizer}.state"),
+        {
+            name.removeprefix(f"{optimizer}.state."): each
+            for name, each in objects.items()
+            if name.startswith(f"{optimizer}.state.")
+        },
+        _groups_by_name(objects, f"{optimizer}.param_groups."),
+        _step(objects.get(step)),
+        None,
+        tuple(
+            (name, _ANOTHER) for name in sorted(tops - known) if name not in {each.partition(".")[0] for each in names}
+        ),
+    )
+
+
+def torch_training(
+    path: str | Path,
+    *,
+    model: str = "model",
+    optimizer: str = "optimizer",
+    step: str = "step",
+    scheduler: str = "scheduler",
+) -> Training:
+    """Open a file of `torch.save` that has ``model.state_dict()`` and ``optimizer.state_dict()`` in a dict.
+
+    Such an optimizer knows its parameters by their order. It is taken only into an optimizer that was made of the same parameters in the same groups and order.
+
+    Args:
+        path: the file.
+        model: the keys of the model's state dict, with dots between them.
+        optimizer: the keys of the optimizer's state dict.
+        step: the key of the step.
+        scheduler: the keys of the scheduler's state dict.
+
+    Raises:
+        CheckpointError: the matching subclass; see `TorchFile`.
+        InvalidArgument: if there is nothing under the keys of the model or the optimizer.
+    """
+    file = TorchFile(path)
+    top = file.at("")
+    source = TorchFile(path, prefix=model)
+    source.specs()
+    found, schedule = file.at(optimizer), file.at(scheduler)
+    _check_there(str(path), "optimizer", optimizer, [optimizer] if isinstance(found, Mapping) else list(map(str, top)))
+    groups = tuple(
+        SavedGroup(
+            tuple(group.get("params", ())),
+            {key: each for key, each in group.items() if key not in ("params", "param_names")},
+        )
+        for group in found.get("param_groups", ())
+    )
+    known = {
+        each.partition(".")[0]
+        for each in (model, optimizer, step, *((scheduler,) if isinstance(schedule, Mapping) else ()))
+    }
+    slots = TorchFile(path, prefix=f"{optimizer}.state")
+    return Training(
+        str(path), source, slots, slots.objects() if found.get("state") else {}, groups, _step(file.at(step)),
+        schedule if isinstance(schedule, Mapping) else None,
+        tuple((str(name), _ANOTHER) for name in top if str(name) not in known),
+    )  # fmt: skip
+
+
+def lightning_training(path: str | Path, *, module: str = "") -> Training:
+    """Open a ``.ckpt`` of Lightning with one optimizer.
+
+    Args:
+        path: the file.
+        module: the attribute of the LightningModule that holds the model, such as ``"model"``, if the model alone is trained here.
+
+    Raises:
+        CheckpointError: the matching subclass; see `TorchFile`.
+        CheckpointForeign: if it has no optimizer, or several.
+    """
+    optimizers = TorchFile(path).at("optimizer_states")
+    if not isinstance(optimizers, list) or len(optimizers) != 1:
+        raise CheckpointForeign(str(path), expected="optimizer_states of one optimizer", found=len(optimizers) if isinstance(optimizers, list) else "none",
+                                fix="take the model alone: TorchFile(path, prefix='state_dict')")  # fmt: skip
+    found = torch_training(
+        path, model="state_dict", optimizer="optimizer_states.0", step="global_step", scheduler="lr_schedulers.0"
+    )
+    return found if not module else attrs.evolve(found, model=TorchFile(path, prefix="state_dict", below=module))
+
+
+def accelerate_training(path: str | Path) -> Training:
+    """Open a directory that ``Accelerator.save_state`` has written for a plain model and one optimizer.
+
+    The step is that of the optimizer's own counters, if it has them. Random states, samplers and custom objects are not taken: each is a pickle of its own process.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        CheckpointError: the matching subclass; see `TorchFile` and `HubDirectory`.
+    """
+    top = Path(path)
+    names = sorted(each.name for each in top.iterdir()) if top.is_dir() else []
+    if "optimizer.bin" not in names:
+        raise CheckpointMissing(str(path), expected="a directory with optimizer.bin, as Accelerator.save_state writes it",
+                                found=", ".join(map(printable, names[:_SHOWN])) or "nothing", fix="name the directory checkpoint_N")  # fmt: skip
+    weights: ListedSource = TorchFile(top / "pytorch_model.bin") if "pytorch_model.bin" in names else HubDirectory(top)
+    file = TorchFile(top / "optimizer.bin")
+    groups = tuple(
+        SavedGroup(
+            tuple(group.get("params", ())),
+            {key: each for key, each in group.items() if key not in ("params", "param_names")},
+        )
+        for group in file.at("param_groups") or ()
+    )
+    slots = TorchFile(top / "optimizer.bin", prefix="state")
+    counters = [name for name in slots.specs() if name.endswith(".step")]
+    wanted = {
+        name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape))
+        for name, spec in slots.specs().items()
+        if name in counters
+    }
+    steps = {tensor.item() for _, tensor in slots.supply(wanted)}
+    schedule = TorchFile(top / "scheduler.bin").at("") if "scheduler.bin" in names else None
+    taken = {"optimizer.bin", "pytorch_model.bin", "scheduler.bin"}
+    left = tuple((name, _ANOTHER) for name in names if name not in taken and not name.startswith("model"))
+    return Training(str(path), weights, slots, slots.objects(), groups, _step(steps.pop() if len(steps) == 1 else None),
+                    schedule if isinstance(schedule, Mapping) else None, left)  # fmt: skip
+
+
+def _groups_by_name(objects: Mapping[str, Any], prefix: str) -> tuple[SavedGroup, ...]:
+    """The groups of ``param_groups.NUMBER.KEY``, or of ``param_groups.NAME.KEY`` for each parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in objects.items():
+        if name.startswith(prefix):
+            group, _, key = name.removeprefix(prefix).rpartition(".")
+            found.setdefault(group, {})[key] = value
+    return tuple(
+        SavedGroup(
+            tuple(map(_named, hyper["params"]))
+            if isinstance(hyper.get("params"), list | tuple)
+            else (canonical_name(group),),
+            {key: each for key, each in hyper.items() if key not in ("params", "param_names")},
+        )
+        for group, hyper in found.items()
+    )
+
+
+def _named(name: Any) -> str | int:
+    return canonical_name(name) if isinstance(name, str) else name
+
+
+def _step(found: Any) -> int | None:
+    """A step, from an int or a counter that is a whole number."""
+    if type(found) is float and found.is_integer():
+        found = int(found)
+    return found if type(found) is int and found >= 0 else None
+
+
+def _check_there(where: str, argument: str, key: str, names: Iterable[str]) -> None:
+    every = list(names)
+    if key and not any(name == key or name.startswith(f"{key}.") for name in every):
+        tops = sorted({printable(name.partition(".")[0]) for name in every})
+        raise InvalidArgument(argument, expected=f"keys of {where}", found=f"{key!r}; at the top there are {', '.join(tops[:_SHOWN])}",
+                              fix="name the keys under which it was saved")  # fmt: skip

@@ -1,0 +1,251 @@
+"""Model, optimizer and step of other programs' checkpoints: a run goes on as the program would have, and what does not fit is refused with nothing taken."""
+
+import pytest
+import torch
+from kit.backends import dcp_cases as cases
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import trainfold
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument, InvalidState
+from trainfold.weights import accelerate_training, dcp_training, lightning_training, take_training, torch_training
+
+BATCHES = [torch.randn(4, 3, generator=torch.Generator().manual_seed(number)) for number in range(6)]
+STEPS = 3
+
+
+def build(kind=torch.optim.AdamW, *, lr=0.01):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    params = [
+        {"params": list(model[0].parameters()), "weight_decay": 0.1},
+        {"params": [*model[1].parameters(), *model[2].parameters()]},
+    ]
+    optimizer = kind(params, lr=lr, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def train(model, optimizer, scheduler, batches):
+    for batch in batches:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model, optimizer, scheduler
+
+
+def write_dcp(path, model, optimizer, scheduler):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    cases.save(path, {"model": model_state, "optim": optimizer_state, "step": STEPS, "data": {"at": 3}})
+    return dcp_training(path)
+
+
+def write_titan(path, model, optimizer, scheduler):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    train_state = {"step": torch.tensor(STEPS, dtype=torch.int32), "seen": torch.tensor(12)}
+    cases.save(
+        path,
+        {
+            **model_state,
+            "optimizer": optimizer_state,
+            "train_state": train_state,
+            "lr_scheduler": scheduler.state_dict(),
+        },
+    )
+    return dcp_training(path, model="", optimizer="optimizer", step="train_state.step")
+
+
+def write_torch(path, model, optimizer, scheduler):
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "step": STEPS,
+            "args": {"lr": 1},
+        },
+        path,
+    )
+    return torch_training(path)
+
+
+def write_lightning(path, model, optimizer, scheduler):
+    """As `Trainer.save_checkpoint` of Lightning 2 lays it out."""
+    names = {f"net.{name}": each for name, each in model.state_dict().items()} | {"loss.weight": torch.ones(2)}
+    loops = {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}}
+    torch.save({
+        "epoch": 0, "global_step": STEPS, "pytorch-lightning_version": "2.5.5", "state_dict": names, "loops": loops,
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.5), "kth_value": None}},
+        "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [scheduler.state_dict()], "hparams_name": "kwargs", "hyper_parameters": {"lr": 0.01},
+    }, path)  # fmt: skip
+    return lightning_training(path, module="net")
+
+
+def write_accelerate(path, model, optimizer, scheduler):
+    """As `Accelerator.save_state(safe_serialization=False)` lays it out."""
+    path.mkdir()
+    torch.save(model.state_dict(), path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), path / "optimizer.bin")
+    torch.save(scheduler.state_dict(), path / "scheduler.bin")
+    (path / "random_states_0.pkl").write_bytes(b"cos\nsystem\n")  # is not opened
+    return accelerate_training(path)
+
+
+WRITERS = [write_dcp, write_titan, write_torch, write_lightning, write_accelerate]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_run_goes_on_as_the_other_program_would_have(write, kind, tmp_path):
+    """M24: bit for bit, with an optimizer that was fresh, or had stepped elsewhere; hyperparameters are those that were saved."""
+    saved = train(*build(kind), BATCHES[:STEPS])
+    if kind is torch.optim.SGD and write is write_accelerate:
+        training = write(tmp_path / "saved", *saved)
+        assert training.step is None  # nothing in it counts
+    else:
+        training = write(tmp_path / "saved", *saved)
+        assert training.step == STEPS
+    other = build(kind, lr=0.7)
+    if kind is torch.optim.AdamW:
+        train(*other, BATCHES[4:])
+    model, optimizer, scheduler = other
+    live = trainfold.attach(model, optimizer, scheduler=scheduler)
+    live.restore(take_training(live.capture(), training))
+    if training.scheduler is None:
+        scheduler.load_state_dict(saved[2].state_dict())
+    assert live.progress.step == (training.step or 0)
+    assert cases.all_bits(model.state_dict()) == cases.all_bits(saved[0].state_dict())
+    for batch in BATCHES[STEPS:]:
+        train(*saved, [batch])
+        train(*other, [batch])
+    assert cases.all_bits(model.state_dict()) == cases.all_bits(saved[0].state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in saved[1].param_groups]
+
+
+def test_a_pure_state_takes_it_too(tmp_path):
+    """M24: `init_state` has an optimizer by name."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), BATCHES[:STEPS])
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    cases.save(tmp_path, {"model": model_state, "optim": optimizer_state, "step": STEPS})
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=0.5)
+    state = take_training(trainfold.init_state(torch.nn.Linear(3, 1), adamw, seed=1), dcp_training(tmp_path))
+    step = trainfold.make_step(model, lambda model, x: trainfold.Loss(model(x["x"]).square().sum(), 4), adamw)
+    state, _ = step(state, {"x": BATCHES[4]})
+    model(BATCHES[4]).square().sum().div(4).backward()
+    optimizer.step()
+    assert state.trainer.step == STEPS + 1
+    assert cases.all_bits(dict(state.model.params)) == cases.all_bits(dict(model.named_parameters()))
+
+
+def test_what_is_taken_and_what_is_not_is_printed(tmp_path):
+    training = write_lightning(tmp_path / "a.ckpt", *train(*build(), BATCHES[:STEPS]))
+    assert str(training).replace(str(tmp_path), "") == (
+        "/a.ckpt:\n"
+        "  model      9 tensors\n"
+        "  optimizer  18 values of 6 parameters, by order\n"
+        "  step       3\n"
+        "  scheduler  its state_dict\n"
+        "  not taken  epoch: it is of the other program; what it says cannot be checked here\n"
+        "  not taken  pytorch-lightning_version: it is of the other program; what it says cannot be checked here\n"
+        "  not taken  loops: it is of the other program; what it says cannot be checked here\n"
+        "  not taken  callbacks: it is of the other program; what it says cannot be checked here\n"
+        "  not taken  hparams_name: it is of the other program; what it says cannot be checked here\n"
+        "  not taken  hyper_parameters: it is of the other program; what it says cannot be checked here"
+    )
+    titan = write_titan(tmp_path / "titan", *train(*build(), BATCHES[:STEPS]))
+    assert "lr_scheduler" in str(titan)
+    accelerate = write_accelerate(tmp_path / "b", *train(*build(), BATCHES[:STEPS]))
+    assert "not taken  random_states_0.pkl" in str(accelerate)
+
+
+def other_order(model):
+    return torch.optim.AdamW(
+        [{"params": list(model[1].parameters())}, {"params": [*model[0].parameters(), *model[2].parameters()]}]
+    )
+
+
+def fewer(model):
+    return torch.optim.AdamW([{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}])
+
+
+def one_group(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def other_shapes(model):
+    first = list(model[0].parameters())
+    return torch.optim.AdamW([{"params": first[::-1]}, {"params": [*model[1].parameters(), *model[2].parameters()]}])
+
+
+@pytest.mark.parametrize(
+    ("write", "make", "said"),
+    [
+        (write_torch, other_shapes, r"0\.bias\.exp_avg: expected the shape \[4\] of its parameter, or one number, found \[4, 3\]"),
+        (write_torch, one_group, r"expected groups of \[6\] parameters, as here, found groups of \[2, 4\]"),
+        (write_torch, fewer, r"expected groups of \[2, 2\] parameters"),
+        (write_dcp, fewer, r"expected the 4 parameters .* found 6 .*unexpected \['1\.weight', '1\.bias'\]"),
+        (write_dcp, one_group, r"expected the weight_decay of 0\.weight, which is in the same group here, found \[0\.01\]"),
+        (write_titan, one_group, r"expected the weight_decay of 0\.weight, which is in the same group here"),
+        (write_dcp, other_order, r"which is in the same group here"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_mapped_is_refused_and_nothing_is_taken(write, make, said, tmp_path):
+    """M24: by the reason."""
+    training = write(tmp_path / "saved", *train(*build(), BATCHES[:STEPS]))
+    model, _, _ = build()
+    live = trainfold.attach(model, make(model))
+    state = live.capture()
+    with pytest.raises(InvalidState, match=said):
+        take_training(state, training)
+    assert live.progress.step == 0
+
+
+def test_the_order_of_groups_does_not_matter_where_parameters_have_names(tmp_path):
+    """By name, another order of parameters in a group is the same optimizer."""
+    saved = train(*build(), BATCHES[:STEPS])
+    training = write_dcp(tmp_path / "saved", *saved)
+    model, _, _ = build()
+    others = [*model[2].parameters(), *model[1].parameters()]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": list(model[0].parameters()), "weight_decay": 0.5}])
+    live = trainfold.attach(model, optimizer)
+    live.restore(take_training(live.capture(), training))
+    assert optimizer.param_groups[1]["weight_decay"] == 0.1
+    assert torch.equal(optimizer.state[model[2].weight]["exp_avg"], saved[1].state[saved[0][2].weight]["exp_avg"])
+
+
+def test_a_checkpoint_without_what_is_named_is_refused(tmp_path):
+    saved = train(*build(), BATCHES[:STEPS])
+    write_dcp(tmp_path / "a", *saved)
+    with pytest.raises(
+        InvalidArgument,
+        match=r"optimizer: expected keys of .*, found 'optimizer'; at the top there are data, model, optim, step",
+    ):
+        dcp_training(tmp_path / "a", optimizer="optimizer")
+    write_torch(tmp_path / "b", *saved)
+    with pytest.raises(InvalidArgument, match="found 'optim'"):
+        torch_training(tmp_path / "b", optimizer="optim")
+    with pytest.raises(CheckpointForeign, match="optimizer_states of one optimizer, found none"):
+        lightning_training(tmp_path / "b")
+    with pytest.raises(CheckpointMissing, match=r"a directory with optimizer\.bin"):
+        accelerate_training(tmp_path / "a")
+
+
+def test_slots_that_are_no_tensors_are_taken(tmp_path):
+    """M24: SGD without momentum kept a None for each parameter, and older optimizers a number of steps."""
+    model, optimizer, scheduler = build(torch.optim.SGD)
+    saved = optimizer.state_dict() | {"state": {number: {"momentum_buffer": None, "step": 3} for number in range(6)}}
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "a")
+    names, state = [], {}
+    for name, _ in model.named_parameters():
+        names.append(name)
+        state[name] = {"momentum_buffer": None, "step": 3}
+    groups = [
+        group | {"params": names[:2] if number == 0 else names[2:]}
+        for number, group in enumerate(saved["param_groups"])
+    ]
+    cases.save(tmp_path / "b", {"model": model.state_dict(), "optim": {"state": state, "param_groups": groups}})
+    for training in (torch_training(tmp_path / "a"), dcp_training(tmp_path / "b")):
+        found = take_training(trainfold.attach(model, optimizer, scheduler=scheduler).capture(), training)
+        assert found.optimizer.slots == state
