@@ -5,17 +5,12 @@ The names are re-exports, each documented where it lives.
 
 from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.weights.checkpoint import CheckpointWeights
-from trainfold.backends.weights.dcp_directory import DcpDirectory
-from trainfold.backends.weights.dcp_export import write_dcp_directory
 from trainfold.backends.weights.first_rank import FirstRank
-from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
-from trainfold.backends.weights.served import ServedWeights
-from trainfold.backends.weights.server import WeightServer
-from trainfold.backends.weights.take import take_weights
-from trainfold.backends.weights.take_training import take_training
-from trainfold.backends.weights.torch_file import TorchFile
-from trainfold.backends.weights.training import (
+from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
+from trainfold.backends.weights.foreign.dcp_export import write_dcp_directory
+from trainfold.backends.weights.foreign.take_training import take_training
+from trainfold.backends.weights.foreign.torch_file import TorchFile
+from trainfold.backends.weights.foreign.training import (
     SavedGroup,
     Training,
     accelerate_training,
@@ -23,6 +18,11 @@ from trainfold.backends.weights.training import (
     lightning_training,
     torch_training,
 )
+from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
+from trainfold.backends.weights.served import ServedWeights
+from trainfold.backends.weights.server import WeightServer
+from trainfold.backends.weights.take import take_weights
 from trainfold.backends.weights.transformed import Transformed
 from trainfold.core.weights.detected import Detected
 from trainfold.core.weights.hub.hub_plan import HubPlan

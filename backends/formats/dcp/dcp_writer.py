@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,7 +21,9 @@ ReadPart: TypeAlias = Callable[[str, Box], torch.Tensor]
 """Returns a part of a tensor, by its name and a (start, stop) pair for each dimension."""
 
 
-def write_dcp(plan: DcpPlan, read: ReadPart, path: str | Path, *, identity: str = "") -> None:
+def write_dcp(
+    plan: DcpPlan, read: ReadPart, path: str | Path, *, identity: str = "", check: Callable[[], Any] = lambda: None
+) -> None:
     """Write a directory. What a killed process has finished of it stays, for a call with an equal plan and identity.
 
     Memory: one tensor, and what its source needs to read it.
@@ -31,6 +33,7 @@ def write_dcp(plan: DcpPlan, read: ReadPart, path: str | Path, *, identity: str 
         read: the tensors.
         path: of the directory. It does not exist yet, or is empty.
         identity: a text that is another one if the values are.
+        check: called when everything is read; it raises if what was read may not be what was there at the call.
 
     Raises:
         InvalidArgument: if there is something at the path.
@@ -42,6 +45,7 @@ def write_dcp(plan: DcpPlan, read: ReadPart, path: str | Path, *, identity: str 
             return
         for file in plan.files:
             staged.write(file.name, _parts(file, read), size_bytes=file.size_bytes)
+        check()
         staged.write(METADATA, [plan.metadata], size_bytes=len(plan.metadata))
         staged.commit()
 

@@ -118,6 +118,11 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
             self._open[file] = ByteRange(str(path), descriptor, 0, size)
         return self._open[file]
 
+    def stats(self) -> list[tuple[str, int, int]]:
+        """The name, the size and the time of each file that is open."""
+        found = [(name, os.fstat(each.descriptor)) for name, each in sorted(self._open.items())]
+        return [(name, each.st_size, each.st_mtime_ns) for name, each in found]
+
 
 def _torn(name: str, expected: str, found: str) -> CheckpointTorn:
     return CheckpointTorn(name, expected=expected, found=found, fix="copy it again; the copy is not whole")

@@ -8,8 +8,8 @@ import torch
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.weights.foreign.training import SavedGroup, Training
 from trainfold.backends.weights.take import take_weights
-from trainfold.backends.weights.training import SavedGroup, Training
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, whole_box

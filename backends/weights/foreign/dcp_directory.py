@@ -1,6 +1,7 @@
 """`DcpDirectory`: the tensors of a directory that `torch.distributed.checkpoint` has written, whatever the number of ranks, a part at a time."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import intersect
 from trainfold.core.torch_files.dcp_metadata import DcpMetadata
+from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 
@@ -91,6 +93,30 @@ class DcpDirectory:
             self._reader.check_files(files, places)
             for full in sorted(boxes, key=lambda full: [(each.file, each.start) for each in places[full][:1]]):
                 yield self._mine(full), self._reader.read_tensor(files, full, boxes[full])
+
+    @contextmanager
+    def opened(self) -> Iterator[OpenWeights]:
+        """See `OpenSource`.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+        """
+        specs = self.specs()
+        with OpenFiles(self._reader.path) as files:
+            chunks = {
+                full: [stretch for _, stretch in each.chunks]
+                for full, each in self.metadata.tensors.items()
+                if self._mine(full)
+            }
+            self._reader.check_files(files, chunks)
+            order = sorted(
+                specs, key=lambda name: [(each.file, each.start) for each in chunks[self._prefix + name][:1]]
+            )
+            yield OpenWeights(
+                {name: specs[name] for name in order},
+                lambda name, box: self._reader.read_tensor(files, self._prefix + name, box),
+                identity=f"{self._reader.path.resolve()} {self._prefix} {files.stats()}",
+            )
 
     def objects(self) -> dict[str, Any]:
         """Name -> value of what is not a tensor, such as a step or the settings of an optimizer.

@@ -6,9 +6,9 @@ from typing import Any, Final, final
 
 import attrs
 
-from trainfold.backends.weights.dcp_directory import DcpDirectory
+from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
+from trainfold.backends.weights.foreign.torch_file import TorchFile
 from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.backends.weights.torch_file import TorchFile
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.printable import printable

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import torch
 
-from trainfold.backends.formats.dcp.dcp_writer import ReadPart, write_dcp
-from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.backends.formats.dcp.dcp_writer import write_dcp
+from trainfold.backends.weights.opened import opened_weights
+from trainfold.core.errors import InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box
@@ -45,8 +46,9 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
         file_bytes: after which a new file begins.
 
     Raises:
-        InvalidArgument: if there is something at the path, or an object has the name of a tensor.
-        InvalidState: for what torch has no name for: a rank's part of a leaf, fp32 masters, the state of an optimizer with more than slots and groups.
+        InvalidArgument: if there is something at the path, an object has the name of a tensor, or a leaf is a rank's part.
+        InvalidState: for what torch has no name for: a rank's part of a slot, fp32 masters, the state of an optimizer with more than slots and groups. And if the
+            state is written to meanwhile.
         SaveFailed: if it cannot be written.
 
     Examples:
@@ -60,79 +62,55 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
         (['model.bias', 'model.weight'], 0)
     """
     top = (model,) if model else ()
-    if isinstance(contents, TrainState):
-        tensors, others, paths = _of_state(contents, top, optimizer)
-        specs = {name: LeafSpec(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
+    with opened_weights(
+        contents if not isinstance(contents, TrainState) or contents.model is not None else _Nothing()
+    ) as weights:
+        listed = {name: weights.specs[name] for name in weights.specs} | {
+            alias: weights.specs[name] for alias, name in weights.ties.items()
+        }
+        paths: dict[str, PathInState] = {".".join((*top, name)): (*top, name) for name in listed}
+        specs = {full: listed[str(path[-1])] for full, path in paths.items()}
+        others, slots = dict(objects or {}), dict[str, torch.Tensor]()
+        if isinstance(contents, TrainState):
+            for keys, value in _beside_model(contents, optimizer):
+                name = ".".join(map(str, keys))
+                paths[name] = keys
+                if isinstance(value, torch.Tensor):
+                    slots[name] = value.detach()
+                    specs[name] = LeafSpec(dtype_name(value.dtype), tuple(value.shape))
+                else:
+                    others.setdefault(name, value)
+
+        def read(full: str, box: Box) -> torch.Tensor:
+            name = paths[full][-1]
+            return slots[full] if full in slots else weights.read(weights.ties.get(str(name), str(name)), box)
+
+        # values that are not known again are not gone on with
+        identity = weights.identity or os.urandom(16).hex()
         write_dcp(
-            plan_dcp(specs, others | dict(objects or {}), paths=paths, file_bytes=file_bytes),
-            lambda name, _: tensors[name].detach(),
+            plan_dcp(specs, others, paths=paths, file_bytes=file_bytes),
+            read,
             path,
-            identity=os.urandom(16).hex(),  # values in memory are not known again
-        )
-        return
-    if not isinstance(contents, ListedSource):
-        raise InvalidArgument("write_dcp_directory.contents", expected="a state, or a source that lists what it has",
-                              found=type(contents).__qualname__, fix="pass a TrainState, or one of trainfold.weights with specs()")  # fmt: skip
-    listed = contents.specs()
-    names = {".".join((*top, name)): name for name in listed}
-    plan = plan_dcp(
-        {full: listed[name] for full, name in names.items()},
-        objects,
-        paths={full: (*top, name) for full, name in names.items()},
-        file_bytes=file_bytes,
-    )
-    read = _reader(contents, listed)
-    write_dcp(plan, lambda full, box: read(names[full], box), path, identity=os.urandom(16).hex())
-
-
-def _reader(source: ListedSource, listed: Mapping[str, LeafSpec]) -> ReadPart:
-    """What reads a part of a tensor of a source."""
-
-    def read(name: str, box: Box) -> torch.Tensor:
-        spec = listed[name]
-        for _, tensor in source.supply({name: Wanted(spec.dtype, spec.shape, box)}):
-            return tensor
-        raise InvalidState(
-            name,
-            expected=f"a tensor from {source!r}, which lists it",
-            found="none",
-            fix="let supply() yield what specs() lists",
+            identity=identity,
+            check=weights.check,
         )
 
-    return read
+
+class _Nothing:
+    """A source of a state without a model."""
+
+    def specs(self) -> Mapping[str, LeafSpec]:
+        return {}
+
+    def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ARG002 - of the protocol
+        return iter(())
 
 
-def _of_state(
-    state: TrainState, top: PathInState, optimizer: str
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, PathInState]]:
-    """Tensors and objects by name, and the keys of each."""
-    tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, Any] = {}
-    paths: dict[str, PathInState] = {}
-
-    def add(path: PathInState, value: Any) -> None:
-        name = ".".join(map(str, path))
-        paths[name] = path
-        if isinstance(value, Shard):
-            raise InvalidState(name, expected="a whole tensor", found="a rank's part of one",
-                               fix="save a checkpoint on all ranks, and write the directory from that in one process")  # fmt: skip
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-        else:
-            others[name] = value
-
-    if state.model is not None:
-        leaves = {**state.model.params, **state.model.buffers}
-        for name, leaf in leaves.items():
-            add((*top, name), leaf)
-        for alias, name in state.model.ties:
-            add((*top, alias), leaves[name])
+def _beside_model(state: TrainState, optimizer: str) -> Iterator[tuple[PathInState, Any]]:
     if state.optimizer is not None:
-        for path, value in _of_optimizer(state.optimizer):
-            add((optimizer, *path), value)
+        yield from (((optimizer, *path), value) for path, value in _of_optimizer(state.optimizer))
     if state.trainer is not None:
-        add(("step",), state.trainer.step)
-    return tensors, others, paths
+        yield ("step",), state.trainer.step
 
 
 def _of_optimizer(found: Any) -> Iterator[tuple[PathInState, Any]]:
@@ -142,6 +120,9 @@ def _of_optimizer(found: Any) -> Iterator[tuple[PathInState, Any]]:
                            fix="write the model alone: state.evolve(optimizer=None)")  # fmt: skip
     for name, slots in found.slots.items():
         for slot, value in slots.items():
+            if isinstance(value, Shard):
+                raise InvalidState(f"optimizer: {name}.{slot}", expected="a whole tensor", found="the part of it that this rank has",
+                                   fix="save a checkpoint on all ranks; the model alone is written from CheckpointWeights(run)")  # fmt: skip
             yield ("state", name, slot), value
     for number, group in enumerate(found.groups):
         for key, value in group.hyper.items():

@@ -16,6 +16,7 @@ from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.printable import printable
 from trainfold.core.torch_files.stored_values import StoredTensor, flattened
+from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 _SHOWN = 8  # names in a message
@@ -137,6 +138,22 @@ class TorchFile:
                     yield name, torch.empty(stored.shape, device="meta")  # it is refused for its shape, and not read
                     continue
                 yield name, opened.read(stored, each.box)
+
+    @contextmanager
+    def opened(self) -> Iterator[OpenWeights]:
+        """See `OpenSource`.
+
+        Raises:
+            CheckpointMissing: as in `specs`, and so the others.
+        """
+        with open_torch_file(self._path) as opened:
+            tensors = self._tensors(opened.values)
+            found = self._path.stat()
+            yield OpenWeights(
+                {name: LeafSpec(each.dtype, each.shape) for name, each in tensors.items()},
+                lambda name, box: opened.read(tensors[name], box),
+                identity=f"{self!r} {self._path.resolve()} {found.st_size} {found.st_mtime_ns}",
+            )
 
     def objects(self) -> dict[str, Any]:
         """Name -> value of what is not a tensor, such as an epoch. Lists are values.
