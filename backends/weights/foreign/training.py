@@ -109,7 +109,7 @@ def dcp_training(path: str | Path, *, model: str = "model", optimizer: str = "op
     objects |= {name: tensor.item() for name, tensor in whole.supply(wanted)}
     tops = {name.partition(".")[0] for name in (*objects, *listed)}
     known = {each.partition(".")[0] for each in (model, optimizer, step)}
-    names = [] if model else list(listed)  # at the top, what is no weight has no mark
+    names = [] if model else list(listed)  # at the top, what is not a weight has no mark
     return Training(
         str(path),
         source,
