@@ -11,7 +11,8 @@ from cyclopts.validators import Number
 
 from trainfold import __version__
 from trainfold.adapters.cli.completion import Shell, script_of
-from trainfold.adapters.cli.formats.commands import convert
+from trainfold.adapters.cli.formats.commands import AnyPath, convert
+from trainfold.adapters.cli.locate import has_other_format
 from trainfold.adapters.cli.misuse import no_command, package_missing, usage_error
 from trainfold.adapters.cli.terminal.given_options import (
     DURATION,
@@ -198,19 +199,58 @@ def inspect(
     """Show what a checkpoint holds: components, fingerprints, tensors, files, the contract of its run."""
     from trainfold.adapters.cli.inspect import inspect_checkpoint
 
-    return deliver(lambda: inspect_checkpoint(checkpoint, tensors=tensors, components=components), as_json=json)
+    def answer() -> Answer:
+        if components is None and has_other_format(checkpoint):
+            from trainfold.adapters.cli.formats.inspect_format import inspect_format
+
+            return inspect_format(checkpoint, tensors=tensors)
+        return inspect_checkpoint(checkpoint, tensors=tensors, components=components)
+
+    return deliver(answer, as_json=json)
 
 
 @app.command(group=_LOOK)
-def diff(a: CheckpointPath, b: CheckpointPath, *, components: Components = None, json: Json = False) -> int:
+def diff(  # noqa: PLR0913 - one for each option
+    a: AnyPath,
+    b: AnyPath,
+    *,
+    components: Components = None,
+    values: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Read the leaves that differ, and say by how much: in values, and in units in the last place.",
+        ),
+    ] = False,
+    rules: Annotated[
+        str | None,
+        Parameter(
+            help="Of a checkpoint and a directory of a model hub: the family whose names are translated, such as llama."
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        Parameter(help="The config.json that --rules needs; by default the one in the directory of the hub."),
+    ] = None,
+    json: Json = False,
+) -> int:
     """Compare two checkpoints: components, then each leaf that differs, then the contracts of their runs.
 
     Reads only the manifests, which have a digest of every leaf; and, of tensors that another number of ranks has cut otherwise, the bytes.
     With --components the contracts, which belong to the runs as a whole, are not compared.
+
+    If one of them is of another format, such as a directory of a model hub, the weights of both are read and compared.
     """
     from trainfold.adapters.cli.diff import diff_checkpoints
 
-    return deliver(lambda: diff_checkpoints(a, b, components=components), as_json=json)
+    def answer() -> Answer:
+        if rules is not None or like is not None or has_other_format(a) or has_other_format(b):
+            from trainfold.adapters.cli.formats.diff_format import diff_formats
+
+            return diff_formats(a, b, rules=rules, like=like)
+        return diff_checkpoints(a, b, components=components, values=values)
+
+    return deliver(answer, as_json=json)
 
 
 @app.command(group=_TRUST)
@@ -226,7 +266,14 @@ def verify(
     """Read every byte of a checkpoint and compare all digests; every damaged file is named."""
     from trainfold.adapters.cli.verify import verify_checkpoint
 
-    return deliver(lambda: verify_checkpoint(checkpoint, contents=contents, components=components), as_json=json)
+    def answer() -> Answer:
+        if components is None and has_other_format(checkpoint):
+            from trainfold.adapters.cli.formats.verify_format import verify_format
+
+            return verify_format(checkpoint)
+        return verify_checkpoint(checkpoint, contents=contents, components=components)
+
+    return deliver(answer, as_json=json)
 
 
 @app.command(group=_TRUST)

@@ -7,8 +7,7 @@ from typing import Any, final
 import attrs
 
 from trainfold.adapters.cli.locate import Checkpoint, narrowed, open_checkpoint
-from trainfold.adapters.cli.terminal.output import Answer, Table
-from trainfold.core.errors import TrainfoldError
+from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.core.format.leaf_texts import cut_otherwise, fingerprints_with, leaf_texts
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.drift import ENVIRONMENT
@@ -16,12 +15,6 @@ from trainfold.core.state.notes import CONVERTED
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"
-
-
-class Different(TrainfoldError):
-    """Two checkpoints do not hold the same state of the same run."""
-
-    exit_code = 3
 
 
 @final
@@ -39,13 +32,14 @@ class Line:
         return self.a == self.b
 
 
-def diff_checkpoints(a: Path, b: Path, *, components: Sequence[str] | None = None) -> Answer:
+def diff_checkpoints(a: Path, b: Path, *, components: Sequence[str] | None = None, values: bool = False) -> Answer:
     """Compare two checkpoints. Where one of them stores the same kind of tensor in other slices, both are read, and their contents compared.
 
     Args:
         a: one checkpoint, or a run.
         b: the other.
         components: which components are compared, and nothing else; None for all of them and the contracts.
+        values: whether the leaves that differ are read, to say by how much.
 
     Returns:
         Components, leaves and contract keys; with `Different` if any of them differs.
@@ -64,6 +58,7 @@ def diff_checkpoints(a: Path, b: Path, *, components: Sequence[str] | None = Non
     contract = [line for line in promises if not line.same]
     made = [line for line in _lines(_circumstances(mine), _circumstances(theirs)) if not line.same]
     changed = [line.name for line in compared if not line.same]
+    apart = _distances(one, other, [line.name for line in leaves]) if values else {}
     tables = [
         Table(
             "Components",
@@ -77,6 +72,8 @@ def diff_checkpoints(a: Path, b: Path, *, components: Sequence[str] | None = Non
         if lines:
             rows = tuple((line.name, line.a, line.b) for line in lines)
             tables.append(Table(f"{title} that differ" if name == "leaf" else title, (name, "a", "b"), rows))
+    if apart:
+        tables.append(Table("By how much", ("leaf", ""), tuple((name, str(each)) for name, each in apart.items())))
     error = None
     if changed or contract:
         error = Different(
@@ -91,10 +88,17 @@ def diff_checkpoints(a: Path, b: Path, *, components: Sequence[str] | None = Non
         "same": error is None,
         "components": [{**attrs.asdict(line), "same": line.same} for line in compared],
         "leaves": [attrs.asdict(line) for line in leaves],
+        "values": {name: attrs.asdict(each) for name, each in apart.items()},
         "contract": [attrs.asdict(line) for line in contract],
         "made_by": [attrs.asdict(line) for line in made],
     }
     return Answer(data, tuple(tables), error)
+
+
+def _distances(one: Checkpoint, other: Checkpoint, leaves: Sequence[str]) -> Mapping[str, Any]:
+    from trainfold.adapters.cli.formats.leaf_values import leaf_distances  # late: it imports torch
+
+    return leaf_distances(one, other, leaves)
 
 
 def _count(found: Sequence[object], one: str, several: str = "") -> str:

@@ -14,7 +14,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.staged_files import check_path, too_long
 from trainfold.core import errors
 from trainfold.core.component_names import BUILTIN_COMPONENTS, validate_components
-from trainfold.core.format.file_names import step_of
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Inventory, current_head
 from trainfold.core.problem import Problem
@@ -61,6 +61,21 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
     if inventory.problem is not None:
         raise error_from(inventory.problem)
     return store, inventory
+
+
+def has_other_format(path: Path) -> bool:
+    """Whether a path has something that is not a run or a checkpoint of one, so that other formats are looked for.
+
+    Examples:
+        >>> has_other_format(Path("no/such/path"))
+        False
+    """
+    place = _local(path)
+    if not place.is_dir():
+        return place.is_file()
+    names = {each.name for each in place.iterdir()}
+    is_own = step_of(place.resolve().name) is not None or any(step_of(name) is not None for name in names)
+    return bool(names) and not is_own and not names & {RUN_FILE, MANIFEST}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

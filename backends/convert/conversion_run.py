@@ -79,7 +79,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     """
     checked_target(to)
     name = dtype_of(dtype)
-    original, config = _like(opened, like)
+    original, config = like_of(opened, like)
     found = rules_for(opened.format, to, rules, config)
     said = "\n".join(str(each) for each in (found, None if name is None else cast(name)) if each is not None)
     first = Conversion(opened.where, opened.format, str(target), to, opened.step, said, {}, {}, ("model",), (), {})
@@ -161,8 +161,17 @@ def _hub_plan(planned: PlannedConversion) -> Conversion:
     )
 
 
-def _like(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory | None, Mapping[str, Any] | None]:
-    """The directory of the original model, and its configuration."""
+def like_of(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory | None, Mapping[str, Any] | None]:
+    """The directory of the original model, and its configuration; None for what is not there.
+
+    Args:
+        opened: the source, which is the original if it is of a hub and no other is given.
+        like: a directory, or a ``config.json``.
+
+    Raises:
+        CheckpointMissing: if there is no such path.
+        CheckpointDamaged: if the configuration is not JSON.
+    """
     place = Path(local_path(str(like))) if like is not None else Path(local_path(opened.where))
     if like is not None and place.is_file():
         return None, config_of(place.read_bytes(), str(place))

@@ -83,6 +83,8 @@ def open_source(path: str | Path, *, asked: str | None = None) -> OpenedSource:
     found, place = detected.agreed(asked), Path(local_path(str(path)))
     if found in ("run", "checkpoint"):
         return _native(place, detected, found)
+    if found == "safetensors":
+        return OpenedSource(detected, found, HubDirectory(place), None, ())
     if found == "hf":
         return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place))
     raise CheckpointForeign(

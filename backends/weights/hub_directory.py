@@ -44,7 +44,7 @@ class HubDirectory:
     Links to files are followed inside the directory, and into the ``blobs`` of a hub's own cache. Nothing else outside it is opened.
 
     Args:
-        path: the directory.
+        path: the directory, or one safetensors file.
 
     Examples:
         >>> HubDirectory("models/base")
@@ -126,6 +126,23 @@ class HubDirectory:
         files = sorted({file for name in names for file in self._path.glob(name) if file.is_file()})
         return {file.name: self._inside(file.name).read_bytes() for file in files}
 
+    def files(self) -> dict[Path, list[str] | None]:
+        """Each file, with the tensors that the index has in it; None for all that are in it, if there is no index.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+        """
+        return self._files()
+
+    def names_in(self, file: Path) -> list[str]:
+        """The tensors in a file, by its header.
+
+        Raises:
+            CheckpointMissing: if there is no such file.
+            CheckpointDamaged: if it is not whole.
+        """
+        return list(_places(file))
+
     def _all_places(self) -> Iterator[tuple[str, _Place]]:
         files: dict[str, Path] = {}
         for file, names in self._files().items():
@@ -149,6 +166,8 @@ class HubDirectory:
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Each file, with the tensors that are taken from it; None for all."""
+        if self._path.is_file():
+            return {self._path: None}
         index = self._path / HUB_INDEX
         if not index.is_file():
             files = [self._inside(each.name) for each in sorted(self._path.glob("*.safetensors"))]

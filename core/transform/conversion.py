@@ -103,11 +103,16 @@ def rules_for(source_format: str, to: str, family: str | None, config: Mapping[s
     """
     if family is None:
         return None
-    if (source_format in _HUB) == (to == "hf"):
+    if is_of_hub(source_format) == (to == "hf"):
         raise InvalidArgument("convert.rules", expected="one side with the names of a hub, and one with those of the reference code",
                               found=f"{source_format} to {to}", fix="leave out --rules: both sides have the same names")  # fmt: skip
     whole = hub_rules(family) if config is None else _of_config(family, config)
     return whole if to == "hf" else _inverse(whole)
+
+
+def is_of_hub(source_format: str) -> bool:
+    """Whether the names of a model in this format are those of a hub, as far as rules are asked for."""
+    return source_format in _HUB
 
 
 def checked_target(name: str) -> str:

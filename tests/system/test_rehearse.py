@@ -11,7 +11,6 @@ from kit.system import rehearse_cases
 from kit.system.rehearse_cases import HIDDEN, PROGRAM, program
 
 from trainfold.adapters.cli import main
-from trainfold.adapters.cli.diff import Different
 from trainfold.adapters.cli.rehearse import disk_space as room
 from trainfold.adapters.cli.rehearse.disk_space import most_kept
 from trainfold.adapters.cli.rehearse.errors import (
@@ -25,7 +24,7 @@ from trainfold.adapters.cli.rehearse.errors import (
 from trainfold.adapters.cli.rehearse.moments import Trigger
 from trainfold.adapters.cli.rehearse.options import make_settings
 from trainfold.adapters.cli.rehearse.rehearse import PICTURE, REPORT
-from trainfold.adapters.cli.terminal.output import show_error
+from trainfold.adapters.cli.terminal.output import Different, show_error
 
 rehearse = rehearse_cases.rehearse
 

@@ -32,6 +32,12 @@ class OutputFailed(TrainfoldError):
     exit_code = 4
 
 
+class Different(TrainfoldError):
+    """Two checkpoints do not hold the same state of the same run."""
+
+    exit_code = 3
+
+
 class PackageMissing(TrainfoldError):
     """A command needs a package that is not installed, such as torch."""
 

@@ -84,13 +84,16 @@ def test_an_empty_run_is_not_a_missing_one(run, tmp_path, answered):
     assert str(tmp_path / "nothing") in error["where"]
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "plan"])
-def test_a_foreign_directory_is_named_and_left_as_it_is(tmp_path, command, call):
+@pytest.mark.parametrize(
+    ("command", "code", "kind"),
+    [("ls", 11, "Missing"), ("plan", 11, "Missing"), ("inspect", 15, "Foreign"), ("verify", 15, "Foreign")],
+)
+def test_a_foreign_directory_is_named_and_left_as_it_is(tmp_path, command, code, kind, call):
     """R09: the path and the fix go to standard error, and nothing goes to standard output."""
     (tmp_path / "thesis.tex").write_text("mine")
-    out, err = call(command, tmp_path, code=11)
+    out, err = call(command, tmp_path, code=code)
     assert out == ""
-    assert err.startswith(f"CheckpointMissing: {tmp_path}")
+    assert err.startswith(f"Checkpoint{kind}: {tmp_path}")
     assert all(f"\n  {part}" in err for part in EXPLAINED)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -1,0 +1,51 @@
+"""What `trainfold inspect` shows of a path that is not a checkpoint of a run: its format, and the tensors in it."""
+
+from pathlib import Path
+
+from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.backends.convert.opened_source import open_source
+from trainfold.core.format.dtypes import size_bytes
+
+
+def inspect_format(path: Path, *, tensors: bool = False) -> Answer:
+    """Describe what is at a path, from its headers.
+
+    Args:
+        path: a file or directory.
+        tensors: whether the tables list every tensor; the JSON always does.
+
+    Raises:
+        CheckpointError: the matching subclass, if its format is not known or it cannot be read.
+    """
+    opened = open_source(path)
+    sizes = {name: size_bytes(each.dtype, each.shape) for name, each in opened.model.specs().items()}
+    specs = opened.model.specs()
+    facts = [
+        ("format", opened.format),
+        *(("shown by", each) for each in opened.detected.seen),
+        ("step", "not known" if opened.step is None else str(opened.step)),
+        ("beside the model", ", ".join(opened.others) or "nothing that is known"),
+        ("tensors", f"{len(specs)}, {size_text(sum(sizes.values()))}"),
+        *(("dtype", f"{dtype}: {count}") for dtype, count in _dtypes([each.dtype for each in specs.values()]).items()),
+    ]
+    rows = tuple((name, each.dtype, str(list(each.shape)), str(sizes[name])) for name, each in specs.items())
+    tables = [Table(str(path), ("", ""), tuple(facts))]
+    if tensors:
+        tables.append(Table("Tensors", ("name", "dtype", "shape", "bytes"), rows))
+    data = {
+        "path": str(path),
+        "format": opened.format,
+        "seen": list(opened.detected.seen),
+        "step": opened.step,
+        "others": list(opened.others),
+        "size_bytes": sum(sizes.values()),
+        "tensors": [
+            {"name": name, "dtype": each.dtype, "shape": list(each.shape), "size_bytes": sizes[name]}
+            for name, each in specs.items()
+        ],
+    }
+    return Answer(data, tuple(tables))
+
+
+def _dtypes(found: list[str]) -> dict[str, int]:
+    return {name: found.count(name) for name in sorted(set(found))}

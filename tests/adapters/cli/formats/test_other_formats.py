@@ -1,0 +1,184 @@
+"""`inspect`, `diff` and `verify` on what is not a checkpoint of a run."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from kit.adapters import cli_cases
+from safetensors.torch import load_file, save_file
+
+from trainfold.weights import CheckpointWeights, write_hub_directory
+
+saved = cli_cases.saved
+run = cli_cases.run
+call = cli_cases.call
+answered = cli_cases.answered
+
+WEIGHTS = {"a": torch.ones(4), "b": torch.arange(3.0).bfloat16(), "n": torch.arange(2)}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    path = tmp_path / "hub"
+    path.mkdir()
+    save_file(WEIGHTS, path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A directory with an index of two files."""
+    path = tmp_path / "several"
+    path.mkdir()
+    save_file({"a": WEIGHTS["a"]}, path / "model-00001-of-00002.safetensors")
+    save_file({"b": WEIGHTS["b"], "n": WEIGHTS["n"]}, path / "model-00002-of-00002.safetensors")
+    where = {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "n": "model-00002-of-00002.safetensors",
+    }
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 38}, "weight_map": where})
+    )
+    return path
+
+
+def test_inspect_shows_the_format_what_shows_it_and_each_tensor(answered, call, hub):
+    found, _ = answered("inspect", hub)
+    assert (found["format"], found["seen"], found["size_bytes"]) == ("hf", ["model.safetensors", "config.json"], 38)
+    assert {each["name"]: (each["dtype"], each["shape"]) for each in found["tensors"]} == {
+        "a": ("float32", [4]), "b": ("bfloat16", [3]), "n": ("int64", [2]),
+    }  # fmt: skip
+    out, _ = call("inspect", hub / "model.safetensors", "--tensors")
+    assert "format            safetensors" in out
+    assert "a     float32   [4]    16" in out
+
+
+def test_what_has_no_known_format_says_what_was_seen(answered, tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    for command in (("inspect",), ("verify",), ("diff", tmp_path)):
+        _, error = answered(*command, tmp_path, code=15)
+        assert "notes.txt" in error["found"]
+
+
+def test_diff_of_two_formats_names_each_tensor_that_differs_and_by_how_much(answered, call, hub, several):
+    """Section 6 of the issue: which leaves differ, by how much, in units in the last place."""
+    found, _ = answered("diff", hub, several)
+    assert (found["same"], found["compared"], found["tensors"]) == (True, 3, [])
+    changed = {
+        "a": torch.tensor([1.0, 1.0, 1.0000001, 2.0]),
+        "b": WEIGHTS["b"].float(),
+        "c": torch.ones(1),
+        "n": torch.arange(3),
+    }
+    save_file(changed, hub / "model.safetensors")
+    found, error = answered("diff", several, hub, code=3)
+    assert "4 of 4" in error["found"]
+    assert {each["name"]: (each["a"], each["b"], each["differing"], each["max_ulps"]) for each in found["tensors"]} == {
+        "a": ("float32[4]", "float32[4]", 2, 2**23),
+        "b": ("bfloat16[3]", "float32[3]", 0, None),  # equal after rounding, and yet another dtype
+        "c": ("absent", "float32[1]", None, None),
+        "n": ("int64[2]", "int64[3]", None, None),
+    }  # fmt: skip
+    out, _ = call("diff", several, hub, code=3)
+    assert "2 of 4 differ, by up to 8,388,608 ulps, 1" in out
+    assert "after rounding: equal" in out
+    assert "shapes differ" in out
+
+
+def test_a_checkpoint_is_compared_with_a_directory_of_a_hub_through_rules(answered, tmp_path):
+    """One side has the names of the model's code, the other those of the hub."""
+    from trainfold.transforms import hub_rules, transform_tensors
+
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "tie_word_embeddings": False}
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    tensors = {f"model.layers.0.self_attn.{name}_proj.weight": torch.randn(8, 8) for name in "qkvo"}
+    save_file(tensors, hub / "model.safetensors")
+    (hub / "config.json").write_text(json.dumps(config))
+    answered("convert", hub, tmp_path / "run", "--to", "native", "--rules", "llama")
+    assert "layers.0.attention.wq.weight" in CheckpointWeights(tmp_path / "run").specs()
+    found, _ = answered("diff", tmp_path / "run", hub, "--rules", "llama")
+    assert (found["same"], found["compared"]) == (True, 4)
+    found, _ = answered("diff", hub, tmp_path / "run", "--rules", "llama")
+    assert (found["same"], found["compared"]) == (True, 4)
+    found, error = answered("diff", tmp_path / "run", hub, code=3)
+    assert found["compared"] == 8
+    assert "--rules" in error["fix"]
+    answered("diff", hub, hub, "--rules", "llama", code=2)
+    _, error = answered("diff", tmp_path / "run", hub, "--rules", "gpt2", code=2)
+    rules = hub_rules("llama", heads=2, kv_heads=2, head_dim=4, tied=False)
+    assert {name for name, _ in transform_tensors(rules.inverse, tensors)} == set(
+        CheckpointWeights(tmp_path / "run").specs()
+    )
+
+
+def test_diff_of_two_checkpoints_says_by_how_much_if_asked(answered, run):
+    """Without --values only the digests of the manifests are compared."""
+    two, four = run / "step-00000002", run / "step-00000004"
+    found, _ = answered("diff", two, four, code=3)
+    assert found["values"] == {}
+    other = shutil.copytree(run, run.parent / "other", symlinks=True)
+    from trainfold.adapters.cli.locate import open_checkpoint
+    from trainfold.backends.runs.api import load, save
+
+    state = load(run, like=cli_cases.state_at(0), step=4, policy={"unproven": "warn"})
+    weight = state.model.params["0.weight"]
+    weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(9.0))
+    save(state, other)
+    found, _ = answered(
+        "diff", four, open_checkpoint(other).url.replace("step-00000006", "step-00000004"), "--values", code=3
+    )
+    assert {name: (each["differing"], each["max_ulps"]) for name, each in found["values"].items()} == {
+        "model.params['0.weight']": (1, 1)
+    }
+
+
+def test_verify_reads_all_files_and_says_what_it_cannot_know(answered, hub, several):
+    found, _ = answered("verify", several)
+    assert (found["verified"], len(found["files"])) == (True, 2)
+    assert "no digests" in found["not_checked"]
+    one, _ = answered("verify", hub / "model.safetensors")
+    whole, _ = answered("verify", hub)
+    assert one["files"] == whole["files"]
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "elsewhere", "twice", "unlisted", "index"])
+def test_verify_finds_what_does_not_fit_together(answered, several, how):
+    """U05: whatever is wrong is named, with the file."""
+    index = several / "model.safetensors.index.json"
+    first, second = (several / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    found = json.loads(index.read_text())
+    if how == "missing":
+        first.unlink()
+    elif how == "cut":
+        first.write_bytes(first.read_bytes()[:-1])
+    elif how == "elsewhere":
+        found["weight_map"]["a"] = second.name
+    elif how == "twice":
+        save_file({**load_file(first), "b": WEIGHTS["b"]}, first)
+    elif how == "unlisted":
+        save_file({**load_file(first), "more": WEIGHTS["b"]}, first)
+    else:
+        found["weight_map"] = []
+    index.write_text(json.dumps(found))
+    answer, _ = answered("verify", several, code=11 if how == "missing" else 14)
+    assert not answer["verified"]
+    words = {
+        "missing": first.name,
+        "cut": first.name,
+        "elsewhere": ": a",
+        "twice": ": b",
+        "unlisted": "more",
+        "index": index.name,
+    }[how]
+    assert any(words in each["where"] for each in answer["problems"])
+
+
+def test_an_exported_checkpoint_is_whole_and_has_the_same_weights(answered, run, tmp_path):
+    write_hub_directory(CheckpointWeights(run), tmp_path / "out", config={"model_type": "linear"})
+    answered("verify", tmp_path / "out")
+    found, _ = answered("diff", run, tmp_path / "out")
+    assert found["same"]
