@@ -160,7 +160,7 @@ def test_a_room_that_is_full_or_silent_and_a_name_that_is_there_twice_are_found(
         "core/exact: its __init__",
         "backends: its __init__ does not say",
         "core: its __init__ holds more",
-        "core/exact: 17 modules",
+        "core/exact: 18 modules",
         "backends: local twice",
         "LocalStore is defined twice",
         "describe is defined twice",
