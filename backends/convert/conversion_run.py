@@ -8,6 +8,7 @@ from typing import Any, final
 import attrs
 import torch
 
+from trainfold.backends.convert.dcp_target import DcpContents, dcp_contents, write_dcp_contents
 from trainfold.backends.convert.native_contents import (
     Advance,
     contents_of_checkpoint,
@@ -20,7 +21,7 @@ from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
 from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.component_names import in_order
-from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.errors import CheckpointMissing
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
 from trainfold.core.transform.conversion import Conversion, checked_target, dtype_of, rules_for
@@ -88,7 +89,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         return attrs.evolve(planned, plan=_hub_plan(planned))
     if to == "native":
         return attrs.evolve(planned, plan=_native_plan(planned))
-    raise InvalidArgument("convert.to", expected="native or hf", found=to, fix="give one of these")
+    return attrs.evolve(planned, plan=_dcp_plan(planned))
 
 
 def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: None) -> str:
@@ -108,6 +109,10 @@ def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: N
     target = local_path(planned.plan.target)
     if planned.plan.to == "hf":
         write_hub_directory(_Counted(planned.opened.model, advance), target, **_hub_options(planned))
+        return target
+    if planned.plan.to == "dcp":
+        with _dcp(planned, advance) as (directory, weights):
+            write_dcp_contents(directory, weights, target)
         return target
     with _contents(planned, advance) as (contents, _):
         return f"{target}/{write_native(contents, target)}"
@@ -159,6 +164,26 @@ def _hub_plan(planned: PlannedConversion) -> Conversion:
         files=files,
         tensors_left_out=plan.left_out,
     )
+
+
+@contextmanager
+def _dcp(planned: PlannedConversion, advance: Advance) -> Iterator[tuple[DcpContents, OpenWeights]]:
+    with opened_weights(planned.opened.model) as weights:
+        yield dcp_contents(planned.opened, weights, planned.rules, planned.dtype, advance), weights
+
+
+def _dcp_plan(planned: PlannedConversion) -> Conversion:
+    with _dcp(planned, lambda _: None) as (contents, weights):
+        files = {file.name: file.size_bytes for file in contents.plan.files}
+        return attrs.evolve(
+            planned.plan,
+            before=weights.specs,
+            after={name: each.spec for name, each in contents.read.items() if name.startswith("model.")},
+            components=contents.components,
+            left_out=contents.left_out,
+            files={**files, ".metadata": len(contents.plan.metadata)},
+            tensors_left_out=contents.reasons,
+        )
 
 
 def like_of(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory | None, Mapping[str, Any] | None]:

@@ -1,6 +1,7 @@
 """`open_source`: what a path can supply for a conversion: its model, whatever the format, and what else there is."""
 
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
@@ -12,16 +13,28 @@ from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.weights.checkpoint import CheckpointWeights
+from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
+from trainfold.backends.weights.foreign.torch_file import TorchFile
+from trainfold.backends.weights.foreign.training import accelerate_training
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.transformed import Transformed
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import current_head
+from trainfold.core.transform.naming import drop
 from trainfold.core.weights.detected import Detected
 from trainfold.core.weights.source import ListedSource
 
 _TRAINER_STATE: Final = "trainer_state.json"
 _TRAINER_STATE_BYTES: Final = 256 << 20
+_MODEL_KEYS: Final = ("model", "state_dict", "model_state_dict", "module")
+_STEPS: Final = ("step", "train_state.step", "global_step")
+_BESIDE_MODEL: Final = {
+    "optim": "optimizer", "optimizer": "optimizer", "optimizer_states": "optimizer", "lr_scheduler": "scheduler", "lr_schedulers": "scheduler",
+    "scheduler": "scheduler", "dataloader": "dataset", "train_state": "trainer",
+}  # fmt: skip
+"""The usual key of what is beside a model -> the component that it is."""
 
 
 @final
@@ -67,12 +80,13 @@ class OpenedSource:
         return self.detected.path
 
 
-def open_source(path: str | Path, *, asked: str | None = None) -> OpenedSource:
+def open_source(path: str | Path, *, asked: str | None = None, key: str | None = None) -> OpenedSource:
     """Open what is at a path, and read no tensor.
 
     Args:
         path: a file or directory of one of the formats.
         asked: the format that it must have, if two are there; see `Detected.agreed`.
+        key: in what torch has written, the keys under which the model is, with dots between them; empty if its names are at the top. None to look for the usual ones.
 
     Raises:
         CheckpointForeign: if the format is not known, not the one asked for, or not one that is read.
@@ -87,12 +101,7 @@ def open_source(path: str | Path, *, asked: str | None = None) -> OpenedSource:
         return OpenedSource(detected, found, HubDirectory(place), None, ())
     if found == "hf":
         return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place))
-    raise CheckpointForeign(
-        detected.path,
-        expected="a format that is read: native, hf",
-        found=detected,
-        fix="convert it with the library that wrote it",
-    )
+    return attrs.evolve(_FOREIGN[found](place, key), detected=detected)
 
 
 def _native(place: Path, detected: Detected, found: str) -> OpenedSource:
@@ -155,3 +164,43 @@ def _step_beside(place: Path) -> int | None:
             found = json.loads(file.read_bytes()).get("global_step")
             return found if type(found) is int and found >= 0 else None
     return None
+
+
+def _dcp(place: Path, key: str | None) -> OpenedSource:
+    whole = DcpDirectory(place)
+    objects, held = whole.objects(), dict.fromkeys(name.partition(".")[0] for name in whole.specs())
+    tops = dict.fromkeys([*(name.partition(".")[0] for name in objects), *held])
+    key = key if key is not None else next((each for each in _MODEL_KEYS if each in held), "")
+    model: ListedSource = DcpDirectory(place, prefix=key)
+    beside = [top for top in held if top in _BESIDE_MODEL]
+    if not key and beside:  # as torchtitan has it: the model's names are at the top, and so are those of the rest
+        model = Transformed(model, drop([f"{top}.{{rest*}}" for top in beside]))
+    found = next((objects[each] for each in _STEPS if type(objects.get(each)) is int), None)
+    return OpenedSource(_NOTHING, "dcp", model, found, _others(tops, key))
+
+
+def _torch(place: Path, key: str | None) -> OpenedSource:
+    file = TorchFile(place)
+    top = file.at("")
+    tops = list(map(str, top)) if isinstance(top, Mapping) else []
+    key = key if key is not None else next((each for each in _MODEL_KEYS if each in tops), "")
+    step = next((found for each in _STEPS if type(found := file.at(each)) is int), None) if key else None
+    return OpenedSource(_NOTHING, "torch", TorchFile(place, prefix=key), step, _others(tops, key))
+
+
+def _accelerate(place: Path, key: str | None) -> OpenedSource:  # noqa: ARG001 - of all
+    found = accelerate_training(place)
+    names = [name for name, _ in found.left_out]
+    others = ("optimizer", *(("scheduler",) if found.scheduler is not None else ()), *names)
+    return OpenedSource(_NOTHING, "accelerate", found.model, found.step, others)
+
+
+def _others(tops: Iterable[str], key: str) -> tuple[str, ...]:
+    """What is beside the model: components, or keys of another program."""
+    first = key.partition(".")[0]
+    found = (top for top in tops if top != first and top not in _STEPS and (key or top in _BESIDE_MODEL))
+    return tuple(dict.fromkeys(_BESIDE_MODEL.get(top, top) for top in found))
+
+
+_NOTHING: Final = Detected("", (), ())
+_FOREIGN: Final = {"dcp": _dcp, "torch": _torch, "accelerate": _accelerate}

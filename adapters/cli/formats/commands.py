@@ -45,6 +45,12 @@ def convert(  # noqa: PLR0913 - one for each option
             name="--from", help="The format of SRC, if it shows two: native, hf, safetensors, dcp, torch or accelerate."
         ),
     ] = None,
+    key: Annotated[
+        str | None,
+        Parameter(
+            help="In what torch has written: the keys under which the model is, such as state_dict; '' if its names are at the top."
+        ),
+    ] = None,
     dry_run: Annotated[bool, Parameter(negative=(), help="Print the plan, and write nothing.")] = False,
     json: Json = False,
 ) -> int:
@@ -59,7 +65,7 @@ def convert(  # noqa: PLR0913 - one for each option
 
     return deliver(
         lambda: convert_path(
-            src, dst, to=to, dtype=dtype, rules=rules, like=like, asked=source_format, dry_run=dry_run
+            src, dst, to=to, dtype=dtype, rules=rules, like=like, asked=source_format, key=key, dry_run=dry_run
         ),
         as_json=json,
     )

@@ -22,6 +22,7 @@ def convert_path(  # noqa: PLR0913 - keywords
     rules: str | None = None,
     like: Path | None = None,
     asked: str | None = None,
+    key: str | None = None,
     dry_run: bool = False,
 ) -> Answer:
     """Convert what is at a path.
@@ -34,6 +35,7 @@ def convert_path(  # noqa: PLR0913 - keywords
         rules: the family whose names are translated; None for none.
         like: the directory of the original model, or its ``config.json``; None for the source.
         asked: the format of the source, if it shows two.
+        key: under which the model is in what torch has written; None to look for it.
         dry_run: whether nothing is written.
 
     Returns:
@@ -43,7 +45,9 @@ def convert_path(  # noqa: PLR0913 - keywords
         InvalidArgument: for what cannot be done, before anything is read.
         CheckpointError: the matching subclass, if something cannot be read or written.
     """
-    planned = plan_conversion(open_source(source, asked=asked), target, to=to, dtype=dtype, rules=rules, like=like)
+    planned = plan_conversion(
+        open_source(source, asked=asked, key=key), target, to=to, dtype=dtype, rules=rules, like=like
+    )
     plan, written = planned.plan, None
     if not dry_run:
         with reading("converting", plan.read_bytes) as advance:

@@ -108,12 +108,20 @@ class _Nothing:
 
 def _beside_model(state: TrainState, optimizer: str) -> Iterator[tuple[PathInState, Any]]:
     if state.optimizer is not None:
-        yield from (((optimizer, *path), value) for path, value in _of_optimizer(state.optimizer))
+        yield from (((optimizer, *path), value) for path, value in optimizer_entries(state.optimizer))
     if state.trainer is not None:
         yield ("step",), state.trainer.step
 
 
-def _of_optimizer(found: Any) -> Iterator[tuple[PathInState, Any]]:
+def optimizer_entries(found: Any) -> Iterator[tuple[PathInState, Any]]:
+    """The keys and the value of each entry of an optimizer, as `get_state_dict` has them.
+
+    Args:
+        found: slots and groups.
+
+    Raises:
+        InvalidState: for what torch has no name for.
+    """
     if not isinstance(found, OptimizerState) or found.masters is not None:
         what = "fp32 masters beside its slots" if isinstance(found, OptimizerState) else type(found).__qualname__
         raise InvalidState("optimizer", expected="slots and groups, as torch names them", found=what,

@@ -182,3 +182,20 @@ def test_an_exported_checkpoint_is_whole_and_has_the_same_weights(answered, run,
     answered("verify", tmp_path / "out")
     found, _ = answered("diff", run, tmp_path / "out")
     assert found["same"]
+
+
+def test_what_torch_has_written_is_inspected_verified_and_compared(answered, run, tmp_path):
+    """Each tensor is read: a file that is cut off is found, and the tensor that was in it."""
+    answered("convert", run, tmp_path / "dcp", "--to", "dcp")
+    found, _ = answered("inspect", tmp_path / "dcp")
+    assert (found["format"], found["step"]) == ("dcp", 6)
+    assert {each["name"] for each in found["tensors"]} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert answered("diff", run, tmp_path / "dcp")[0]["same"]
+    assert answered("verify", tmp_path / "dcp")[0]["verified"]
+    torch.save({"state_dict": {"a": WEIGHTS["a"]}, "global_step": 5}, tmp_path / "file.ckpt")
+    found, _ = answered("inspect", tmp_path / "file.ckpt")
+    assert (found["format"], found["step"], found["size_bytes"]) == ("torch", 5, 16)
+    part = tmp_path / "dcp" / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1000])
+    _, error = answered("verify", tmp_path / "dcp", code=13)
+    assert "__0_0.distcp" in error["where"]
