@@ -25,6 +25,7 @@ from trainfold.core.state.state import TrainState
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import is_made_of, table_of
 from trainfold.core.transform.expression import Expression, Read, computed_whole
+from trainfold.core.transform.families.adapter_rules import adapter_rules
 from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
 from trainfold.core.transform.transform import Transform, compose
 from trainfold.core.transform.values import cast
@@ -45,10 +46,22 @@ _BESIDE: Final = (
 
 @final
 @attrs.frozen
+class _Names:
+    """How the files of a directory are called."""
+
+    stem: str = "model"
+    config: str = HUB_CONFIG
+
+
+@final
+@attrs.frozen
 class _Work:
     plan: HubPlan
     table: Mapping[str, Expression]
     weights: OpenWeights
+
+
+_MODEL: Final = _Names()
 
 
 def write_hub_directory(  # noqa: PLR0913 - keywords
@@ -100,6 +113,46 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
     return on_rank_zero(world, lambda: _written(weights, path, arguments), doing="write a hub directory")
 
 
+def write_adapter_directory(  # noqa: PLR0913 - keywords
+    weights: ListedSource | TrainState,
+    path: str | Path,
+    *,
+    config: Mapping[str, Any],
+    adapter: str = "default",
+    dtype: Any = None,
+    collectives: Collectives | None = None,
+) -> HubPlan:
+    """Write a LoRA adapter as `peft` has it: ``adapter_model.safetensors`` and ``adapter_config.json``. Everything else in the weights, such as the base, is left out.
+
+    Args:
+        weights: of a model of peft, as in `write_hub_directory`; a checkpoint with the adapter alone will do.
+        path: the directory, as there.
+        config: of the adapter, such as ``model.peft_config["default"].to_dict()``.
+        adapter: the name that it has in the model.
+        dtype: as there.
+        collectives: as there.
+
+    Returns:
+        What was written, and what was left out.
+
+    Raises:
+        InvalidState: if the weights have no tensor of such an adapter.
+        InvalidArgument: and others, as from `write_hub_directory`.
+
+    Examples:
+        >>> import tempfile, torch, trainfold
+        >>> model = torch.nn.ModuleDict({"q": torch.nn.ModuleDict({"lora_A": torch.nn.ModuleDict({"default": torch.nn.Linear(2, 1, bias=False)})})})
+        >>> with tempfile.TemporaryDirectory() as top:
+        ...     plan = write_adapter_directory(trainfold.attach(model).capture(), f"{top}/adapter", config={"peft_type": "LORA"})
+        >>> list(plan.files[0].tensors)
+        ['q.lora_A.weight']
+    """
+    world = ALONE if collectives is None else collectives
+    names = _Names("adapter_model", "adapter_config.json")
+    arguments = {"rules": adapter_rules(adapter), "dtype": dtype, "shard_bytes": None, "like": None, "config": config, "names": names}  # fmt: skip
+    return on_rank_zero(world, lambda: _written(weights, path, arguments), doing="write an adapter")
+
+
 def plan_hub_directory(  # noqa: PLR0913 - keywords
     weights: ListedSource | TrainState,
     *,
@@ -128,7 +181,14 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
 
 
 def _planned(  # noqa: PLR0913 - keywords
-    weights: OpenWeights, *, rules: Transform | None, dtype: Any, shard_bytes: Any, like: Any, config: Any
+    weights: OpenWeights,
+    *,
+    rules: Transform | None,
+    dtype: Any,
+    shard_bytes: Any,
+    like: Any,
+    config: Any,
+    names: _Names = _MODEL,
 ) -> _Work:
     original = like if isinstance(like, HubDirectory | None) else HubDirectory(like)
     beside = {} if original is None else original.beside(_BESIDE)
@@ -138,11 +198,15 @@ def _planned(  # noqa: PLR0913 - keywords
     name = dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)
     rounding = None if name is None else cast(name)
     if config is not None and (name is not None or HUB_CONFIG not in beside or config is not found):
-        beside[HUB_CONFIG] = config_text(config, name)
+        beside[names.config] = config_text(config, name)
     done = compose() if rules is None else rules
-    table = done.on(with_aliases(table_of(compose(), weights.specs), weights.ties))
+    table = done.on(with_aliases(table_of(compose(), weights.specs), weights.ties, done))
     tied = is_tied(config, by_default=None if config is None else tied_by_default(config.get("model_type")))
     table, left_out = by_convention(table, weights.ties, is_tied=tied)
+    if names is not _MODEL and rules is not None:
+        of_adapter = {key for key in table if key not in weights.specs}
+        left_out |= {key: "no part of the adapter" for key in table if key not in of_adapter}
+        table = {key: each for key, each in table.items() if key in of_adapter}
     if rounding is not None:
         cut = rounding.on(table)
         table = {key: table[key] if is_made_of(table[key], weights.buffers) else each for key, each in cut.items()}
@@ -151,12 +215,13 @@ def _planned(  # noqa: PLR0913 - keywords
         left_out |= {key: "tied to the embeddings" for key in weight_map if tied and key not in table and key.endswith("lm_head.weight")}  # fmt: skip
     files = plan_hub_files(
         {key: LeafSpec(each.dtype, each.shape) for key, each in table.items()},
-        shard_bytes=_SHARD_BYTES if shard_bytes is None else shard_size(shard_bytes),
+        shard_bytes=shard_size(shard_bytes) if shard_bytes is not None else _SHARD_BYTES if names is _MODEL else None,
         weight_map=weight_map,
         tied=left_out,
+        stem=names.stem,
         metadata={"format": "pt", **({} if rules is None else {"trainfold.rules": str(rules)})},
     )
-    if len(files) > 1 or any(each.name != "model.safetensors" for each in files):
+    if len(files) > 1 or files[0].name != f"{names.stem}.safetensors":
         beside[HUB_INDEX] = hub_index_text(files)
     if taken := sorted(beside.keys() & {each.name for each in files}):
         raise InvalidArgument("like", expected="other names for files of weights", found=", ".join(taken), fix="pass shard_bytes")  # fmt: skip

@@ -4,6 +4,7 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.core.transform.apply import PartPlan, plan_parts, transform_specs, transform_stream, transform_tensors
+from trainfold.core.transform.families.adapter_rules import adapter_rules
 from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
 from trainfold.core.transform.fusing import merge, split, stack, unstack
 from trainfold.core.transform.naming import drop, keep, rename, tie, untie
@@ -14,6 +15,7 @@ __all__ = [
     "Invertible",
     "PartPlan",
     "Transform",
+    "adapter_rules",
     "cast",
     "compose",
     "dequantise",

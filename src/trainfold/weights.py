@@ -19,7 +19,7 @@ from trainfold.backends.weights.foreign.training import (
     torch_training,
 )
 from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
+from trainfold.backends.weights.hub_writer import plan_hub_directory, write_adapter_directory, write_hub_directory
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
 from trainfold.backends.weights.take import take_weights
@@ -58,5 +58,6 @@ __all__ = [
     "take_weights",
     "torch_training",
     "write_dcp_directory",
+    "write_adapter_directory",
     "write_hub_directory",
 ]

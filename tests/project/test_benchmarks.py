@@ -14,6 +14,7 @@ KEYS = {
     "agreement": {"rows", "links", "checks", "large", "coordinators"},
     "columns": {"rounds", "rows"},
     "construct": {"size", "rounds", "rows", "ranks", "fresh_ranks"},
+    "convert": {"size_bytes", "largest_bytes", "rounds", "conversions", "loads", "planning"},
     "drift": {"size", "rounds", "rows"},
     "evaluate": {"terms", "model", "chunks", "chunk_us", "vector"},
     "gaps": {"row"},
@@ -34,6 +35,7 @@ TARGETS = {
     "agreement": ["a vote", "sockets of rank 0"],
     "columns": ["pieces: most", "exchange: most", "pieces: bytes", "exchange: bytes"],
     "construct": ["construction and load", "a rank of", "fresh, MiB", "fresh, a rank", "first loss"],
+    "convert": ["native to hub, speed", "native to hub, peak", "load, warm", "load, cold", "planning"],
     "drift": ["the boundary", "lost each"],
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
     "gaps": ["a piece in a gap"],
@@ -113,7 +115,7 @@ def targets(root):
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
-LONG = ("construct", "drift", "evaluate", "meshes", "plan", "ranks", "stall", "step")
+LONG = ("construct", "convert", "drift", "evaluate", "meshes", "plan", "ranks", "stall", "step")
 
 
 @pytest.mark.slow(2)

@@ -5,21 +5,35 @@ from typing import Final
 
 from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.families.family_tables import FAMILIES
-from trainfold.core.transform.naming import tie
-from trainfold.core.transform.transform import Table
+from trainfold.core.transform.naming import Tie, tie
+from trainfold.core.transform.transform import Composed, Table, Transform
 
 _HEAD: Final = "lm_head.weight"
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 
 
-def with_aliases(table: Table, ties: Mapping[str, str]) -> dict[str, Expression]:
+def with_aliases(table: Table, ties: Mapping[str, str], rules: Transform) -> dict[str, Expression]:
     """A table that has tied tensors under all of their names, as rules for models expect them.
 
     Args:
-        table: with each tensor under its first name.
+        table: with each tensor under its first name, or under more.
         ties: another name -> the first one.
+        rules: a tie of a tensor that is there once is one of a model that computes its head from its embeddings.
+
+    Examples:
+        >>> from trainfold.core.transform.expression import SourceTensor
+        >>> from trainfold.core.transform.naming import rename
+        >>> from trainfold.core.transform.transform import compose
+        >>> table = {"e": SourceTensor("e", "float32", (2,))}
+        >>> list(with_aliases(table, {}, compose(tie("head", "e"), rename("e", "w"))))
+        ['e', 'head']
     """
-    return {**table, **{alias: table[name] for alias, name in ties.items() if name in table and alias not in table}}
+    found = {**table, **{alias: table[name] for alias, name in ties.items() if name in table and alias not in table}}
+    for part in rules.parts if isinstance(rules, Composed) else (rules,):
+        if isinstance(part, Tie):
+            pairs = [(part.alias.fill(each), name) for name in found if (each := part.name.match(name)) is not None]
+            found |= {alias: found[name] for alias, name in pairs if alias not in found}
+    return found
 
 
 def by_convention(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from trainfold.core.checks import choice
-from trainfold.core.errors import CheckpointDamaged
+from trainfold.core.errors import CheckpointDamaged, InvalidArgument
 
 HUB_CONFIG: Final = "config.json"
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")  # as transformers 5 and 4 write it
@@ -66,4 +66,13 @@ def config_text(config: Mapping[str, Any], dtype: str | None) -> bytes:
         b'{\n  "torch_dtype": "bfloat16"\n}\n'
     """
     changed = {key: dtype for key in _DTYPE_KEYS if dtype is not None and key in config}
-    return (json.dumps({**config, **changed}, indent=2) + "\n").encode()
+    return (json.dumps({**config, **changed}, indent=2, default=_listed) + "\n").encode()
+
+
+def _listed(each: object) -> list[Any]:
+    """A set as the list that a configuration has in its file."""
+    if isinstance(each, set | frozenset):
+        return sorted(each)
+    raise InvalidArgument(
+        "config", expected="values of JSON", found=type(each).__qualname__, fix="pass what is to be in the file"
+    )

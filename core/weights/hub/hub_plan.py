@@ -16,7 +16,6 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.weights.hub.file_header import file_header
 
 HUB_INDEX: Final = "model.safetensors.index.json"
-_ONE_FILE: Final = "model.safetensors"
 _UNITS: Final = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
                  **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
 
@@ -82,7 +81,11 @@ class HubPlan:
     def __str__(self) -> str:
         lines = [f"{each.name}: {len(each.tensors)} tensors, {each.size_bytes:,} bytes" for each in self.files]
         lines += [f"{name}: {len(data):,} bytes" for name, data in self.beside.items()]
-        lines += [f"{name}: left out, {reason}" for name, reason in self.left_out.items()]
+        for reason in dict.fromkeys(self.left_out.values()):
+            names = [name for name, each in self.left_out.items() if each == reason]
+            lines.append(
+                f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}: left out, {reason}"
+            )
         return "\n".join([*lines, *(f"rule: {each}" for each in self.rules.splitlines())])
 
 
@@ -104,12 +107,13 @@ def shard_size(given: int | str) -> int:
     return count("shard_bytes", given if found is None or unit is None else int(float(found[1]) * unit), fix=fix)
 
 
-def plan_hub_files(
+def plan_hub_files(  # noqa: PLR0913 - keywords
     specs: Mapping[str, LeafSpec],
     *,
     shard_bytes: int | None = None,
     weight_map: Mapping[str, str] | None = None,
     tied: Collection[str] = (),
+    stem: str = "model",
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[HubFile, ...]:
     """Say which tensor goes into which file: each into one.
@@ -122,6 +126,7 @@ def plan_hub_files(
         shard_bytes: of the tensors of a file; None for one file.
         weight_map: name -> file, as the index of another directory has it; None to go by size.
         tied: names that the map may have and ``specs`` has not.
+        stem: how the names of files begin, where there is no map.
         metadata: texts for the header of each file.
 
     Raises:
@@ -137,7 +142,7 @@ def plan_hub_files(
     if weight_map is None:
         groups = _by_size(specs, shard_bytes)
         width = len(groups)
-        names = [f"model-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)] if width > 1 else [_ONE_FILE]  # fmt: skip
+        names = [f"{stem}-{number:05d}-of-{width:05d}.safetensors" for number in range(1, width + 1)] if width > 1 else [f"{stem}.safetensors"]  # fmt: skip
         where = {name: file for file, group in zip(names, groups, strict=True) for name in group}
     else:
         where = _by_map(specs, weight_map, tied)

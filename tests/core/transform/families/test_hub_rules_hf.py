@@ -9,11 +9,16 @@ import torch
 from kit.core.hub_family_cases import FAMILIES, WITH_TIES, Sizes, at_hub, native
 from torch.nn import functional as F
 
+from trainfold.backends.runs.api import save
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.families.hub_rules import hub_rules_of
 from trainfold.core.transform.naming import rename
 from trainfold.core.transform.transform import compose
 from trainfold.core.transform.values import Rearrange, transpose
+from trainfold.weights import CheckpointWeights, write_hub_directory
 
 hf = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -176,11 +181,18 @@ def reference(family, w, sizes):
 
 
 def published(path, config, rules, weights):
-    """The directory of a model at the hub; its model, loaded by transformers, which finds all that it needs and no more."""
+    """The hub directory that a checkpoint of these weights is exported as; its model, loaded by transformers, which finds all that it needs and no more."""
+    firsts = {}
+    ties = [(name, firsts[id(each)]) for name, each in weights.items() if firsts.setdefault(id(each), name) != name]
+    params = Leaves({name: each for name, each in weights.items() if name not in dict(ties)})
+    store = MemoryStore()
+    save(TrainState(model=ModelState(params, Leaves(), ties=tuple(ties)), trainer=Progress(step=1)), store)
     config.save_pretrained(path)
-    hub = {name: each.contiguous() for name, each in transform_tensors(rules, weights)}
-    safetensors.save_file(hub, path / "model.safetensors", metadata={"format": "pt"})
-    model, info = hf.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, attn_implementation="eager")
+    text = json.loads((path / "config.json").read_text())
+    write_hub_directory(CheckpointWeights(store), path / "hub", rules=rules, config=text, shard_bytes="8KB")
+    model, info = hf.AutoModelForCausalLM.from_pretrained(
+        path / "hub", output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
 
