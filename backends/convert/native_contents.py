@@ -111,7 +111,7 @@ def model_table(weights: OpenWeights, rules: Transform | None, dtype: str | None
     """What each tensor of the result is made of."""
     table = table_of(compose(), weights.specs)
     if rules is not None:
-        table = rules.on(with_aliases(table, weights.ties))
+        table = rules.on(with_aliases(table, weights.ties, rules))
     if dtype is None:
         return table
     return {

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import attrs
 
 from trainfold.backends.formats.staged_directory import staged_directory
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.stores.direct_io import release_buffers
@@ -177,7 +178,9 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
         InvalidState: as there, but for weights that are tied and differ.
     """
     with opened_weights(weights) as found:
-        return _planned(found, rules=rules, dtype=dtype, shard_bytes=shard_bytes, like=like, config=config).plan
+        return without_collecting(_planned)(
+            found, rules=rules, dtype=dtype, shard_bytes=shard_bytes, like=like, config=config
+        ).plan
 
 
 def _planned(  # noqa: PLR0913 - keywords
@@ -231,7 +234,7 @@ def _planned(  # noqa: PLR0913 - keywords
 
 def _written(weights: Any, path: str | Path, arguments: Mapping[str, Any]) -> HubPlan:
     with ExitStack() as held:
-        work = _planned(held.enter_context(opened_weights(weights)), **arguments)
+        work = without_collecting(_planned)(held.enter_context(opened_weights(weights)), **arguments)
         plan = work.plan
         held.callback(release_buffers)
         staged = held.enter_context(staged_directory(path, plan=_identity(work), size_bytes=plan.size_bytes))

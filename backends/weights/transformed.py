@@ -14,7 +14,8 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
 from trainfold.core.transform.apply import table_of, transform_specs
 from trainfold.core.transform.expression import Expression
-from trainfold.core.transform.transform import Transform
+from trainfold.core.transform.families.tied_heads import with_aliases
+from trainfold.core.transform.transform import Transform, compose
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
@@ -106,7 +107,7 @@ class Transformed:
             InvalidArgument: as in `supply`, and so the others.
         """
         with opened_weights(self.source) as inner:
-            table = table_of(self.transform, inner.specs)
+            table = self.transform.on(with_aliases(table_of(compose(), inner.specs), inner.ties, self.transform))
             specs = {name: LeafSpec(each.dtype, each.shape) for name, each in table.items()}
             identity = f"{inner.identity}\n{self.transform}" if inner.identity else ""
             yield OpenWeights(

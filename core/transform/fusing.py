@@ -91,18 +91,17 @@ class Merge:
         """See `Transform`."""
         sets: dict[Captures, dict[NameTemplate, str]] = {}
         places: dict[str, Captures] = {}
-        for name in table:
-            for part in self.by.parts:
-                captures = part.match(name)
-                if captures is not None:
-                    sets.setdefault(captures, {})[part] = name
-                    places[name] = captures
+        for part in self.by.parts:
+            for name, captures in part.among(table).items():
+                sets.setdefault(captures, {})[part] = name
+                places[name] = captures
         missing = [
             each.fill(captures) for captures, found in sets.items() for each in self.by.parts if each not in found
         ]
         if missing:
             raise InvalidState(str(self), expected="all parts of each whole", found=f"no {', '.join(missing[:8])}",
                                fix="rename the parts to these names before")  # fmt: skip
+        check_new(self, table, places, self.by.whole)
         return put(str(self), self._made(table, sets, places))
 
     def _made(
@@ -111,7 +110,6 @@ class Merge:
         for name, each in table.items():
             captures = places.get(name)
             if captures is None:
-                check_new(str(self), name, self.by.whole)
                 yield name, each
             elif sets[captures][self.by.parts[0]] == name:  # the whole comes where its first part was
                 yield (
@@ -155,10 +153,11 @@ class Split:
         return put(str(self), self._made(table))
 
     def _made(self, table: Table) -> Iterator[tuple[str, Expression]]:
+        wholes = self.by.whole.among(table)
+        check_new(self, table, wholes, *self.by.parts)
         for name, each in table.items():
-            captures = self.by.whole.match(name)
+            captures = wholes.get(name)
             if captures is None:
-                check_new(str(self), name, *self.by.parts)
                 yield name, each
                 continue
             rows = self.by.cut(name, each, self.by.shares)
@@ -191,10 +190,11 @@ class Stack:
         """See `Transform`."""
         stacks: dict[Captures, dict[str, Expression]] = {}
         found: list[tuple[str, Captures | Expression]] = []
+        parts = self.each.among(table)
+        check_new(self, table, parts, self.into)
         for name, each in table.items():
-            captures = self.each.match(name)
+            captures = parts.get(name)
             if captures is None:
-                check_new(str(self), name, self.into)
                 found.append((name, each))
                 continue
             rest = tuple(pair for pair in captures if pair[0] != self.over)
@@ -241,10 +241,11 @@ class Unstack:
         return put(str(self), self._made(table))
 
     def _made(self, table: Table) -> Iterator[tuple[str, Expression]]:
+        stacks = self.into.among(table)
+        check_new(self, table, stacks, self.each)
         for name, each in table.items():
-            captures = self.into.match(name)
+            captures = stacks.get(name)
             if captures is None:
-                check_new(str(self), name, self.each)
                 yield name, each
                 continue
             if not each.shape or not each.shape[0]:

@@ -36,6 +36,7 @@ class NameTemplate:
     captures: tuple[str, ...]
     _regex: re.Pattern[str] = attrs.field(repr=False, eq=False)
     _form: str = attrs.field(repr=False, eq=False)
+    _literal: str = attrs.field(repr=False, eq=False)
 
     def __str__(self) -> str:
         return self.text
@@ -44,6 +45,20 @@ class NameTemplate:
         """The captures of a name; None for a name of another form."""
         found = self._regex.fullmatch(name)
         return None if found is None else tuple(sorted(found.groupdict().items()))
+
+    def among(self, names: Iterable[str]) -> dict[str, Captures]:
+        """The captures of each of some names that has this form.
+
+        Examples:
+            >>> template("{i}.w").among(["0.w", "0.b"])
+            {'0.w': (('i', '0'),)}
+        """
+        literal = self._literal  # nearly all names do not have it, and a look for it takes a tenth of the time
+        return {
+            name: tuple(sorted(found.groupdict().items()))
+            for name in names
+            if literal in name and (found := self._regex.fullmatch(name)) is not None
+        }
 
     def fill(self, captures: Captures) -> str:
         """The name that has these captures."""
@@ -71,7 +86,7 @@ def template(text: "str | NameTemplate") -> NameTemplate:
     groups = [f"(?P<{each[:-1]}>.+)" if each[-1] == "*" else f"(?P<{each}>[^.]+)" for each in names]
     regex = re.compile("".join([*(a + b for a, b in zip(literals, groups, strict=False)), literals[-1]]), re.DOTALL)
     form = _FIELD.sub(lambda found: "{" + found.group(1).rstrip("*") + "}", text)
-    return NameTemplate(text, tuple(sorted(names)), regex, form)
+    return NameTemplate(text, tuple(sorted(names)), regex, form, max(_FIELD.split(text)[::2], key=len))
 
 
 def _problem(text: str, names: list[str]) -> str | None:
@@ -108,6 +123,7 @@ def check_captures(where: str, one: NameTemplate, other: NameTemplate) -> None:
         )
 
 
-def matches(names: Iterable[NameTemplate], name: str) -> bool:
-    """Whether a name has one of these forms."""
-    return any(each.match(name) is not None for each in names)
+def matching(templates: Iterable[NameTemplate], names: Iterable[str]) -> set[str]:
+    """Those of some names that have one of these forms."""
+    every = list(names)
+    return {name for each in templates for name in each.among(every)}

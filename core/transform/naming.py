@@ -1,13 +1,14 @@
 """Transforms of names: `rename`, `keep`, `drop`, `tie` and `untie`."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 from typing import final
 
 import attrs
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.transform.expression import Expression, SameAs
-from trainfold.core.transform.name_template import NameTemplate, check_captures, matches, template, templates
+from trainfold.core.transform.name_template import NameTemplate, check_captures, matching, template, templates
 from trainfold.core.transform.transform import Table
 
 
@@ -29,13 +30,17 @@ class Rename:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
-        found = []
-        for name, each in table.items():
-            captures = self.old.match(name)
-            if captures is None:
-                check_new(str(self), name, self.new)
-            found.append((name if captures is None else self.new.fill(captures), each))
-        return put(str(self), found)
+        captures = self.old.among(table)
+        check_new(self, table, captures, self.new)
+        if not captures:
+            return dict(table)
+        new = {name: self.new.fill(each) for name, each in captures.items()}
+        found = {new.get(name, name): each for name, each in table.items()}
+        return (
+            found
+            if len(found) == len(table)
+            else put(str(self), ((new.get(name, name), each) for name, each in table.items()))
+        )
 
 
 @final
@@ -56,7 +61,8 @@ class Select:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
-        return {name: each for name, each in table.items() if matches(self.names, name) == self.keeps}
+        found = matching(self.names, table)
+        return {name: each for name, each in table.items() if (name in found) == self.keeps}
 
 
 @final
@@ -78,8 +84,8 @@ class Tie:
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
         found = dict(table)
-        pairs = [(self.alias.fill(each), name) for name in table if (each := self.name.match(name)) is not None]
-        pairs += [(name, self.name.fill(each)) for name in table if (each := self.alias.match(name)) is not None]
+        pairs = [(self.alias.fill(each), name) for name, each in self.name.among(table).items()]
+        pairs += [(name, self.name.fill(each)) for name, each in self.alias.among(table).items()]
         for alias, name in dict.fromkeys(pairs):
             kept, other = table.get(name), table.get(alias)
             if kept is None or other is None or (kept.dtype, kept.shape) != (other.dtype, other.shape):
@@ -109,12 +115,11 @@ class Untie:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
-        found = []
+        captures, found = self.name.among(table), []
         for name, each in table.items():
             found.append((name, each))
-            captures = self.name.match(name)
-            if captures is not None:
-                found.append((self.alias.fill(captures), each))
+            if name in captures:
+                found.append((self.alias.fill(captures[name]), each))
         return put(str(self), found)
 
 
@@ -164,30 +169,38 @@ def put(where: str, pairs: Iterable[tuple[str, Expression]]) -> dict[str, Expres
     Raises:
         InvalidState: if two tensors have one name.
     """
-    found: dict[str, Expression] = {}
-    twice: dict[str, None] = {}
-    for name, each in pairs:
-        if name in found:
-            twice[name] = None
-        found[name] = each
+    every = list(pairs)
+    found = dict(every)
+    twice = (
+        []
+        if len(found) == len(every)
+        else [name for name, times in Counter(name for name, _ in every).items() if times > 1]
+    )
     if twice:
         raise InvalidState(
-            where, expected="another name for each tensor", found=f"two that would be {', '.join([*twice][:8])}",
+            where, expected="another name for each tensor", found=f"two that would be {', '.join(twice[:8])}",
             fix="rename or drop one of them before")  # fmt: skip
     return found
 
 
-def check_new(where: str, name: str, *made: NameTemplate) -> None:
-    """Check that a tensor that stays has not the form of those that are made: the inverse would take it for one of them.
+def check_new(where: object, table: Table, changed: Container[str], *made: NameTemplate) -> None:
+    """Check that tensors that stay have not the form of those that are made: the inverse would take them for such.
+
+    Args:
+        where: the rule.
+        table: all tensors.
+        changed: those that do not stay.
+        made: what the names of those that are made look like.
 
     Raises:
-        InvalidState: if it has.
+        InvalidState: if one has.
     """
-    taken = next((each for each in made if each.match(name) is not None), None)
-    if taken is not None:
-        raise InvalidState(
-            where, expected=f"no other tensor of the form {taken}", found=name,
-            fix="see whether the tensors have these names already; rename or drop this one before")  # fmt: skip
+    for template_made in made:
+        taken = next((name for name in template_made.among(table) if name not in changed), None)
+        if taken is not None:
+            raise InvalidState(
+                str(where), expected=f"no other tensor of the form {template_made}", found=taken,
+                fix="see whether the tensors have these names already; rename or drop this one before")  # fmt: skip
 
 
 def form_of(each: Expression | None) -> str:

@@ -9,7 +9,7 @@ from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.transform.expression import CastTo, Dequantised, Expression
-from trainfold.core.transform.name_template import NameTemplate, check_captures, matches, template, templates
+from trainfold.core.transform.name_template import NameTemplate, check_captures, matching, template, templates
 from trainfold.core.transform.naming import form_of
 from trainfold.core.transform.rearrangement import Rearranged, Rearrangement, rearrangement
 from trainfold.core.transform.transform import Table
@@ -36,8 +36,9 @@ class Rearrange:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
+        found = matching(self.names, table)
         return {
-            name: Rearranged(each, self.by, self.by.axes_of(name, each.shape)) if matches(self.names, name) else each
+            name: Rearranged(each, self.by, self.by.axes_of(name, each.shape)) if name in found else each
             for name, each in table.items()
         }
 
@@ -63,12 +64,10 @@ class CastFloats:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
+        only, without = matching(self.only, table) if self.only else table.keys(), matching(self.without, table)
         return {
             name: CastTo(each, self.dtype)
-            if each.dtype in _FLOATS
-            and each.dtype != self.dtype
-            and (not self.only or matches(self.only, name))
-            and not matches(self.without, name)
+            if each.dtype in _FLOATS and each.dtype != self.dtype and name in only and name not in without
             else each
             for name, each in table.items()
         }
@@ -95,10 +94,8 @@ class Dequantise:
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
         found = dict(table)
-        for name, scale in table.items():
-            captures = self.scale.match(name)
-            if captures is None:
-                continue
+        for name, captures in self.scale.among(table).items():
+            scale = table[name]
             weight = self.weight.fill(captures)
             each = table.get(weight)
             blocks = (
@@ -117,7 +114,7 @@ class Dequantise:
                     found=f"{form_of(scale)} beside {form_of(each)}", fix="give the block of this model")  # fmt: skip
             found[weight] = Dequantised(each, scale, self.block, self.dtype)
             del found[name]
-        bare = [name for name, each in found.items() if each.dtype.startswith("float8") and self.weight.match(name)]
+        bare = [name for name in self.weight.among(found) if found[name].dtype.startswith("float8")]
         if bare:
             raise InvalidState(str(self), expected="a scale for each quantised tensor", found=f"none for {', '.join(bare[:8])}",
                                fix="give the name that the scales of this model have")  # fmt: skip

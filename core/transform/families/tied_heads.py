@@ -31,7 +31,7 @@ def with_aliases(table: Table, ties: Mapping[str, str], rules: Transform) -> dic
     found = {**table, **{alias: table[name] for alias, name in ties.items() if name in table and alias not in table}}
     for part in rules.parts if isinstance(rules, Composed) else (rules,):
         if isinstance(part, Tie):
-            pairs = [(part.alias.fill(each), name) for name in found if (each := part.name.match(name)) is not None]
+            pairs = [(part.alias.fill(each), name) for name, each in part.name.among(found).items()]
             found |= {alias: found[name] for alias, name in pairs if alias not in found}
     return found
 
