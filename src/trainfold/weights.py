@@ -57,7 +57,7 @@ __all__ = [
     "take_training",
     "take_weights",
     "torch_training",
-    "write_dcp_directory",
     "write_adapter_directory",
+    "write_dcp_directory",
     "write_hub_directory",
 ]

@@ -12,13 +12,13 @@ _HEAD: Final = "lm_head.weight"
 _EMBEDDINGS: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
 
 
-def with_aliases(table: Table, ties: Mapping[str, str], rules: Transform) -> dict[str, Expression]:
+def with_aliases(table: Table, ties: Mapping[str, str], rules: Transform | None = None) -> dict[str, Expression]:
     """A table that has tied tensors under all of their names, as rules for models expect them.
 
     Args:
         table: with each tensor under its first name, or under more.
         ties: another name -> the first one.
-        rules: a tie of a tensor that is there once is one of a model that computes its head from its embeddings.
+        rules: a tie of a tensor that is there once is one of a model that computes its head from its embeddings. None for no rules.
 
     Examples:
         >>> from trainfold.core.transform.expression import SourceTensor
