@@ -280,6 +280,17 @@ class RestoreRefused(_Listing):
         self.reasons = reasons
 
 
+class WeightsRefused(_Listing, InvalidState):
+    """The weights of a model cannot be taken from these sources; nothing was read. The text lists every reason; ``reasons`` has them as errors."""
+
+    def __init__(self, where: str, reasons: tuple[TrainfoldError, ...]) -> None:
+        found, fix = f"{_reasons(len(reasons))} against it", "do as each reason says; nothing was read"
+        super().__init__(
+            where, reasons, expected="each tensor from one source, in the model's form", found=found, fix=fix
+        )
+        self.reasons = reasons
+
+
 class CaptureRefused(_Listing):
     """A live run cannot be saved as it is. The text lists every reason; ``reasons`` has them as errors."""
 

@@ -53,6 +53,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         saved_in: run id -> its checkpoint that this run comes from, or was saved as.
         unread: what a restore reads in place; set by a manager.
         outside: what comes from a source of weights, and not from checkpoints; None for nothing.
+        began: tensor -> the source that its first values came from, as far as that is known.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -72,6 +73,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         self.recorder: Recorder | None = None
         self.saved_in: dict[str, ParentCheckpoint] = {}
         self.unread: UnreadTensors | None = None
+        self.began: Mapping[str, str] = {}
         self._counters = Counters(self._data)
         self._microbatches = Microbatches(objects.ranks, objects, self._counters, watch.loop)
         self._pending = PendingComponents()
@@ -291,6 +293,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             HeldMasters(
                 self.optimizers.values()
             ).refresh()  # those of the checkpoint belong to the weights that it left out
+        self._restored_weights(state, chosen)
         self._watch.restored(state.contract, chosen, self._counters.step, self._pending.policy)
         self._counters.restored()
         self._microbatches.drop()
@@ -395,6 +398,10 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     def check_whole(self) -> None:
         """Raise `InvalidArgument` if an attached object holds only a part of its state on each rank, but looks whole."""
         self._objects.check_whole()
+
+    def overwrites(self, *, is_over: bool = False) -> None:
+        """Note that weights are written into the model from here on, or that all of them were; in between a run is not saved."""
+        self._watch.overwrites(is_over=is_over)
 
     def check_boundary(self) -> None:
         """Raise unless the run is between two optimizer steps, as far as that shows.

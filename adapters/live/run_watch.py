@@ -240,9 +240,9 @@ class RunWatch:
         """Raise `InvalidArgument` if one half of what has a learning rate in common is reset alone."""
         self._schedules.check_resets(reset)
 
-    def overwrites(self) -> None:
-        """Note that a restore begins to overwrite what it cannot put back."""
-        self._is_half_restored = True
+    def overwrites(self, *, is_over: bool = False) -> None:
+        """Note that a restore begins to overwrite what it cannot put back, or that it has."""
+        self._is_half_restored = not is_over
 
     def restored(
         self,

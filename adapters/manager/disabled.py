@@ -1,7 +1,7 @@
 """`DisabledManager`: the manager for a run that must not be saved."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
@@ -12,11 +12,13 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.config import CheckpointConfig
 from trainfold.adapters.manager.protocol import LoadDecision, Restored
 from trainfold.adapters.manager.triggers import SaveTriggers
+from trainfold.adapters.outside.follow import check_follow, take_followers
 from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.state import TrainState
+from trainfold.core.weights.source import WeightSource
 
 
 @final
@@ -35,6 +37,7 @@ class DisabledManager:
 
     def __init__(self, *, requests: RequestSource | None = None, collectives: Collectives | None = None) -> None:
         world = world_given(collectives, os.environ, where="DisabledManager.collectives")
+        self._world = world
         self._due = SaveTriggers(make_triggers(at_end=False), requests, world)
         self._held = ExitStack()
         if requests is not None:
@@ -103,12 +106,25 @@ class DisabledManager:
         del decision
         return self.restore(run) if isinstance(run, Live) else run
 
-    def restore(
-        self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None, in_place: bool = False
+    def restore(  # noqa: PLR0913 - those of a manager
+        self,
+        live: Live,
+        *,
+        step: int | None = None,
+        reset: Mapping[str, str] | None = None,
+        in_place: bool = False,
+        initial: WeightSource | None = None,
+        follow: Sequence[str] = (),
     ) -> Restored:
-        """Leave the run as it is."""
+        """Leave the run as it is, but for the weights with which it begins."""
         del step, reset, in_place
-        return Restored("", live.progress.step, is_fresh=True)
+        if initial is None:
+            return Restored("", live.progress.step, is_fresh=True)
+        live.check_initial(initial)
+        names = check_follow(live, follow, initial, None)
+        plan = live.take_initial(initial, self._world)
+        take_followers(live, names, plan.source, self._world)
+        return Restored("", live.progress.step, is_fresh=True, weights=plan.coverage)
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
         """Leave the run as it is."""

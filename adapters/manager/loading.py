@@ -1,7 +1,7 @@
 """`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: does so for a manager."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from trainfold.adapters.manager.arguments import check_decision
 from trainfold.adapters.manager.protocol import LoadDecision, Restored, load_decision
 from trainfold.adapters.manager.saving import SaveRunner
 from trainfold.adapters.manager.triggers import SaveTriggers
+from trainfold.adapters.outside.follow import check_follow, take_followers
 from trainfold.adapters.parallel.share import share_of_rank
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.formats.native.unread import UnreadTensors
@@ -43,6 +44,8 @@ from trainfold.core.resume.request import resume_request
 from trainfold.core.save.reuse.base import NO_BASE, base_from
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
+from trainfold.core.weights.several.source_text import described, why_ignored
+from trainfold.core.weights.source import WeightSource
 
 _LOG = logging.getLogger("trainfold")
 _COMPONENTS = "CheckpointManager.components"
@@ -240,22 +243,46 @@ class LoadRunner:
         state = self._load(run, step, None)
         return self._restored(run) if isinstance(run, Live) else state
 
-    def restore(
-        self, live: Live, step: int | None, reset: Mapping[str, str] | None, *, in_place: bool = False
+    def restore(  # noqa: PLR0913 - those of the manager
+        self,
+        live: Live,
+        step: int | None,
+        reset: Mapping[str, str] | None,
+        *,
+        in_place: bool = False,
+        initial: WeightSource | None = None,
+        follows: Sequence[str] = (),
     ) -> Restored:
         """Restore a live run, or start fresh; see `CheckpointManager.restore`."""
+        if initial is not None:
+            live.check_initial(initial)
+        follows = check_follow(live, follows, initial, self.loader.names_of(live))
         if self.first.start_over:
-            return self._start_over(live, step, reset)
+            return self._start_over(live, step, reset, initial, follows)
         try:
             self._load(live, step, mapping_given("reset", reset), in_place=in_place)
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
-            self._warn("%s holds no checkpoint: the run starts fresh", self.loader.store.url)
             is_fresh = True
         else:
             is_fresh = False
-        return self._restored(live, is_fresh=is_fresh)  # not above, where its errors would seem to come from a refusal
+        # not above, where its errors would seem to come from a refusal
+        if is_fresh:
+            return self._begin(live, initial, follows, "holds no checkpoint: the run starts fresh")
+        ignored = () if initial is None else (why_ignored(initial),)
+        return attrs.evolve(self._restored(live), ignored=ignored)
+
+    def _begin(self, live: Live, initial: WeightSource | None, follows: Sequence[str], why: str) -> Restored:
+        """Start fresh, with the weights of a source if there is one."""
+        if initial is None:
+            self._warn("%s %s", self.loader.store.url, why)
+            return self._restored(live, is_fresh=True)
+        world = self.loader.collectives
+        plan = live.take_initial(initial, world)
+        take_followers(live, follows, plan.source, world)
+        self._warn("%s %s, with weights from %s", self.loader.store.url, why, described(plan.source))
+        return attrs.evolve(self._restored(live, is_fresh=True), weights=plan.coverage)
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
         """Load the weights of the best checkpoint; see `CheckpointManager.load_best`."""
@@ -264,15 +291,21 @@ class LoadRunner:
         self.events.report("restored_best", step=step, detail="its weights, and nothing else")
         return Restored(self.loader.store.url, step, is_fresh=False) if isinstance(run, Live) else state
 
-    def _start_over(self, live: Live, step: int | None, reset: Mapping[str, str] | None) -> Restored:
+    def _start_over(
+        self,
+        live: Live,
+        step: int | None,
+        reset: Mapping[str, str] | None,
+        initial: WeightSource | None,
+        follows: Sequence[str],
+    ) -> Restored:
         if step is not None or reset:
             raise InvalidArgument("start_over", expected="False, to restore a step, or all but a component", found="True",
                                   fix="leave start_over=True out")  # fmt: skip
         if live.outside is not None:
             live.take_weights(self.loader.collectives)
         left = self.first.left_behind
-        self._warn("%s: starts over on purpose; %d checkpoints are left behind", self.loader.store.url, left)
-        return self._restored(live, is_fresh=True)
+        return self._begin(live, initial, follows, f"starts over on purpose; {left} checkpoints are left behind")
 
     def _decided_step(self, run: Live | TrainState, decision: LoadDecision) -> int | None:
         """The step that a decision is for; None for the newest, if that is still the one that it was made for."""

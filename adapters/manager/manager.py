@@ -31,6 +31,7 @@ from trainfold.core.save.retention import Retention
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
+from trainfold.core.weights.source import WeightSource
 
 S = TypeVar("S", bound=TrainState)
 
@@ -218,8 +219,7 @@ class CheckpointManager:
         """Save the attached objects, at a boundary, or a state now, whether it is due or not.
 
         Raises:
-            IncompleteWindow: if the live run is not at a boundary.
-            RunNotRestored: if the run has checkpoints, and none of them was restored.
+            IncompleteWindow: if the live run is not at a boundary. RunNotRestored: if the run has checkpoints, and none of them was restored.
             SaveFailed: if this save failed; or the one before, in the background: then this one was started all the same.
         """
         self._check(run)
@@ -292,33 +292,33 @@ class CheckpointManager:
         Raises:
             InvalidArgument: for a decision not to load, for one of another manager, or for the newest if a newer one is there now.
             SaveFailed: if a save was under way and failed.
-            ResumeRefused: with every reason why a resume would not be exact, or if there is nothing to resume.
-            RestoreRefused: if the live objects cannot take the state.
+            ResumeRefused: with every reason why a resume would not be exact, or if there is nothing to resume. RestoreRefused: if the live objects cannot take the state.
         """
         self._check(run, asks=False)
         return self._loads.load(run, decision)
 
-    def restore(
-        self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None, in_place: bool = False
-    ) -> Restored:
-        """Restore a live run from its newest whole checkpoint. If there is none, leave the run as it is and log a warning.
+    def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None, in_place: bool = False,  # noqa: PLR0913
+                initial: WeightSource | None = None, follow: Sequence[str] = ()) -> Restored:  # fmt: skip
+        """Restore a live run from its newest whole checkpoint. If there is none, leave the run as it is, but for ``initial``, and log a warning.
 
         Args:
             live: the attached objects; unchanged if anything is wrong.
             step: an explicit step; one that is not there is an error.
             reset: component -> why it starts fresh on purpose.
             in_place: read parameters, buffers and slots straight into their memory; if that fails, they hold two states, and the process must end.
+            initial: the weights with which the run begins, such as ``trainfold.weights.HubDirectory(path)``; all else is as the script has it, at step 0, and masters
+                are made of these weights. Once the run has a checkpoint of its own, it is ignored, and not asked.
+            follow: names under ``extra`` that then come from the checkpoint that these weights come from, such as a tokenizer.
 
         Raises:
-            InvalidArgument: for an invalid argument.
+            InvalidArgument: for an invalid argument. InvalidState: if ``initial`` does not have the weights of this model; with every reason.
             HalfRestored: with ``in_place``, on every rank, if a read failed: end the process. The next one passes over a damaged checkpoint.
-            ResumeRefused: with every reason why a resume would not be exact.
-            RestoreRefused: if the live objects cannot take the state.
+            ResumeRefused: with every reason why a resume would not be exact. RestoreRefused: if the live objects cannot take the state.
             SaveFailed: if a save was under way and failed.
         """
         self._check()
         self._check_run(live, kinds=Live)
-        return self._loads.restore(live, step, reset, in_place=given.flag("restore.in_place", in_place))
+        return self._loads.restore(live, step, reset, in_place=given.flag("restore.in_place", in_place), initial=initial, follows=follow)  # fmt: skip
 
     @overload
     def load_best(self, run: Live) -> Restored: ...
@@ -328,8 +328,7 @@ class CheckpointManager:
         """Load the weights of the best checkpoint as `load` does, and nothing else: optimizer, counters and position stay.
 
         Raises:
-            InvalidState: if `save_best` has recorded none.
-            ResumeRefused: if the best checkpoint does not fit.
+            InvalidState: if `save_best` has recorded none. ResumeRefused: if the best checkpoint does not fit.
         """
         self._check(run, asks=False)
         return self._loads.load_best(run)

@@ -9,6 +9,7 @@ from trainfold.backends.runs.commit import SaveResult
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.state import TrainState
+from trainfold.core.weights.several.cover import Coverage
 
 SaveStatus: TypeAlias = Literal["written", "staged", "skipped"]
 
@@ -39,11 +40,27 @@ class Restored:
         run: where the run is.
         step: the step that the run continues from, 0 for a fresh start; or the step of the weights, if only those were loaded.
         is_fresh: whether there was nothing to resume.
+        weights: which source each tensor came from, if a fresh start has taken ``initial``; else None.
+        ignored: what was offered and not taken, with the reason.
+
+    Examples:
+        >>> print(Restored("runs/a", 120, is_fresh=False, ignored=("HubDirectory('base'): the run has checkpoints of its own",)))
+        runs/a: resumed at step 120
+        ignored  HubDirectory('base'): the run has checkpoints of its own
     """
 
     run: str
     step: int
     is_fresh: bool
+    weights: Coverage | None = None
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        how = (
+            f"resumed at step {self.step}" if not self.is_fresh else "fresh" if self.weights is None else "begins with"
+        )
+        taken = [] if self.weights is None else [f"weights  {each}" for each in str(self.weights).splitlines()]
+        return "\n".join([f"{self.run}: {how}", *taken, *(f"ignored  {each}" for each in self.ignored)])
 
 
 @attrs.frozen

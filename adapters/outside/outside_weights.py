@@ -1,20 +1,16 @@
 """`OutsideWeights`: the tensors of the attached model that come from a `WeightSource`, and not from checkpoints."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import closing
 from typing import Any, Final, final
 
 import attrs
 import torch
 
-from trainfold.adapters.components.component import copy_values
 from trainfold.adapters.components.module import module_state
+from trainfold.adapters.outside.fill import fill
 from trainfold.adapters.sharded.dtensor import leaf_of, named_shards, reshard
-from trainfold.adapters.sharded.parts import memory_of
-from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.backends.weights.take import asked_of, received
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.fingerprint import content_fingerprint
+from trainfold.core.json_values import Json
 from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.components import components_of
@@ -22,7 +18,7 @@ from trainfold.core.state.fqn import NamedTensors
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, TrainState
 from trainfold.core.weights.source import WeightSource
-from trainfold.core.weights.wrapped import ByScript, Frozen
+from trainfold.core.weights.wrapped import Frozen
 
 OUTSIDE: Final = "weights.outside"  # the key of the contract: the fingerprint of frozen weights from outside
 WHY: Final = "its weights come from outside"
@@ -39,6 +35,7 @@ class OutsideWeights:
 
     Attributes:
         is_whole: whether no tensor of the model is in a checkpoint.
+        lineage: where what was taken last came from; None before.
 
     Raises:
         InvalidArgument: for something else than a source, or a model without frozen parameters where only they are meant.
@@ -58,6 +55,7 @@ class OutsideWeights:
         self._has_trained = False  # since then
         self._source: WeightSource = source.source if isinstance(source, Frozen) else source
         self._fingerprint: str | None = None
+        self.lineage: Json = None
         params = named_shards(model).params
         self._frozen = frozenset(name for name, each in params.items() if not each.requires_grad)
         if not self.is_whole and not self._frozen:
@@ -112,6 +110,11 @@ class OutsideWeights:
             {name: leaf_of(each, f"model.buffers[{name!r}]") for name, each in named.buffers.items()},
         )
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that come from the source; none if all do."""
+        return frozenset() if self.is_whole else self._frozen
+
     def take(self, world: Collectives) -> None:
         """Write what the source supplies into the model; every rank calls, and a failure on one is raised on all.
 
@@ -122,7 +125,7 @@ class OutsideWeights:
         named = named_shards(self._model)
         leaves = self._leaves(named)
         self._is_taken = False
-        on_all_ranks(world, lambda: self._fill(leaves, named.ties), doing="take its weights from outside")
+        self.lineage = fill(leaves, named.ties, self._source, world).lineage
         if not self.is_whole:
             params = ModelState(params=Leaves(leaves), buffers=Leaves())
             sums = content_fingerprint(TrainState(model=params, stage=self._stage), collectives=world)
@@ -139,13 +142,6 @@ class OutsideWeights:
         if self.is_whole:
             found |= {name: leaf_of(each, f"model.buffers[{name!r}]") for name, each in named.buffers.items()}
         return found
-
-    def _fill(self, leaves: Mapping[str, Any], ties: Iterable[tuple[str, str]]) -> None:
-        if isinstance(self._source, ByScript):
-            return
-        supplied = received(self._source, asked_of(leaves, tuple(ties)), held=lambda name: memory_of(leaves[name]))
-        with closing(supplied) as parts:
-            copy_values((memory_of(leaves[name]), part) for name, part in parts)
 
     # --- for a manager -----------------------------------------------------------------------------------------------
 

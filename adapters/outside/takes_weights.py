@@ -1,15 +1,23 @@
-"""`TakesWeights`: the part of a live run that takes weights from outside."""
+"""`TakesWeights`: the part of a live run that takes weights from outside, at each start or where it begins."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from trainfold.adapters.outside.fill import fill
 from trainfold.adapters.outside.held_masters import HeldMasters
 from trainfold.adapters.outside.outside_weights import OutsideWeights
+from trainfold.adapters.sharded.dtensor import leaf_of, named_shards, reshard
 from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.weights.plan import PlannedWeights
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.world import Collectives
+from trainfold.core.state.notes import LINEAGE
 from trainfold.core.state.state import TrainState
+from trainfold.core.weights.several.lineage import lineage_of, lineage_source
+from trainfold.core.weights.source import WeightSource
+from trainfold.core.weights.wrapped import ByScript, Frozen
 
 
 class TakesWeights:
@@ -17,13 +25,24 @@ class TakesWeights:
 
     Attributes:
         outside: what comes from a source, and not from checkpoints; None for nothing.
+        began: where the weights that are trained came from: tensor -> source, as far as that is known.
     """
 
     outside: OutsideWeights | None
+    began: Mapping[str, str]
 
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """The attached optimizers, by component."""
+        raise NotImplementedError
+
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """The attached modules, the model first."""
+        raise NotImplementedError
+
+    def overwrites(self, *, is_over: bool = False) -> None:
+        """Note that memory is overwritten from here on, or that all of it was."""
         raise NotImplementedError
 
     def take_weights(self, collectives: Collectives | None = None) -> None:
@@ -43,8 +62,57 @@ class TakesWeights:
         self.outside.take(ALONE if collectives is None else collectives)
         masters.refresh()
 
-    def _outside(self) -> dict[str, str]:
-        return {} if self.outside is None else self.outside.contract()
+    def check_initial(self, source: object) -> None:
+        """Raise if this run cannot begin with the weights of a source.
+
+        Raises:
+            InvalidArgument: saying why.
+        """
+        if not isinstance(source, WeightSource) or isinstance(source, Frozen | ByScript):
+            raise InvalidArgument(
+                "restore.initial",
+                expected="a WeightSource that supplies what is trained",
+                found=type(source).__qualname__,
+                fix="pass one of trainfold.weights, such as trainfold.weights.HubDirectory(path); what stays frozen and comes from outside at each "
+                "start goes to attach(..., weights=Frozen(source))",
+            )
+        if self.outside is not None and self.outside.is_whole:
+            raise InvalidArgument(
+                "restore.initial",
+                expected="a run whose checkpoints have its model",
+                found="one whose weights come from outside at each start, by attach(..., weights=...)",
+                fix="leave one of the two out: initial= begins a run, whose own checkpoints count from then on",
+            )
+
+    def take_initial(self, source: WeightSource, world: Collectives) -> PlannedWeights:
+        """Begin with the weights of a source: every tensor of the model that checkpoints have. Nothing else changes but masters.
+
+        Args:
+            source: of these weights.
+            world: the ranks, all of which call.
+
+        Raises:
+            InvalidState: if the weights cannot be taken so; nothing was changed.
+            HalfRestored: at the next save, if the source failed while it was read.
+        """
+        model, frozen = self.modules[0], frozenset() if self.outside is None else self.outside.frozen
+        reshard(model)
+        named = named_shards(model)
+        params = {name: each.detach() for name, each in named.params.items() if name not in frozen}
+        leaves = {name: leaf_of(each, f"model.params[{name!r}]") for name, each in params.items()}
+        leaves |= {name: leaf_of(each, f"model.buffers[{name!r}]") for name, each in named.buffers.items()}
+        masters = HeldMasters(self.optimizers.values())
+        plan = fill(leaves, named.ties, source, world, begins=self.overwrites)
+        masters.refresh()
+        self.overwrites(is_over=True)
+        self.began = plan.sources
+        return plan
+
+    def _outside(self) -> dict[str, Any]:
+        found = {} if self.outside is None else self.outside.contract()
+        theirs = [] if self.outside is None else self.outside.lineage
+        lineage = [*(theirs if isinstance(theirs, list) else []), *lineage_of(self.began)]
+        return {**found, LINEAGE: lineage} if lineage else found
 
     def _with_outside(self, state: TrainState, world: Collectives) -> TrainState:
         """The state to restore, with the weights that no checkpoint has; they are taken now if they were not."""
@@ -53,3 +121,13 @@ class TakesWeights:
         if not self.outside.is_current:
             self.take_weights(world)
         return self.outside.completed(state)
+
+    def _restored_weights(self, state: TrainState, chosen: Collection[str] | None) -> None:
+        """Note where the weights of a restored state came from."""
+        if state.model is None or (chosen is not None and "model" not in chosen):
+            return
+        frozen = frozenset() if self.outside is None else self.outside.frozen
+        lineage = state.contract.get(LINEAGE)
+        found = {name: lineage_source(lineage, name) for name in (*state.model.params, *state.model.buffers)}
+        is_whole = self.outside is not None and self.outside.is_whole
+        self.began = {} if is_whole else {name: each for name, each in found.items() if each is not None and name not in frozen}  # fmt: skip

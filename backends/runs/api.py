@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import attrs
+
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.ranks.left_out import warn_of_nothing
@@ -22,6 +24,8 @@ from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.components import all_of
 from trainfold.core.state.state import TrainState
+from trainfold.core.weights.several.source_text import why_ignored
+from trainfold.core.weights.source import WeightSource
 
 S = TypeVar("S", bound=TrainState)
 
@@ -91,6 +95,7 @@ def plan(  # noqa: PLR0913 - keywords
     policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
+    initial: WeightSource | None = None,
 ) -> ResumePlan | Refusal:
     """Plan a resume: read the manifests, and load nothing.
 
@@ -102,6 +107,7 @@ def plan(  # noqa: PLR0913 - keywords
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
         reset: component -> why it starts from scratch on purpose.
         contract: the contract of this run, in addition to that of ``like``; it is compared with the saved one.
+        initial: the weights with which the run would begin (``manager.restore(live, initial=...)``); a plan notes that they are ignored.
 
     Returns:
         A `ResumePlan`, or a `Refusal` with every reason; both print.
@@ -117,7 +123,10 @@ def plan(  # noqa: PLR0913 - keywords
     check_state(like, "like")
     request = resume_request(step=step, components=components, policy=policy, reset=reset)
     store = open_store(run)
-    return plan_load(store, like=like, request=request, contract=contract, collectives=SingleProcess())
+    found = plan_load(store, like=like, request=request, contract=contract, collectives=SingleProcess())
+    if initial is None or isinstance(found, Refusal):
+        return found
+    return attrs.evolve(found, notes=(*found.notes, f"initial weights ignored: {why_ignored(initial)}"))
 
 
 def load(  # noqa: PLR0913 - keywords

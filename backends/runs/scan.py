@@ -6,9 +6,10 @@ from typing import Any
 
 import attrs
 
+from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.side_by_side import side_by_side
-from trainfold.backends.stores.local import Run, open_store
+from trainfold.backends.stores.local import LocalStore, Run, open_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
@@ -42,6 +43,7 @@ from trainfold.core.history.recognise import (
     run_file_fix,
 )
 from trainfold.core.problem import Problem, problem_of
+from trainfold.core.weights.detected import FORMATS, NATIVE
 
 _OLDER = f"{OLDER} of the run"
 
@@ -267,7 +269,17 @@ def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tu
 
 
 def _not_a_place(store: Store, names: list[str], entries: tuple[Entry, ...]) -> TrainfoldError | None:
-    return not_a_place_for_a_run(store.url, names, entries, [name for name in names if _is_run(store, name)])
+    """The error for a place in which no run may start; it names another format, and what reads that."""
+    error = not_a_place_for_a_run(store.url, names, entries, [name for name in names if _is_run(store, name)])
+    found = detect_format(store.url) if isinstance(store, LocalStore) and names else None
+    if found is None or found.format not in FORMATS or found.format in NATIVE:
+        return error
+    begins = (
+        f"; to begin with its weights, manager.restore(live, initial=trainfold.weights.HubDirectory({store.url!r}))"
+    )
+    return CheckpointForeign(
+        store.url, expected="a run of trainfold", found=f"{FORMATS[found.format]}: {', '.join(found.seen)}",
+        fix=f"use another folder for the run{begins if found.format == 'hf' else ''}")  # fmt: skip
 
 
 def _is_run(store: Store, name: str) -> bool:

@@ -7,14 +7,16 @@ from typing import Final, final
 
 import torch
 
+from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.formats.native.plan_reader import PlanReader
 from trainfold.backends.runs.one_view import examined
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import read_inventory
-from trainfold.backends.stores.local import Run, open_store
+from trainfold.backends.stores.local import LocalStore, Run, open_store
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointMissing, InvalidState
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidState
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import Manifest, TensorRecord
 from trainfold.core.history.quarantine import with_quarantined
@@ -58,9 +60,41 @@ class CheckpointWeights:
         self._store = open_store(run)
         self._step = None if step is None else count("step", step, least=0, fix="name a saved step")
         self._component = component
+        self._chosen: Manifest | None = None
 
     def __repr__(self) -> str:
         return f"CheckpointWeights({self._store.url!r}, step={self._step}, component={self._component!r})"
+
+    @property
+    def run(self) -> Store:
+        """The other run."""
+        return self._store
+
+    @property
+    def step(self) -> int | None:
+        """The step that was asked for, or is pinned; None for the newest."""
+        return self._step
+
+    def pinned(self) -> "CheckpointWeights":
+        """The same weights, of the checkpoint that is the newest now.
+
+        Raises:
+            CheckpointMissing: as in `supply`.
+        """
+        chosen = self._manifest()
+        found = CheckpointWeights(self._store, step=chosen.head.step, component=self._component)
+        found._chosen = chosen
+        return found
+
+    @property
+    def identity(self) -> str:
+        """Which checkpoint it is; the same wherever the run lies. Empty if it is not pinned."""
+        head = None if self._chosen is None else self._chosen.head
+        return (
+            ""
+            if head is None
+            else f"run {head.run_id}, step {head.step}, timeline {head.timeline}, revision {head.revision}"
+        )
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the part of each tensor that this rank holds.
@@ -125,6 +159,8 @@ class CheckpointWeights:
         )
 
     def _manifest(self) -> Manifest:
+        if self._chosen is not None:
+            return self._chosen
         request = resume_request(step=self._step, components=[self._component])
         inventory = read_inventory(self._store)
         if self._step is None:
@@ -132,6 +168,9 @@ class CheckpointWeights:
         inventory = examined(self._store, inventory, request, [self._component])
         chosen = choose(inventory, request, [self._component])
         if not isinstance(chosen, Manifest):
+            if chosen[0].error == "CheckpointForeign":
+                where, found = chosen[0].where, chosen[0].found
+                raise CheckpointForeign(where, expected="a run of trainfold", found=found, fix=self._fix(where))
             raise CheckpointMissing(
                 self._store.url,
                 expected=f"a whole checkpoint with {self._component}",
@@ -146,6 +185,11 @@ class CheckpointWeights:
         for alias, first in _ties(manifest, self._component).items():
             others.setdefault(first, []).append(alias)
         return others
+
+    def _fix(self, where: str) -> str:
+        """What reads the place instead."""
+        is_hub = isinstance(self._store, LocalStore) and detect_format(where).format == "hf"
+        return f"use trainfold.weights.HubDirectory({where!r})" if is_hub else "name another run"
 
     def _table(self, manifest: Manifest) -> tuple[TensorRecord, ...]:
         found = manifest.component(self._component)

@@ -15,6 +15,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
+from trainfold.core.weights.several.source_text import described
 from trainfold.core.weights.source import Wanted, WeightSource
 
 _PIECE_BYTES: Final = 32 << 20
@@ -44,7 +45,7 @@ class FirstRank:
         self._world = collectives
 
     def __repr__(self) -> str:
-        return f"FirstRank({self._source!r})"
+        return f"FirstRank({described(self._source)})"
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor that this rank wants, whole.

@@ -9,12 +9,15 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointMissing
+from trainfold.backends.formats.detect import detect_format
+from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import size_bytes
+from trainfold.core.format.file_names import step_of
 from trainfold.core.format.strict_json import strict_json
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.weights.detected import FORMATS, NATIVE
 from trainfold.core.weights.hub.file_header import HUB_DTYPES, LENGTH_BYTES
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
 from trainfold.core.weights.hub.hub_plan import HUB_INDEX
@@ -170,6 +173,7 @@ class HubDirectory:
             return {self._path: None}
         index = self._path / HUB_INDEX
         if not index.is_file():
+            self._check_foreign()
             files = [self._inside(each.name) for each in sorted(self._path.glob("*.safetensors"))]
             if not files:
                 raise CheckpointMissing(
@@ -183,6 +187,22 @@ class HubDirectory:
         for name, file in _weight_map(index).items():
             found.setdefault(self._inside(file), []).append(name)  # type: ignore[union-attr]
         return found
+
+    def _check_foreign(self) -> None:
+        """Raise if it is a run of trainfold, or a checkpoint of one.
+
+        Raises:
+            CheckpointForeign: with the source that reads it.
+        """
+        if not self._path.exists():
+            return
+        found = detect_format(self._path).format
+        if found in NATIVE:
+            run, step = (
+                (self._path, "") if found == "run" else (self._path.parent, f", step={step_of(self._path.name)}")
+            )
+            raise CheckpointForeign(str(self._path), expected="a directory of a model hub", found=FORMATS[found],
+                                    fix=f"use trainfold.weights.CheckpointWeights({str(run)!r}{step})")  # fmt: skip
 
     def _inside(self, name: object) -> Path:
         if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):

@@ -1,4 +1,4 @@
-"""`take_weights`: a state with the weights that a source supplies. `received`: what a source supplies, each tensor accounted for."""
+"""`take_weights`: a state with the weights that a source supplies. `plan_weights`: where they would come from. `received`: what a source supplies, each tensor accounted for."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -9,6 +9,7 @@ import torch
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.weights.plan import planned
 from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
@@ -16,10 +17,12 @@ from trainfold.core.layout.slices import whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import refresh_masters
+from trainfold.core.state.notes import LINEAGE
 from trainfold.core.state.spec import dtype_name
-from trainfold.core.state.state import OptimizerState, TrainState
+from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
+from trainfold.core.weights.several.cover import Coverage
 from trainfold.core.weights.source import Wanted, WeightSource, source_name
 from trainfold.core.weights.wrapped import ByScript, Frozen
 
@@ -52,39 +55,91 @@ def take_weights(state: TrainState, source: WeightSource, *, collectives: Collec
         >>> take_weights(state, Ones()).model.params["weight"]
         tensor([[1., 1.]])
     """
-    if not isinstance(source, WeightSource) or isinstance(source, Frozen | ByScript):
-        raise InvalidArgument(
-            "take_weights.source",
-            expected="a WeightSource that supplies all weights of the model",
-            found=type(source).__qualname__,
-            fix="pass one of trainfold.weights, such as trainfold.weights.CheckpointWeights(run)",
-        )
-    model = state.model
-    if model is None:
-        raise InvalidArgument("take_weights.state", expected="a state with a model", found="none",
-                              fix="pass the state of init_state(model, optimizer), whose weights are replaced")  # fmt: skip
+    model = _checked(state, source, "take_weights")
     leaves = {**model.params, **model.buffers}
+
+    wanted, world = asked_of(leaves, model.ties), ALONE if collectives is None else collectives
+    plan = planned(source, wanted, world)
 
     def taken() -> dict[str, Any]:
         found: dict[str, torch.Tensor] = {}
-        with closing(received(source, asked_of(leaves, model.ties), held=found.__getitem__)) as parts:
+        with closing(received(plan.source, left_to(wanted, plan.coverage), held=found.__getitem__)) as parts:
             for name, part in parts:
                 mine = leaves[name]
                 found[name] = torch.empty_like(mine.tensor if isinstance(mine, Shard) else mine).copy_(part)
         return {
-            name: attrs.evolve(mine, tensor=found[name]) if isinstance(mine, Shard) else found[name]
+            name: mine
+            if name not in found
+            else attrs.evolve(mine, tensor=found[name])
+            if isinstance(mine, Shard)
+            else found[name]
             for name, mine in leaves.items()
         }
 
     mine: list[dict[str, Any]] = []
-    on_all_ranks(ALONE if collectives is None else collectives, lambda: mine.append(taken()), doing="take its weights")
+    on_all_ranks(world, lambda: mine.append(taken()), doing="take its weights")
     found = mine[0]
     params = Leaves({name: found[name] for name in model.params})
     buffers = Leaves({name: found[name] for name in model.buffers})
     optimizer = state.optimizer
     if isinstance(optimizer, OptimizerState) and optimizer.masters is not None:
         optimizer = refresh_masters(optimizer, params)
-    return state.evolve(model=attrs.evolve(model, params=params, buffers=buffers), optimizer=optimizer)
+    contract = {**state.contract, LINEAGE: plan.lineage}
+    return state.evolve(
+        model=attrs.evolve(model, params=params, buffers=buffers), optimizer=optimizer, contract=contract
+    )
+
+
+def plan_weights(state: TrainState, source: WeightSource, *, collectives: Collectives | None = None) -> Coverage:
+    """Say which source each tensor of a model would come from; nothing is read, and nothing is refused: the problems are part of it.
+
+    Args:
+        state: with a model, such as ``live.capture()``.
+        source: as for `take_weights`, or `attach`.
+        collectives: the ranks, all of which call; None for this process alone.
+
+    Raises:
+        InvalidArgument: for a state without a model, or something else than a source of all its weights.
+
+    Examples:
+        >>> import trainfold
+        >>> from trainfold.weights import ByScript, SeveralSources, LoadSpec
+        >>> class Ones:
+        ...     def supply(self, wanted):
+        ...         return ((name, torch.ones(each.shape)) for name, each in wanted.items())
+        >>> state = trainfold.init_state(torch.nn.Linear(2, 1), trainfold.optimizer(torch.optim.SGD, lr=0.1))
+        >>> print(plan_weights(state, SeveralSources([LoadSpec(Ones(), names="weight"), ByScript()])))
+        Ones(): 1 tensors; not listed, so looked at when it comes
+        ByScript(): 1 tensors
+    """
+    model = _checked(state, source, "plan_weights")
+    wanted = asked_of({**model.params, **model.buffers}, model.ties)
+    return planned(source, wanted, ALONE if collectives is None else collectives, is_dry=True).coverage
+
+
+def _checked(state: TrainState, source: WeightSource, where: str) -> ModelState:
+    """The model of a state, for which the source is one of all its weights.
+
+    Raises:
+        InvalidArgument: if there is none, or it is not.
+    """
+    if not isinstance(source, WeightSource) or isinstance(source, Frozen | ByScript):
+        raise InvalidArgument(
+            f"{where}.source",
+            expected="a WeightSource that supplies all weights of the model",
+            found=type(source).__qualname__,
+            fix="pass one of trainfold.weights, such as trainfold.weights.CheckpointWeights(run)",
+        )
+    if state.model is None:
+        raise InvalidArgument(f"{where}.state", expected="a state with a model", found="none",
+                              fix="pass the state of init_state(model, optimizer), whose weights are replaced")  # fmt: skip
+    return state.model
+
+
+def left_to(wanted: Mapping[str, Wanted], coverage: Coverage) -> dict[str, Wanted]:
+    """What a source is asked for: all but what keeps the values of the script."""
+    kept = frozenset(coverage.by_script)
+    return {name: each for name, each in wanted.items() if (each.tied_to or name) not in kept}
 
 
 def asked_of(leaves: Mapping[str, Any], ties: tuple[tuple[str, str], ...]) -> dict[str, Wanted]:

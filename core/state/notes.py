@@ -1,4 +1,4 @@
-"""Notes: entries of a contract that do not restrict a resume: unsaved state, trained parameters, orders of sums, clipping, first learning rates."""
+"""Notes: entries of a contract that do not restrict a resume: unsaved state, trained parameters, orders of sums, clipping, first learning rates, the origin of weights."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
@@ -17,11 +17,13 @@ ORDERS: Final = "gradient_orders"  # the key of the contract; restored, and neve
 
 CLIP_NORM: Final = "live.check.clip_norm"  # the key of the contract; restored, and compared by `Live.check`
 
+LINEAGE: Final = "weights.from"  # the key of the contract: where the weights came from; restored, and never compared
+
 _ATTACHED: Final = "attached."
 WEIGHTED: Final = "live.check.weight"  # so too: whether there is one
 SCHEDULE: Final = "live.check.schedule"  # so too: the microbatches of a pipeline, and what it divides gradients by
 RAMP: Final = "live.microbatch.of"  # so too, by `Live.microbatch`: the schedule, if it is one
-NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM, WEIGHTED, SCHEDULE, RAMP})
+NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM, WEIGHTED, SCHEDULE, RAMP, LINEAGE})
 
 
 def is_of_each_rank(key: str) -> bool:

@@ -62,20 +62,9 @@ class Account:
             )
         held = tuple(stop - start for start, stop in wanted.box)
         if tuple(shape) not in (wanted.shape, held):
-            raise InvalidState(
-                where,
-                expected=f"the shape {list(wanted.shape)}"
-                + ("" if wanted.is_whole else f", or {list(held)} of this rank"),
-                found=list(shape),
-                fix="build the model as the weights were trained, or supply this tensor from elsewhere",
-            )
-        if dtype != wanted.dtype and (wanted.dtype or not _is_floating(dtype)):
-            raise InvalidState(
-                where,
-                expected=wanted.dtype or "a floating dtype",
-                found=dtype,
-                fix="build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values may be rounded",
-            )
+            raise other_shape(where, wanted, shape)
+        if dtype != wanted.dtype and (wanted.dtype or not is_floating(dtype)):
+            raise other_dtype(where, wanted, dtype)
         self._names.add(name)
         self._came.setdefault(self.first_name(name), name)
         if tuple(shape) == wanted.shape:
@@ -89,16 +78,52 @@ class Account:
     def problem(self) -> TrainfoldError | None:
         """Why the weights are not complete; None if every tensor has come."""
         missing = self.missing()
-        if not missing:
-            return None
-        more = f", and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        return InvalidState(
-            "weights",
-            expected=f"all {len(self._came) + len(missing)} tensors from {self._source}",
-            found=f"nothing for {', '.join(missing[:_SHOWN])}{more}",
-            fix="supply these too; what is trained here and not there belongs to the checkpoints: weights=trainfold.weights.Frozen(source)",
-        )
+        return not_supplied(self._source, missing, len(self._came) + len(missing)) if missing else None
 
 
-def _is_floating(dtype: str) -> bool:
+def other_shape(where: str, wanted: Wanted, found: Sequence[int]) -> InvalidState:
+    """The error for a tensor of another shape."""
+    held = [stop - start for start, stop in wanted.box]
+    return InvalidState(
+        where,
+        expected=f"the shape {list(wanted.shape)}" + ("" if wanted.is_whole else f", or {held} of this rank"),
+        found=list(found),
+        fix="build the model as the weights were trained, or supply this tensor from elsewhere",
+    )
+
+
+def other_dtype(where: str, wanted: Wanted, found: str) -> InvalidState:
+    """The error for a tensor of another dtype."""
+    return InvalidState(
+        where,
+        expected=wanted.dtype or "a floating dtype",
+        found=found,
+        fix="build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values may be rounded",
+    )
+
+
+def not_supplied(source: str, missing: Sequence[str], total: int) -> InvalidState:
+    """The error for tensors that a source does not have.
+
+    Args:
+        source: what was asked, in words.
+        missing: their names.
+        total: how many tensors were asked for.
+    """
+    return InvalidState(
+        "weights",
+        expected=f"all {total} tensors from {source}",
+        found=f"nothing for {some_names(missing)}",
+        fix="supply these too; what is trained here and not there belongs to the checkpoints: weights=trainfold.weights.Frozen(source)",
+    )
+
+
+def some_names(names: Sequence[str]) -> str:
+    """The first names of many, for a message."""
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether a dtype is one of floating-point numbers, by its name."""
     return dtype.startswith(("float", "bfloat"))

@@ -21,6 +21,9 @@ FORMATS: Final[Mapping[str, str]] = {
 }
 """The formats that are known, and what they are called in messages."""
 
+NATIVE: Final = ("run", "checkpoint")
+"""Those that trainfold itself writes."""
+
 HEAD_BYTES: Final = 4096
 """What is read of a file, at most."""
 
@@ -117,7 +120,7 @@ class Detected:
         Raises:
             CheckpointForeign: if it is unknown or another one; if it is ambiguous and ``asked`` does not decide.
         """
-        wanted = {None: tuple(FORMATS), "native": ("run", "checkpoint")}.get(asked, (asked,))
+        wanted = {None: tuple(FORMATS), "native": NATIVE}.get(asked, (asked,))
         found = [each for each in self.formats if each in wanted]
         if len(found) == 1:
             return found[0]

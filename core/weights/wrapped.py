@@ -70,6 +70,16 @@ class Renamed:
         Raises:
             InvalidArgument: if two tensors of the model get one name.
         """
+        mine, asked = self.asked(wanted)
+        for theirs, tensor in self.source.supply(asked):
+            yield mine.get(theirs, theirs), tensor
+
+    def asked(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, str], dict[str, Wanted]]:
+        """The name of the model for each of the source's, and what the source is asked for.
+
+        Raises:
+            InvalidArgument: as in `supply`.
+        """
         mine: dict[str, str] = {}
         for name in wanted:
             theirs = self.name_of(name)
@@ -81,9 +91,7 @@ class Renamed:
                     fix="keep in the name what distinguishes the two",
                 )
             mine[theirs] = name
-        asked = {theirs: _tied_by(self.name_of, wanted[name]) for theirs, name in mine.items()}
-        for theirs, tensor in self.source.supply(asked):
-            yield mine.get(theirs, theirs), tensor
+        return mine, {theirs: _tied_by(self.name_of, wanted[name]) for theirs, name in mine.items()}
 
 
 def _tied_by(name_of: Callable[[str], str], each: Wanted) -> Wanted:

@@ -67,6 +67,7 @@ from trainfold.core.errors import (
     UnknownComponent,
     UnsupportedLeaf,
     UnsupportedOptimizer,
+    WeightsRefused,
 )
 
 __all__ = [
@@ -133,4 +134,5 @@ __all__ = [
     "UnknownComponent",
     "UnsupportedLeaf",
     "UnsupportedOptimizer",
+    "WeightsRefused",
 ]

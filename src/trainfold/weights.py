@@ -22,10 +22,13 @@ from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_adapter_directory, write_hub_directory
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
-from trainfold.backends.weights.take import take_weights
+from trainfold.backends.weights.take import plan_weights, take_weights
 from trainfold.backends.weights.transformed import Transformed
 from trainfold.core.weights.detected import Detected
 from trainfold.core.weights.hub.hub_plan import HubPlan
+from trainfold.core.weights.several.cover import Coverage, SourceUse
+from trainfold.core.weights.several.load_spec import LoadSpec
+from trainfold.core.weights.several.several_sources import SeveralSources
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 from trainfold.core.weights.wrapped import ByScript, Cast, Frozen, Renamed
 
@@ -33,6 +36,7 @@ __all__ = [
     "ByScript",
     "Cast",
     "CheckpointWeights",
+    "Coverage",
     "DcpDirectory",
     "Detected",
     "FirstRank",
@@ -40,9 +44,12 @@ __all__ = [
     "HubDirectory",
     "HubPlan",
     "ListedSource",
+    "LoadSpec",
     "Renamed",
     "SavedGroup",
     "ServedWeights",
+    "SeveralSources",
+    "SourceUse",
     "TorchFile",
     "Training",
     "Transformed",
@@ -54,6 +61,7 @@ __all__ = [
     "detect_format",
     "lightning_training",
     "plan_hub_directory",
+    "plan_weights",
     "take_training",
     "take_weights",
     "torch_training",

@@ -1,0 +1,55 @@
+"""`SeveralSources`: several sources of weights as one, of which each tensor comes from exactly one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, final
+
+import attrs
+
+from trainfold.core.weights.several.cover import cover
+from trainfold.core.weights.several.load_spec import LoadSpec
+from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.wrapped import ByScript
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _specs_given(given: Sequence[LoadSpec | WeightSource]) -> tuple[LoadSpec, ...]:
+    return tuple(each if isinstance(each, LoadSpec) else LoadSpec(each) for each in given)
+
+
+@final
+@attrs.frozen
+class SeveralSources:
+    """Several sources as one. Each tensor of the model comes from exactly one of them, which is known before anything is read.
+
+    `ByScript` is one of them: what it is for keeps the value that the script gave it, such as a new head. As ``LoadSpec(ByScript(), names="head.{name}")`` that
+    is said by name, and as ``ByScript()`` it is whatever no other source has.
+
+    Attributes:
+        specs: the sources, in order; a source alone stands for ``LoadSpec(source)``.
+
+    Examples:
+        >>> import torch
+        >>> class Ones:
+        ...     def supply(self, wanted):
+        ...         return ((name, torch.ones(each.shape)) for name, each in wanted.items())
+        >>> source = SeveralSources([LoadSpec(Ones(), names="body.{name}"), LoadSpec(ByScript(), names="head.{name}")])
+        >>> dict(source.supply({name: Wanted("float32", (1,), ((0, 1),)) for name in ("body.w", "head.w")}))
+        {'body.w': tensor([1.])}
+    """
+
+    specs: tuple[LoadSpec, ...] = attrs.field(converter=_specs_given)
+
+    def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield what each source has of what it is for, one source after the other.
+
+        Raises:
+            InvalidState: if two sources have one tensor, and the later is not declared to override.
+        """
+        coverage = cover(self.specs, wanted)
+        coverage.check_overlaps()
+        for spec, use in zip(self.specs, coverage.uses, strict=True):
+            mine = {name: wanted[name] for name in use.names}
+            if mine and not isinstance(spec.source, ByScript):
+                yield from spec.source.supply(mine)
