@@ -6,7 +6,6 @@ from typing import Any
 
 import attrs
 
-from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.local import LocalStore, Run, open_store
@@ -43,7 +42,6 @@ from trainfold.core.history.recognise import (
     run_file_fix,
 )
 from trainfold.core.problem import Problem, problem_of
-from trainfold.core.weights.detected import FORMATS, NATIVE
 
 _OLDER = f"{OLDER} of the run"
 
@@ -270,6 +268,9 @@ def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tu
 
 def _not_a_place(store: Store, names: list[str], entries: tuple[Entry, ...]) -> TrainfoldError | None:
     """The error for a place in which no run may start; it names another format, and what reads that."""
+    from trainfold.backends.formats.detect import detect_format  # commands that read a run start without it
+    from trainfold.core.weights.detected import FORMATS, NATIVE
+
     error = not_a_place_for_a_run(store.url, names, entries, [name for name in names if _is_run(store, name)])
     found = detect_format(store.url) if isinstance(store, LocalStore) and names else None
     if found is None or found.format not in FORMATS or found.format in NATIVE:
