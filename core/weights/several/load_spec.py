@@ -6,7 +6,7 @@ from typing import Final, Literal, TypeAlias, final, get_args
 import attrs
 
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.transform.name_template import NameTemplate, matches, templates
+from trainfold.core.transform.name_template import NameTemplate, matching, templates
 from trainfold.core.weights.source import WeightSource
 from trainfold.core.weights.wrapped import ByScript, Frozen
 
@@ -58,7 +58,7 @@ class LoadSpec:
 
     def takes(self, name: str) -> bool:
         """Whether it is for a tensor of the model."""
-        return self.names is None or matches(self.names, name)
+        return self.names is None or name in matching(self.names, [name])
 
     @property
     def is_rest(self) -> bool:
