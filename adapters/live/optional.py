@@ -5,7 +5,7 @@ from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.core.checks import names_given
-from trainfold.core.errors import InvalidArgument, error_text
+from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError, error_text
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.validate import check_kinds
 
@@ -34,12 +34,15 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
     Args:
         parts: the components.
         optional: names of those that need not be saved.
+
+    Raises:
+        InvalidState: for another one whose own code fails, which is the cause.
     """
     found: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name, part in parts.items():
         if name not in optional:
-            found[name] = part.capture()
+            found[name] = captured_part(name, part)
             continue
         try:
             value = part.capture()
@@ -50,6 +53,25 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
         else:
             found[name] = value
     return found, left_out
+
+
+def captured_part(name: str, part: ComponentAdapter) -> Any:
+    """The value of a component.
+
+    Raises:
+        InvalidState: naming the component, if its own code fails, which is the cause.
+    """
+    try:
+        return part.capture()
+    except TrainfoldError:
+        raise
+    except Exception as error:
+        raise InvalidState(
+            name,
+            expected="an object that returns its state",
+            found=error_text(error),
+            fix="fix its state_dict() or get function: it must work at every save",
+        ) from error
 
 
 def unfit(parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
     CaptureRefused,
     InvalidArgument,
+    InvalidState,
     OptionalLeftOut,
     RankFailed,
     ResumeRefused,
@@ -76,6 +77,20 @@ def test_an_optional_component_that_cannot_be_saved_is_named_and_absent(saves, m
 def test_one_that_is_not_optional_fails_the_save(saves):
     with pytest.raises(CaptureRefused, match="dashboard"):
         saved(Dashboard(saves=saves), MemoryStore(), optional=())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_one_that_fails_after_the_first_step_is_named_too(mode):
+    """B07: the save raised a bare ConnectionError, which could be of any object, and of the store."""
+    live = build(dashboard := Dashboard(), optional=())
+    live.advance(samples=1)
+    dashboard.saves = "raises"
+    with CheckpointManager(MemoryStore(), mode=mode) as manager:
+        with pytest.raises(InvalidState, match=r"dashboard: .*found ConnectionError: no route") as caught:
+            manager.save(live)
+        assert isinstance(caught.value.__cause__, ConnectionError)
+        with pytest.raises(InvalidState, match=r"dashboard: .*found ConnectionError: no route"):
+            live.capture()
 
 
 def test_what_works_is_saved_and_restored_as_ever():
