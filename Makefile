@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 unexport PYTHONDONTWRITEBYTECODE  # without its cache, each of the hundred programs that tests start compiles the package again
 
-.PHONY: help demo test check format docs look bench resume hf long laws soak crash oracle constraints clean
+.PHONY: help demo test check format docs look bench resume hf rivals long laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -43,6 +43,10 @@ resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs th
 hf: $(DEV)  ## the tests on models of transformers and adapters of peft, which it installs (a minute)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	$(PYTEST) -m "" tests/adapters/construct/test_construct_hf.py tests/adapters/outside/test_lora.py tests/core/transform/families/test_hub_rules_hf.py tests/backends/weights/test_hub_writer_hf.py
+
+rivals: $(DEV)  ## the tests on checkpoints of accelerate and Lightning, which it installs
+	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'
+	$(PYTEST) -m "" tests/backends/weights/foreign/test_programs_rivals.py
 
 bench: $(DEV)  ## what it costs: benchmarks/
 	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done

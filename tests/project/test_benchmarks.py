@@ -29,6 +29,7 @@ KEYS = {
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},
+    "torch_formats": {"mib", "rounds", "rows"},
     "unchanged": {"rows"},
 }
 TARGETS = {
@@ -90,6 +91,11 @@ TARGETS = {
         "1,000 saves",
     ],
     "step": ["time", "first steps too", "peak memory", "same bits"],
+    "torch_formats": [
+        f"ours: {way}: {what}"
+        for way in ("dcp -> hf", "hf -> dcp")
+        for what in ("time /", "throughput /", "memory, MiB", "memory / the least")
+    ],
     "unchanged": ["bytes of adapters", "time of adapters", "CPU time if everything"],
 }
 
@@ -115,7 +121,7 @@ def targets(root):
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
-LONG = ("construct", "convert", "drift", "evaluate", "meshes", "plan", "ranks", "stall", "step")
+LONG = ("construct", "convert", "drift", "evaluate", "meshes", "plan", "ranks", "stall", "step", "torch_formats")
 
 
 @pytest.mark.slow(2)
