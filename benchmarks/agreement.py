@@ -31,6 +31,7 @@ from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.ranks.wire import to_wire
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.layout.agreement.rank_tree import rank_tree
+from trainfold.core.layout.file_preference import ONE_A_RANK_FROM, FilePreference
 from trainfold.core.layout.world import World
 from trainfold.ranks import run_threads
 
@@ -310,9 +311,15 @@ class Asked:
         return asked
 
 
-def save_and_load(ranks, leaves):
+class RankFiles(MemoryStore):
+    """A store for which few ranks write one data file each, as many do by themselves."""
+
+    prefers = FilePreference(1)
+
+
+def save_and_load(ranks, leaves, kind):
     """Save on threads and load again; return for each the calls, with the bytes that a rank gives, and the requests of rank 0."""
-    store, found = MemoryStore(), {}
+    store, found = kind(), {}
     for action in ("save", "load"):
         stores, worlds = {}, {}
 
@@ -373,8 +380,12 @@ def coordinator(small, large, size):
 
 def coordinators(sizes):
     """Return what rank 0 does on each of some numbers of ranks."""
-    saves = [save_and_load(ranks, 20) for ranks in (8, 16)]
-    return [coordinator(*saves, size) for size in sizes]
+    saves = {kind: [save_and_load(ranks, 20, kind) for ranks in (8, 16)] for kind in (MemoryStore, RankFiles)}
+    plain = [coordinator(*saves[MemoryStore], size) for size in sizes]
+    return [
+        {**(coordinator(*saves[RankFiles], each["ranks"]) if each["ranks"] >= ONE_A_RANK_FROM else each), "plain": each}
+        for each in plain
+    ]
 
 
 def coordinator_table(found):
@@ -385,6 +396,7 @@ def coordinator_table(found):
         ("sockets, in a mesh", lambda each: f"{each['ranks']:,}"),
         ("looks at the notice board a second, of all that wait", lambda each: f"{each['looks_a_sec']:,.0f}"),
         ("files of a checkpoint, and its root", lambda each: f"{each['files'] + 1:,}"),
+        ("  if each component had files of its own", lambda each: f"{each['plain']['files'] + 1:,}"),
         ("root, MB", lambda each: f"{each['root_bytes'] / 1e6:.2f}"),
     ]
     for action in ("save", "load"):
@@ -396,7 +408,11 @@ def coordinator_table(found):
             ("  requests to the store", lambda each, action=action: f"{sum(each[action]['requests'].values()):,}"),
         ]
         if action == "save":
-            rows += [("    of them for the size of a file", lambda each: f"{each['save']['requests']['size']:,}")]
+            of_parts = "      if each component had files of its own"
+            rows += [
+                ("    of them for the size of a file", lambda each: f"{each['save']['requests']['size']:,}"),
+                (of_parts, lambda each: f"{each['plain']['save']['requests']['size']:,}"),
+            ]
     return [f"{name:54}" + "".join(f"{read(each):>10}" for each in found) for name, read in rows]
 
 

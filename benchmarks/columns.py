@@ -229,7 +229,7 @@ def read_once(case, store):
     """Read as a load does where ranks share a store."""
     if not case.rounds:
         return read_pieces(case, store)
-    shared = SharedStore(store, SharedReads(store, case.world), [NAME], iter(case.rounds), case.grid)
+    shared = SharedStore(store, SharedReads(store, case.world), [NAME], iter(case.rounds), case.grid, mine=[(0, 0, 0)])
     out = read_pieces(case, shared)
     shared.finish()
     return out

@@ -72,7 +72,7 @@ def newest(ranks, step):
         ShardRecord(rank, START, size, ((ROWS * rank, ROWS * (rank + 1)), (0, shape[1])), DIGEST)
         for rank in range(ranks)
     )
-    files = tuple(FileRecord(f"ema-{rank:05d}.safetensors", "ema", rank, size, DIGEST) for rank in range(ranks))
+    files = tuple(FileRecord(f"ema-{rank:05d}.safetensors", ("ema",), rank, size, DIGEST) for rank in range(ranks))
 
     def manifest(held, indexes=()):
         record = TensorRecord("ema", "float32", shape, tuple(held), rule)

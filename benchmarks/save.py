@@ -152,9 +152,8 @@ class Files:
         """Write the files, durable and with checksums, and commit them with a stub of a manifest."""
         store = LocalStore(path)
         for file in self.plan.files:
-            self.written[file.name] = write_file(
-                file, self.leaves[file.component], store=store, directory=self.plan.directory
-            )
+            (name,) = file.components
+            self.written[file.name] = write_file(file, self.leaves[name], store=store, directory=self.plan.directory)
         digests = {name: [part.digest for part in written.parts] for name, written in self.written.items()}
         store.commit(f"{self.plan.directory}/manifest.json", json.dumps(digests).encode())
 

@@ -45,15 +45,17 @@ from trainfold.core.format.manifest import (
 from trainfold.core.format.manifest_reader import decode_manifest
 from trainfold.core.format.structure.describe import Described, describe
 from trainfold.core.json_values import canonical_json
+from trainfold.core.layout.file_preference import NO_PREFERENCE, ONE_A_RANK_FROM, FilePreference
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.replica_shares import UNIT_BYTES, box_of
 from trainfold.core.layout.slices import volume, whole_box
+from trainfold.core.leaf_path import component_of_leaf
 from trainfold.core.resume.reads import plan_reads
 from trainfold.core.resume.resume_plan import ComponentAction, ResumePlan
 from trainfold.core.save.save_plan import plan_save
-from trainfold.core.save.written import PartDigests, WrittenFile, manifest_of
+from trainfold.core.save.written import PartDigests, WrittenFile, manifest_of, version_of
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
@@ -62,6 +64,7 @@ AXES = ("dp", "ep", "fsdp", "tp")  # of a stage, the fastest last
 DIGEST = "xxh3:" + "0123456789abcdef" * 2
 HEAD = Head("run", 1)
 LEAVES_A_PARAMETER = 5
+OBJECT_BYTES = 64 << 20
 MB = 1e6
 COLUMN, ROW, CUT = [["tp", "ep", "fsdp"]], [["ep", "fsdp"], ["tp"]], [["ep", "fsdp"]]
 EXPERTS = [["ep"], ["fsdp"], ["tp"]]
@@ -176,10 +179,16 @@ def said_of(layout):
     return described(layout)
 
 
-def planned(layout, rank):
+def planned(layout, rank, prefers=NO_PREFERENCE):
     """Return the plan of the files of a rank."""
     ranks = [said_of(layout)] * layout.ranks
-    return without_collecting(plan_save)(ranks, step=1, only=rank, own={"rng"})
+    return without_collecting(plan_save)(ranks, step=1, only=rank, own={"rng"}, prefers=prefers)
+
+
+def files_of(layout, prefers=NO_PREFERENCE):
+    """Return how many data files a save has, if the other ranks are like the last one."""
+    first, last = (len(planned(layout, rank, prefers).files) for rank in (0, layout.ranks - 1))
+    return first + last * (layout.ranks - 1)
 
 
 def written(plan):
@@ -228,9 +237,10 @@ def root_of(layout, opened=(), *, room_bytes=0):
         room = 0 if is_real else room_bytes
         for file in like:
             name = file.name.replace(f"-{file.rank:05d}-of-", f"-{rank:05d}-of-")
-            files.append(FileRecord(name, file.component, rank, file.size_bytes + room, file.digest))
+            files.append(FileRecord(name, file.components, rank, file.size_bytes + room, file.digest))
     components = tuple(attrs.evolve(each, fingerprint=DIGEST) for each in first.components)
-    whole = attrs.evolve(first, components=components, files=tuple(files), indexes=tuple(indexes))
+    head = attrs.evolve(first.head, schema_version=version_of(files))
+    whole = attrs.evolve(first, head=head, components=components, files=tuple(files), indexes=tuple(indexes))
     return without_collecting(encode_manifest)(whole)
 
 
@@ -297,7 +307,7 @@ def save_row(layout):
             placed.stop - placed.start
             for file in plan.files
             for placed in file.tensors
-            if placed.shape and file.component != "rng"
+            if placed.shape and component_of_leaf(placed.path) != "rng"
         )
         share, copied = shares(layout, rank)
         if copied >= 50 * UNIT_BYTES:  # replicas differ by a unit at most, whatever they hold
@@ -322,10 +332,37 @@ def save_row(layout):
         "peak_mb": peak_mb(lambda: planned(layout, layout.ranks - 1)),
         "balance": max(off, default=0.0),
         "spread": max(sizes) * len(sizes) / sum(sizes),
+        "files": files_of(layout),
+        "of_parts": files_of(layout, FilePreference(2**62)),
         "root_mb": len(root) / MB,
         "root_secs": root_secs,
         "index_ratio": max(ratios, default=0.0),
     }
+
+
+def writers_row(layout):
+    """Measure who writes what of a model of which all ranks hold all, where a store prefers large objects."""
+    row = {"model": layout.model, "ranks": layout.ranks, "mesh": layout.name}
+    for name, prefers in (("", NO_PREFERENCE), ("large_", FilePreference(object_bytes=OBJECT_BYTES))):
+        sizes = {rank: bytes_written(layout, rank, prefers) for rank in {0, 1, 2, layout.ranks - 1}}
+        low, high = 0, layout.ranks  # the first ones write
+        while high - low > 1:
+            middle = (low + high) // 2
+            sizes[middle] = bytes_written(layout, middle, prefers)
+            low, high = (middle, high) if sizes[middle] else (low, middle)
+        row |= {f"{name}writers": high, f"{name}mb": sizes[low] / MB, f"{name}spread": max(sizes.values()) / sizes[low]}
+    return row
+
+
+def bytes_written(layout, rank, prefers):
+    """Return what a rank writes of the weights."""
+    plan = planned(layout, rank, prefers)
+    return sum(
+        each.stop - each.start
+        for file in plan.files
+        for each in file.tensors
+        if component_of_leaf(each.path) == "model"
+    )
 
 
 def resume_row(old, new):
@@ -551,6 +588,7 @@ def main():
     rows = [save_row(layout) for layout in saves]
     moved = [resume_row(*pair) for pair in resumes]
     shared = [share_row(*pair) for pair in shares]
+    wrote_by = [writers_row(layout) for _, layout in shares if layout.dp == layout.ranks]
     opened = "reading the root and the indexes, of a rank, CPU s"
     targets = [
         Target("plan of a save, of a rank, CPU s", most(rows, "plan_secs"), "<=", 0.2),
@@ -563,6 +601,18 @@ def main():
         Target("root, MB", most(rows, "root_mb"), "<=", 16),
         Target("index / files of its rank", most(rows, "index_ratio"), "<=", 0.001),
         Target(
+            "data files / ranks, of 1,024 and more",
+            max((row["files"] / row["ranks"] for row in rows if row["ranks"] >= ONE_A_RANK_FROM), default=0.0),
+            "<=",
+            1.0,
+        ),
+        Target(
+            "ranks that write weights, where 64 MiB are preferred / 64 MiB in them",
+            most(wrote_by, "large_writers") * OBJECT_BYTES / weights_bytes(shares),
+            "<=",
+            1.0,
+        ),
+        Target(
             "bytes that ranks which share a store read of it / bytes that they need, each once",
             most(shared, "shared"),
             "<=",
@@ -573,7 +623,15 @@ def main():
         Target("what a rank sends or receives at once of shared reads, MB", most(shared, "round_mb"), "<=", 67.2),
     ]
     table = [*listed("save on", rows), "", *listed("resume on", moved), "", *listed("share reads on", shared)]
-    return finish(options, {"machine": around, "saves": rows, "resumes": moved, "shared": shared}, targets, table)
+    table += ["", *listed("weights of replicas on", wrote_by)]
+    found = {"machine": around, "saves": rows, "resumes": moved, "shared": shared, "writers": wrote_by}
+    return finish(options, found, targets, table)
+
+
+def weights_bytes(shares):
+    """Return the bytes of the weights of which all ranks hold all."""
+    specs = said_of(shares[0][1])["model"].tensors.values()
+    return sum(volume(whole_box(spec.shape)) * STORED[spec.dtype].itemsize for spec in specs)
 
 
 def most(rows, key):

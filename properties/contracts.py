@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final, cast
 
-from trainfold.backends.stores.protocol import Buffer, KeepsTime, Store, SyncsLater
+from trainfold.backends.stores.protocol import Buffer, KeepsTime, Store, SyncsLater, preference_of
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointHostile,
@@ -349,6 +349,11 @@ def hints_are_replaced(store: Store) -> None:
     )
 
 
+def the_files_that_it_prefers_are_sizes_or_not_said(store: Store) -> None:
+    """A save asks before each plan, and two answers would give two plans."""
+    _equal("prefers, asked again", expected=preference_of(store), found=preference_of(store))
+
+
 STORE_RULES: Final[tuple[Rule, ...]] = (
     it_has_the_methods,
     what_is_written_is_read,
@@ -370,6 +375,7 @@ STORE_RULES: Final[tuple[Rule, ...]] = (
     the_time_of_a_commit_is_told_or_not_known,
     a_commit_may_be_as_old_as_what_it_replaces,
     hints_are_replaced,
+    the_files_that_it_prefers_are_sizes_or_not_said,
 )
 
 

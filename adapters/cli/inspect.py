@@ -102,11 +102,11 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False, components: Sequenc
 def files_of(manifest: Manifest) -> list[FileRecord]:
     """The files of the components that a manifest has."""
     names = {each.name for each in manifest.components}
-    return [file for file in manifest.files if file.component in names]
+    return [file for file in manifest.files if not names.isdisjoint(file.components)]
 
 
 def file_rows(files: Sequence[FileRecord], *, damaged: Collection[str] = ()) -> list[tuple[str, str, str]]:
-    """Name, size and digest of each file; many ranks write many files, so those of a component share a row if they are more than a few.
+    """Name, size and digest of each file; many ranks write many files, so those of the same components share a row if they are more than a few.
 
     Args:
         files: of a checkpoint.
@@ -127,8 +127,9 @@ def file_rows(files: Sequence[FileRecord], *, damaged: Collection[str] = ()) -> 
 
 
 def _group(file: FileRecord) -> str:
-    """What files that share a row have in common: the component, and the checkpoint if it is another one."""
-    return f"{file.checkpoint}/{file.component}" if file.checkpoint else file.component
+    """What files that share a row have in common: the components, and the checkpoint if it is another one."""
+    held = ", ".join(file.components)
+    return f"{file.checkpoint}/{held}" if file.checkpoint else held
 
 
 def _shortened(scalars: list[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:

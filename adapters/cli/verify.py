@@ -18,6 +18,7 @@ from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, Trainfol
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import recorded_fingerprint
 from trainfold.core.format.manifest import PIECE_BYTES, ComponentRecord, FileRecord, Manifest, ShardRecord
+from trainfold.core.leaf_path import component_of_leaf
 from trainfold.core.problem import Problem, problem_of
 
 _CHUNK_BYTES = 16 << 20  # whole pieces
@@ -56,11 +57,13 @@ def verify_checkpoint(path: Path, *, contents: bool = False, components: Sequenc
     shards = _shards_by_file(checkpoint.manifest)
     with reading("verifying", sum(file.size_bytes for file in files)) as advance:
         for index, file in enumerate(checkpoint.manifest.files):
-            if file.component not in names:
+            if names.isdisjoint(file.components):
                 continue
-            found = _verify_file(checkpoint, file, shards.get(index, []), advance) or _verify_header(headers, index)
+            found = _verify_file(checkpoint, file, shards.get(index, []), advance)
+            damaged |= _hurt_by(found, file, checkpoint)
+            if not found and (found := _verify_header(headers, index)):
+                damaged |= {*file.components}
             problems += found
-            damaged |= {file.component} if found else set()
             statuses[file.label] = "damaged" if found else "verified"
     checked = []
     for component in chosen.components:
@@ -143,6 +146,13 @@ def _verify_file(checkpoint: Checkpoint, file: FileRecord, shards: Held, advance
     if _text(whole) != file.digest:
         problems.insert(0, _damaged(where, file.digest, _text(whole)))
     return problems
+
+
+def _hurt_by(problems: list[Problem], file: FileRecord, checkpoint: Checkpoint) -> set[str]:
+    """The components of the leaves whose bytes differ; all that a file holds if it differs elsewhere."""
+    where = f"{checkpoint.store.url}/{file.path(checkpoint.name)}: "
+    leaves = [each.where.removeprefix(where) for each in problems if each.where.startswith(where)]
+    return {*map(component_of_leaf, leaves)} or ({*file.components} if problems else set())
 
 
 def _has_pieces(held: Held) -> bool:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import attrs
 
@@ -35,7 +35,7 @@ from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, preference_of
 from trainfold.core.component_names import selections_differ
 from trainfold.core.data.batches_read import BatchesRead, batches_in_doubt
 from trainfold.core.digest import digest_of
@@ -58,12 +58,14 @@ from trainfold.core.format.structure.outline import (
 from trainfold.core.format.structure.united_contract import contract_digest
 from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.json_values import Json
+from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 from trainfold.core.layout.world import Collectives, World
-from trainfold.core.save.file_layout import TensorPlacement
+from trainfold.core.leaf_path import component_of_leaf
+from trainfold.core.save.file_layout import FilePlan, TensorPlacement
 from trainfold.core.save.replicas import Proof, absent_optional
 from trainfold.core.save.reuse.base import Base, base_from
 from trainfold.core.save.save_plan import SavePlan, plan_save
-from trainfold.core.save.written import Wrote, incomplete_file, manifest_of, whole_manifest
+from trainfold.core.save.written import WrittenFile, Wrote, incomplete_file, manifest_of, whole_manifest
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 _LOG: Final = logging.getLogger("trainfold")
@@ -121,6 +123,17 @@ def save_snapshot(  # noqa: PLR0913 - keywords
         raise
 
 
+class _Announced(NamedTuple):
+    """What a rank says of its state before a save: what it would announce, the digests of its copies, and the rest of its snapshot that counts."""
+
+    said: Announcement
+    summary: Mapping[str, str]
+    optional: frozenset[str]
+    left_out: Mapping[str, str]
+    read: BatchesRead | None
+    prefers: FilePreference | None
+
+
 def _warn_of_batches(store: Store, told: Sequence[BatchesRead | None], collectives: Collectives) -> None:
     if collectives.rank == 0:
         for text in batches_in_doubt(told):
@@ -141,7 +154,7 @@ def _saved(  # noqa: PLR0913 - keywords
     """`save_snapshot`; appends this rank's snapshot to ``snapshots``."""
     world = World(collectives.rank, collectives.world_size)
 
-    def announced() -> tuple[Announcement, Mapping[str, str], frozenset[str], Mapping[str, str], BatchesRead | None]:
+    def announced() -> _Announced:
         mine = take()
         for name, each in mine.described.items():
             check_kinds(each.node, name)
@@ -150,24 +163,27 @@ def _saved(  # noqa: PLR0913 - keywords
         mine = attrs.evolve(mine, described=ruled(mine.described, world, mine.stage))
         snapshots.append(mine)
         announcement = announcement_of(mine.described, stage=mine.stage, contract=contract_digest(mine.contract))
-        return announcement, {} if mine.copies is None else mine.summary(), mine.optional, mine.left_out, mine.read
+        summary = {} if mine.copies is None else mine.summary()
+        prefers = preference_of(store) if collectives.rank == 0 else None
+        return _Announced(announcement, summary, mine.optional, mine.left_out, mine.read, prefers)
 
     gathered = on_all_ranks(collectives, announced, doing="describe its state")
-    absent = absent_optional([each.digests for each, *_ in gathered], [names for _, _, names, *_ in gathered])
+    prefers = gathered[0].prefers or NO_PREFERENCE  # one for all ranks
+    absent = absent_optional([each.said.digests for each in gathered], [each.optional for each in gathered])
     lacking = [
-        {name: left.get(name, "does not exist") for name in sorted(absent - each.digests.keys())}
-        for each, _, _, left, _ in gathered
+        {name: each.left_out.get(name, "does not exist") for name in sorted(absent - each.said.digests.keys())}
+        for each in gathered
     ]
     warn_of_left_out(texts_of_left_out(lacking), collectives)
-    _warn_of_batches(store, [read for *_, read in gathered], collectives)
+    _warn_of_batches(store, [each.read for each in gathered], collectives)
     snapshot = snapshots[0].without(absent)
-    announcements = [each.without(absent) for each, *_ in gathered]
+    announcements = [each.said.without(absent) for each in gathered]
     snapshot, announcements = _united(snapshot, announcements, collectives)
     own = own_components(announcements, snapshot.described)
     snapshot = snapshot.stored_elsewhere(stored_by_earlier(announcements, collectives.rank, own))
     ranks = descriptions(snapshot.described, announcements, collectives)
     if snapshot.copies is not None:
-        summaries = [_without(each, absent) for _, each, *_ in gathered]
+        summaries = [_without(each.summary, absent) for each in gathered]
         check_copies(snapshot.copies, snapshot.contract, snapshot.settings, summaries, collectives)
     plans: list[SavePlan] = []
     old: list[bytes | None] = [None]  # on rank 0, which commits
@@ -177,7 +193,7 @@ def _saved(  # noqa: PLR0913 - keywords
         def planned() -> Head | None:
             # the plan of any revision, which is known once the run is locked
             plan = without_collecting(plan_save)(
-                ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own
+                ranks, step=snapshot.step, of_rank_zero=snapshot.sent, only=collectives.rank, own=own, prefers=prefers
             )
             tensors.update(snapshot.tensors)
             if hold is not None:
@@ -217,16 +233,25 @@ def _saved(  # noqa: PLR0913 - keywords
 def _read_in_order(hold: Hold, plan: SavePlan, snapshot: Snapshot, rank: int) -> None:
     """Name to the hold the order in which this rank will read its leaves, and which parts of them."""
     order: dict[LeafName, list[TensorPlacement]] = {}
-    for file in plan.files_of(rank):
-        if file.component not in snapshot.own:
-            for placed in file.tensors:
-                order.setdefault((file.component, placed.path), []).append(placed)
+    for placed in (placed for file in plan.files_of(rank) for placed in file.tensors):
+        if (component := component_of_leaf(placed.path)) not in snapshot.own:
+            order.setdefault((component, placed.path), []).append(placed)
     parts = {
         name: (first.bytes_held[0], placed[-1].bytes_held[1])
         for name, placed in order.items()
         if (first := placed[0]).held is not None and not first.is_first_of_whole
     }
     hold.read_in_order(order, parts=parts)
+
+
+def _check_written(hold: Hold, file: FilePlan, wrote: WrittenFile) -> None:
+    """Compare what was written of each leaf with its bytes when the save was called."""
+    digests: dict[str, dict[str, str]] = {name: {} for name in file.components}
+    for placed, each in zip(file.tensors, wrote.parts, strict=True):
+        if digest := each.digest if placed.held is None else each.whole:
+            digests[component_of_leaf(placed.path)][placed.path] = digest
+    for name, found in digests.items():
+        hold.check_written(name, found)
 
 
 def _united(
@@ -301,13 +326,12 @@ def run_save(  # noqa: PLR0913 - keywords
         for file in plan.files_of(rank):
             held = {
                 path: leaf if isinstance(leaf, HeldLeaf) else as_tensor(leaf, path)
-                for path, leaf in tensors[file.component].items()
+                for name in file.components
+                for path, leaf in tensors[name].items()
             }
             wrote = records[file.name] = write_file(file, held, store=writes, directory=plan.directory)
             if hold is not None:
-                written = zip(file.tensors, wrote.parts, strict=True)
-                whole = {placed.path: each.digest if placed.held is None else each.whole for placed, each in written}
-                hold.check_written(file.component, {path: digest for path, digest in whole.items() if digest})
+                _check_written(hold, file, wrote)
         if hold is not None:
             hold.check_unchanged()
         manifest = without_collecting(manifest_of)(

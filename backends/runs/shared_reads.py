@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Final, NoReturn, TypeVar, final
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks
@@ -95,7 +96,7 @@ class SharedReads:
             yield plans[0], self._store
             return
         names = [file.path(plans[0].checkpoint) for file in _file_order(plans[0], manifest)]
-        shared = SharedStore(self._store, self, names, chain([first], rounds), grid)
+        shared = SharedStore(self._store, self, names, chain([first], rounds), grid, mine=mine)
         try:
             yield plans[0], shared  # type: ignore[misc]  # as much of a store as a reader needs
         except Exception as error:  # noqa: BLE001 - raised again
@@ -149,15 +150,24 @@ class SharedReads:
 
 
 def spans_of(plan: ReadPlan, manifest: Manifest) -> list[tuple[int, int, int]]:
-    """The spans of bytes that a plan reads, in the order in which they are read: the number of the file, the first byte, and one past the last."""
-    files = {file.label: number for number, file in enumerate(_file_order(plan, manifest))}
-    return sorted((files[name], *span) for name, spans in plan.ranges.items() for span in spans)
+    """The spans of bytes that a plan reads, in the order in which they are read: component by component, and there by the names of files.
+
+    Returns:
+        The number of what a file has of a component, as all ranks count it; the first byte; and one past the last.
+    """
+    names = [file.label for file in _file_order(plan, manifest)]
+    places = {name: place for place, name in enumerate(names)}
+    return [
+        (number * len(names) + place, *span)
+        for number, reads in enumerate(plan.components.values())
+        for place, spans in sorted((places[name], spans) for name, spans in plan.ranges_of(reads.shards).items())
+        for span in spans
+    ]
 
 
 def _file_order(plan: ReadPlan, manifest: Manifest) -> list[FileRecord]:
-    """The files in the order in which they are read: component by component, and by name."""
-    places = {name: place for place, name in enumerate(plan.components)}
-    return sorted(manifest.files, key=lambda file: (places.get(file.component, -1), file.path(plan.checkpoint)))
+    """The files in the order in which those of a component are read."""
+    return sorted(manifest.files, key=lambda file: file.path(plan.checkpoint))
 
 
 def round_bytes(grid: RankGrid) -> int:
@@ -173,23 +183,30 @@ class SharedStore:
     Args:
         store: the run.
         ranks: the calls of the ranks.
-        names: the name of each file, by its number in the ranges.
+        names: the names of the files. A number in the ranges is that of a component, times their count, and the place of a name.
         rounds: who reads what, from `share_ranges`; the same on all ranks.
         grid: how the ranks are connected.
+        mine: what this rank needs, from `spans_of`.
     """
 
     in_order = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - private
         self,
         store: Store,
         ranks: SharedReads,
         names: Sequence[str],
         rounds: Iterator[Sequence[SharedRange]],
         grid: RankGrid,
+        *,
+        mine: Sequence[tuple[int, int, int]],
     ) -> None:
         self._store, self._ranks, self._names, self._grid = store, ranks, names, grid
-        self._files = {name: number for number, name in enumerate(names)}
+        self._spans: dict[str, list[tuple[int, int]]] = {}  # of each file: the first bytes, each with its number
+        for number, start, _ in mine:
+            self._spans.setdefault(self._name(number), []).append((start, number))
+        for spans in self._spans.values():
+            spans.sort()
         self._rounds = rounds
         self._next = next(rounds, None)
         self._at = (0, 0)  # what is before is not read any more
@@ -211,7 +228,8 @@ class SharedStore:
 
     def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
         """See `Store.read_into`; bytes of the plan, and none of those before the ones that were read last."""
-        view, file = buffer.cast("B"), self._files[name]
+        view, spans = buffer.cast("B"), self._spans[name]
+        file = spans[bisect_right(spans, start, key=itemgetter(0)) - 1][1]
         at, end = start, start + len(view)
         while at < end:
             low, data = self._holding(file, at)
@@ -230,6 +248,9 @@ class SharedStore:
             self._next = None
             self._ranks.on_all_ranks(partial(_raise, error), doing=_READING)
         raise error
+
+    def _name(self, number: int) -> str:
+        return self._names[number % len(self._names)]
 
     def _holding(self, file: int, at: int) -> tuple[int, memoryview]:
         """The range that has a byte: its first one, and its bytes. It does rounds until the byte has come."""
@@ -250,7 +271,7 @@ class SharedStore:
         mine = [one for one in ranges if one.reader == me]
         held = {(one.file, one.start): memoryview(bytearray(one.size_bytes)) for one in mine}
         reads = [
-            partial(self._store.read_into, self._names[one.file], held[one.file, one.start], start=one.start)
+            partial(self._store.read_into, self._name(one.file), held[one.file, one.start], start=one.start)
             for one in mine
         ]
         self._ranks.on_all_ranks(partial(_read, reads), doing=_READING)

@@ -33,6 +33,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.json_values import shown
+from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 
 Run: TypeAlias = "str | Path | Store"
 _LOG = logging.getLogger("trainfold")
@@ -51,6 +52,7 @@ class LocalStore:
     Args:
         path: the run's directory, or its ``file://`` URL. It may be a link; nothing below it may be one.
         is_shared: whether ranks that need the same bytes read them once and send them to each other, because the store is slower than their network.
+        prefers: which files a save writes there, where few and large ones cost less.
 
     Raises:
         InvalidArgument: for a URL of another scheme, or a path that no filesystem can have.
@@ -65,12 +67,14 @@ class LocalStore:
         (['step-1'], ['a', 'manifest.json'], b'23')
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, is_shared: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, is_shared: bool = False, prefers: FilePreference = NO_PREFERENCE
+    ) -> None:
         given = local_path(os.fspath(path))
         check_path(given)
         self._url = given.rstrip("/") or "/"
         self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run
-        self._is_shared = is_shared
+        self._is_shared, self._prefers = is_shared, prefers
         self._mutex = threading.Lock()
         self._swapping = threading.Lock()
         self._held: run_lock.HeldLock | None = None
@@ -86,6 +90,11 @@ class LocalStore:
     def is_shared(self) -> bool:
         """See `SharedByRanks`."""
         return self._is_shared
+
+    @property
+    def prefers(self) -> FilePreference:
+        """See `PrefersFiles`."""
+        return self._prefers
 
     def __repr__(self) -> str:
         return f"LocalStore({self._url!r})"

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Buffer", "KeepsTime", "Place", "Placeable", "SharedByRanks", "Store", "SyncsLater"]
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
+
+__all__ = ["Buffer", "KeepsTime", "Place", "Placeable", "PrefersFiles", "SharedByRanks", "Store", "SyncsLater"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -33,6 +36,35 @@ class SharedByRanks(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether ranks that need the same bytes read them once, and send them to each other (ADR-0037)."""
+
+
+class PrefersFiles(Protocol):
+    """A `Store` that prefers fewer and larger files than a save makes of itself. This property is optional; that of rank 0's store counts."""
+
+    @property
+    def prefers(self) -> FilePreference:
+        """The files that it prefers (ADR-0048)."""
+
+
+def preference_of(store: object) -> FilePreference:
+    """The files that a store prefers; those of a save itself for one that does not say.
+
+    Raises:
+        InvalidArgument: if it says it with something else.
+
+    Examples:
+        >>> preference_of(None)
+        FilePreference(one_a_rank_from=1024, object_bytes=0)
+    """
+    found = getattr(store, "prefers", NO_PREFERENCE)  # also of an object that forwards to a store
+    if not isinstance(found, FilePreference):
+        raise InvalidArgument(
+            "store.prefers",
+            expected="a trainfold.stores.FilePreference",
+            found=repr(found),
+            fix="return one, or leave the property out",
+        )
+    return found
 
 
 class SyncsLater(Protocol):

@@ -30,6 +30,7 @@ INLINE_BYTES = 2**20  # of rank 0's index inside the root, if there are other ra
 DIGEST_DIGITS = 32  # of a digest without its prefix
 SUMMARY_VERSION = 3  # the first that has one
 REFERENCES_VERSION = 4  # the first that can refer to files of other checkpoints
+RANK_FILES_VERSION = 5  # the first in which a file can have tensors of several components
 INDEX_FORMAT = "trainfold-index"
 TAIL = b',\n"digest":"'
 END = b'"}\n'
@@ -85,7 +86,7 @@ class FileRecord:
 
     Attributes:
         name: the name in its directory.
-        component: the component whose tensors it holds.
+        components: the components whose tensors it holds; more than one from version 5 on.
         rank: the rank that wrote it.
         size_bytes: its size.
         digest: of all its bytes.
@@ -93,7 +94,7 @@ class FileRecord:
     """
 
     name: str
-    component: str
+    components: tuple[str, ...]
     rank: int
     size_bytes: int
     digest: str
@@ -155,10 +156,11 @@ class ShardRecord(NamedTuple):
 @final
 @attrs.frozen
 class OtherShards:
-    """Shards of a file that a rank does not need: it knows where they are, and has read no more of them.
+    """Shards of a component in a file that a rank does not need: it knows where they are, and has read no more of them.
 
     Attributes:
         file: index into the manifest's files.
+        component: whose tensors they are of.
         tensors: of each shard, the index of its tensor in the component's table.
         starts: the first byte of each in the file.
         stops: one past its last.
@@ -166,6 +168,7 @@ class OtherShards:
     """
 
     file: int
+    component: str
     tensors: Sequence[int] = attrs.field(repr=False)
     starts: Sequence[int] = attrs.field(repr=False)
     stops: Sequence[int] = attrs.field(repr=False)
@@ -256,6 +259,11 @@ class Manifest:
         """The data files in its directory."""
         return tuple(file for file in self.files if not file.checkpoint)
 
+    def knows_all_of(self, file: FileRecord) -> bool:
+        """Whether it has each shard that is in a file: of a rank whose index is not opened, those of what each rank has of its own may be there alone."""
+        is_known = self.opened is None or file.rank in self.opened or len(file.components) == 1
+        return is_known and not file.checkpoint
+
     @property
     def references(self) -> tuple[FileRecord, ...]:
         """The files of other checkpoints that it refers to."""
@@ -292,9 +300,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """
     has_index_file = any(index.rank == 0 for index in manifest.indexes)
     summary = {**attrs.asdict(manifest.summary), "omitted": list(manifest.omitted)}
-    refers, references = list(summary.pop("refers")), [attrs.asdict(file) for file in manifest.references]
-    has_references = manifest.head.schema_version >= REFERENCES_VERSION
+    refers, version = list(summary.pop("refers")), manifest.head.schema_version
+    references = [{**_file_json(file, version), "checkpoint": file.checkpoint} for file in manifest.references]
+    has_references = version >= REFERENCES_VERSION
     assert has_references or not references, "its maker chooses the version"
+    assert version >= RANK_FILES_VERSION or all(len(file.components) == 1 for file in manifest.files), "the same"
     summary |= {"refers": refers} if has_references else {}
     head = canonical_json({"format": FORMAT, **_head_json(manifest.head), **summary})[:-1]
     layouts = layouts_of(manifest)
@@ -303,7 +313,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "contract": dict(manifest.contract),
         "versions": dict(manifest.versions),
         "layouts": [rule.row for rule in layouts],
-        "files": [attrs.asdict(file, filter=_is_not_checkpoint) for file in manifest.own_files],
+        "files": [_file_json(file, version) for file in manifest.own_files],
         **({"references": references} if has_references else {}),
         "indexes": [attrs.asdict(index) for index in manifest.indexes],
         "components": [_component_json(component, layouts) for component in manifest.components],
@@ -353,8 +363,10 @@ def index_json(manifest: Manifest, rank: int) -> dict[str, Json]:
     return {"own": own, "shards": shards, **({"references": references} if references else {})}
 
 
-def _is_not_checkpoint(field: "attrs.Attribute[object]", _: object) -> bool:
-    return field.name != "checkpoint"
+def _file_json(file: FileRecord, version: int) -> dict[str, Json]:
+    names: list[Json] = [*file.components]
+    held: dict[str, Json] = {"components": names} if version >= RANK_FILES_VERSION else {"component": names[0]}
+    return {"name": file.name, **held, "rank": file.rank, "size_bytes": file.size_bytes, "digest": file.digest}
 
 
 def _head_json(head: Head) -> dict[str, Json]:

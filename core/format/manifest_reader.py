@@ -3,15 +3,19 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from trainfold.core.component_names import BUILTIN_COMPONENTS, is_extra_name
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, InvalidState
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.file_names import MANIFEST, can_be_referred_to, directory_of
+from trainfold.core.format.indexes.files import components_in
 from trainfold.core.format.indexes.summary import summary_of
 from trainfold.core.format.manifest import (
     END,
     MAX_DIMENSIONS,
+    RANK_FILES_VERSION,
     SUMMARY_VERSION,
     TAIL,
     ComponentRecord,
@@ -215,13 +219,15 @@ def parse_manifest(document: Mapping[str, Any], where: str, *, merged: "Merged |
     document, opened, is_whole, others = (document, None, True, ()) if merged is None else merged
     fields(document, _HEAD_FIELDS | _BODY_FIELDS, where, exact=True)
     head = read_head(document, where)
-    files = tuple(_file(each, where) for each in list_of(document["files"], where))
-    files += tuple(_reference(each, where, directory_of(head.step)) for each in list_of(document["references"], where))
+    version = document["schema_version"]
+    files = tuple(_file(each, version, where) for each in list_of(document["files"], where))
+    own = directory_of(head.step)
+    files += tuple(_reference(each, version, where, own) for each in list_of(document["references"], where))
     indexes = tuple(IndexRecord(**each) for each in document["indexes"])  # checked when they were read
     names = [*(file.label for file in files), *(index.name for index in indexes)]
     if len({*names}) != len(names) or MANIFEST in names:
         raise hostile(where, "each file name once", sorted(names)[:8])
-    reader = _Tensors(files, where, version=document["schema_version"], is_whole=is_whole)
+    reader = _Tensors(files, where, version=version, is_whole=is_whole)
     components = tuple(reader.component(each) for each in list_of(document["components"], where))
     reader.check_overlaps(others)
     world_size = int_of(document["world_size"], where, least=1)
@@ -374,14 +380,16 @@ class _Tensors:
         self._tiled.add((shape, boxes))
 
     def check_overlaps(self, others: Iterable[OtherShards]) -> None:
-        beside = {each.file: each for each in others}
+        beside: dict[int, list[OtherShards]] = {}
+        for each in others:
+            beside.setdefault(each.file, []).append(each)
         for number, (file, spans) in enumerate(zip(self._files, self._spans, strict=True)):
             where, end, held = f"{self._where}: {file.name}", 0, spans
-            if (other := beside.get(number)) is not None:
+            for other in beside.get(number, ()):
                 first, last = min(other.starts), max(other.stops)
                 if first < 8 or last > file.size_bytes:
                     raise hostile(where, f"ranges inside a file of {file.size_bytes} bytes", f"{first}..{last}")
-                held = [*spans, *zip(other.starts, other.stops, strict=True)]
+                held = [*held, *zip(other.starts, other.stops, strict=True)]
             for start, stop in sorted(held):
                 if start >= end:
                     end = stop
@@ -389,21 +397,22 @@ class _Tensors:
                     raise hostile(where, "ranges that do not overlap", f"{start} after {end}")
 
 
-def _reference(document: Json, where: str, own: str) -> FileRecord:
+def _reference(document: Json, version: int, where: str, own: str) -> FileRecord:
     """A file of another checkpoint of the run: its name must not lead anywhere else."""
     row = object_of(document, where)
     checkpoint = single_name(row.get("checkpoint"), where)
-    found = _file({name: value for name, value in row.items() if name != "checkpoint"}, where)
+    found = _file({name: value for name, value in row.items() if name != "checkpoint"}, version, where)
     if checkpoint == own or not can_be_referred_to(checkpoint, found.name):
         raise hostile(where, f"a data file of another checkpoint than {own}", shown([checkpoint, found.name]))
-    return FileRecord(found.name, found.component, found.rank, found.size_bytes, found.digest, checkpoint)
+    return attrs.evolve(found, checkpoint=checkpoint)
 
 
-def _file(document: Json, where: str) -> FileRecord:
-    fields(document, {"name", "component", "rank", "size_bytes", "digest"}, where, exact=True)
+def _file(document: Json, version: int, where: str) -> FileRecord:
+    held = "components" if version >= RANK_FILES_VERSION else "component"
+    fields(document, {"name", held, "rank", "size_bytes", "digest"}, where, exact=True)
     return FileRecord(
         name=single_name(document["name"], where),
-        component=single_name(document["component"], where),
+        components=components_in(document, version, where),
         rank=int_of(document["rank"], where),
         size_bytes=int_of(document["size_bytes"], where),
         digest=digest_text(document["digest"], where),

@@ -6,14 +6,17 @@ from typing import Any
 from trainfold.core.errors import CheckpointHostile, FutureVersion
 from trainfold.core.json_values import shown
 
-SCHEMA_VERSION = 4
-PLAIN_VERSION = 3  # of a checkpoint that refers to no other one, so that older releases can read it (ADR-0044)
+SCHEMA_VERSION = 5
+PLAIN_VERSION = (
+    3  # of a checkpoint that needs none of the later ones, so that older releases can read it (ADR-0044, ADR-0048)
+)
 
 # version -> the function that makes a document of the next version from one of this version
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: lambda document: {**document, "indexes": []} if "files" in document else document,  # a head alone stays one
     2: lambda document: document,  # `merged` reads its tables in the form that they have
     3: lambda document: {**document, "references": []} if "files" in document else document,
+    4: lambda document: document,  # a file is read in the form that its version has
 }
 
 

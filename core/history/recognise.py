@@ -150,12 +150,12 @@ def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileChe
         FileCheck(
             file.name,
             file.size_bytes,
-            first[index] - HEADER_LENGTH_BYTES if index in first and not file.checkpoint else None,
+            first[index] - HEADER_LENGTH_BYTES if index in first and manifest.knows_all_of(file) else None,
             file.checkpoint,
         )
         for index, file in enumerate(manifest.files)
         if needs is None
-        or (needs.own is not None and file.component in own)
+        or (needs.own is not None and not own.isdisjoint(file.components))
         or needs.looks_at(index, file.rank, opened)
     )
     more = (

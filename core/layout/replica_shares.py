@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import attrs
 
+from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.placement import LocalPlacement, Placement
 from trainfold.core.layout.slices import Box, run_blocks, volume, whole_box
@@ -49,13 +50,14 @@ def box_of(spec: LeafSpec, rank: int) -> Box:
     return whole_box(spec.shape) if spec.placement is None else _local(spec.placement, rank).box(spec.shape)
 
 
-def written_by(
+def written_by(  # noqa: PLR0913 - keywords
     rank: int,
     world_size: int,
     tensors: Mapping[str, LeafSpec],
     *,
     item_bytes: Callable[[str], int],
     of_rank_zero: Collection[str] = (),
+    prefers: FilePreference = NO_PREFERENCE,
 ) -> list[Piece]:
     """What a rank writes of leaves that are whole or cut by a rule.
 
@@ -70,6 +72,7 @@ def written_by(
         item_bytes: the size of an element, by the name of its dtype.
         of_rank_zero: paths of leaves that rank 0 writes, because its value counts, or the first rank that has them. They are a part of its share. So
             are whole leaves without dimensions, such as the step of a parameter, so that a rank finds them in one place.
+        prefers: how many replicas write: the first ones of those that there are. Then the laws are those of a world with so many replicas.
 
     Examples:
         >>> tensors = {name: LeafSpec("int8", (2,)) for name in "abcd"}
@@ -97,6 +100,8 @@ def written_by(
     for path in chosen:
         if (part := parts[id(tensors[path])]) is not None and part.writer is None:
             part.group.laid_bytes += part.nbytes
+    for group in groups.values():
+        group.count = prefers.writers(group.count, group.total_bytes)
     return [*_pieces(rank, tensors, parts, chosen)]
 
 
@@ -182,7 +187,7 @@ def _sole_writer(spec: LeafSpec) -> int | None:
 
 @attrs.define
 class _Replicas:
-    """The ranks that hold the same boxes, while these are laid end to end."""
+    """The ranks that hold the same boxes, while these are laid end to end; ``count`` are those that write."""
 
     index: int
     count: int

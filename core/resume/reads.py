@@ -122,8 +122,12 @@ class ReadPlan:
     @property
     def ranges(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """File name -> the byte ranges that are read: sorted, disjoint, and merged where they touch."""
+        return self.ranges_of(shard for reads in self.components.values() for shard in reads.shards)
+
+    def ranges_of(self, shards: Iterable[ShardRead]) -> dict[str, tuple[tuple[int, int], ...]]:
+        """The same of some of its reads."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for shard in sorted(shard for reads in self.components.values() for shard in reads.shards):
+        for shard in sorted(shards):
             spans = found.setdefault(self.files[shard.file], [])
             if spans and spans[-1][1] >= shard.start:
                 spans[-1] = (spans[-1][0], max(spans[-1][1], shard.stop))
@@ -160,7 +164,7 @@ def plan_reads(
         >>> from trainfold.core.format.manifest import FileRecord, Head, Manifest, ComponentRecord, ShardRecord
         >>> shards = tuple(ShardRecord(rank, 8, 16, ((2 * rank, 2 * rank + 2),), "xxh3:") for rank in range(4))
         >>> table = (TensorRecord("ema['w']", "float32", (8,), shards),)
-        >>> files = tuple(FileRecord(f"ema-{rank}", "ema", rank, 16, "xxh3:") for rank in range(4))
+        >>> files = tuple(FileRecord(f"ema-{rank}", ("ema",), rank, 16, "xxh3:") for rank in range(4))
         >>> ema = ComponentRecord("ema", ({"dict": {"w": {"t": 0}}},), (table,), "xxh3:")
         >>> manifest = Manifest(Head("r", 7), 4, (ema,), (), {}, {}, files)
         >>> plan = ResumePlan("runs/a", "step-00000007", manifest, (ComponentAction("ema", "load"),), (), ())

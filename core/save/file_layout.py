@@ -69,7 +69,7 @@ class FilePlan:
 
     Attributes:
         name: a single path component.
-        component: the component whose tensors it holds.
+        components: the components whose tensors it holds, in the order of the state.
         rank: the rank that writes it.
         header: the 8-byte length and the JSON header, padded so that the data begins at a multiple of 4096.
         size_bytes: the size of the whole file.
@@ -77,21 +77,21 @@ class FilePlan:
     """
 
     name: str
-    component: str
+    components: tuple[str, ...]
     rank: int
     header: bytes
     size_bytes: int
     tensors: tuple[TensorPlacement, ...]
 
 
-def plan_file(name: str, component: str, rank: int, pieces: Iterable[Piece]) -> FilePlan:
+def plan_file(name: str, components: tuple[str, ...], rank: int, pieces: Iterable[Piece]) -> FilePlan:
     """Lay out one file: the header, then every piece, without gaps.
 
     Args:
         name: a single path component.
-        component: the component whose tensors it holds.
+        components: the components whose tensors it holds, in the order of the state.
         rank: the rank that writes it.
-        pieces: each stored tensor, or the stored slice of it.
+        pieces: each stored tensor, or the stored slice of it; component by component, in the order of their tables.
     """
     # Wide dtypes first: the format allows no gaps between tensors, and this order keeps each one aligned to its item size.
     ordered = sorted(pieces, key=lambda piece: -STORED[piece.spec.dtype].itemsize)
@@ -105,28 +105,28 @@ def plan_file(name: str, component: str, rank: int, pieces: Iterable[Piece]) -> 
     columns = zip(*map(kinds.__getitem__, keys), strict=True) if keys else ((),) * 6
     dtypes, stored, boxes, shapes, texts, sizes = columns
     ends = [0, *accumulate(sizes)]
-    header = _header(component, paths, texts, ends[:-1], ends[1:])
+    header = _header(components, paths, texts, ends[:-1], ends[1:])
     ends = [0, *accumulate(sizes, initial=len(header))]
     are_of_whole = [each is not None and each == whole_box(spec.shape) for each, spec in zip(held, specs, strict=True)]
     rows = zip(paths, dtypes, stored, shapes, ends[1:], ends[2:], boxes, held, are_of_whole, strict=False)
-    return FilePlan(name, component, rank, header, ends[-1], tuple(map(TensorPlacement._make, rows)))
+    return FilePlan(name, components, rank, header, ends[-1], tuple(map(TensorPlacement._make, rows)))
 
 
 def _header(
-    component: str, paths: Sequence[str], texts: Sequence[str], starts: Sequence[int], stops: Sequence[int]
+    components: Sequence[str], paths: Sequence[str], texts: Sequence[str], starts: Sequence[int], stops: Sequence[int]
 ) -> bytes:
     """The first bytes of a file.
 
     They are what `canonical_json` would give, but put together: there may be many tensors, and few layouts.
 
     Args:
-        component: of the file.
+        components: of the file.
         paths: of its tensors, in the order of the bytes.
         texts: of each, from `_layout`.
         starts: the first byte of each, after the header.
         stops: one past the last.
     """
-    metadata = canonical_json({"__metadata__": {"format": "pt", "trainfold": component}}).decode()
+    metadata = canonical_json({"__metadata__": {"format": "pt", "trainfold": ",".join(components)}}).decode()
     keys = [*map(storage_key, paths)]
     if len({"__metadata__", *keys}) <= len(keys):
         keys = _each_once(keys, paths)
@@ -151,36 +151,36 @@ def _each_once(keys: list[str], paths: Sequence[str]) -> list[str]:
     return [*taken][1:]
 
 
-Stored: TypeAlias = Mapping[int, list[tuple[int, int, str, str, Box]]]
-"""File -> start, stop, path, dtype and box of what it stores of each tensor, in any order."""
+_Row: TypeAlias = tuple[int, int, tuple[int, int], str, str, Box]
+Stored: TypeAlias = Mapping[int, list[_Row]]
+"""File -> start, stop, component and index there, path, dtype and box of what it stores of each tensor, in any order."""
 
 
 def stored_in(manifest: Manifest) -> Stored:
-    """What each file of a manifest stores of the tensors of its component, by its index."""
-    found: dict[int, list[tuple[int, int, str, str, Box]]] = {}
-    for component in manifest.components:
-        files = {index for index, file in enumerate(manifest.files) if file.component == component.name}
-        for record in chain.from_iterable(component.tensors):
-            for shard in record.shards:
-                if shard.file in files:
-                    row = shard.start, shard.stop, record.path, record.dtype, shard.box
-                    found.setdefault(shard.file, []).append(row)
+    """What each file of a manifest stores of the tensors of its components, by its index."""
+    found: dict[int, list[_Row]] = {}
+    for place, component in enumerate(manifest.components):
+        files = {index for index, file in enumerate(manifest.files) if component.name in file.components}
+        for table in component.tensors:
+            for number, record in enumerate(table):
+                for shard in record.shards:
+                    if shard.file in files:
+                        row = shard.start, shard.stop, (place, number), record.path, record.dtype, shard.box
+                        found.setdefault(shard.file, []).append(row)
+    places = {component.name: place for place, component in enumerate(manifest.components)}
     for other in manifest.others:
-        found.setdefault(other.file, []).extend(_stored_beside(other, manifest))
+        found.setdefault(other.file, []).extend(_stored_beside(other, manifest, places[other.component]))
     return found
 
 
-def _stored_beside(other: OtherShards, manifest: Manifest) -> Iterator[tuple[int, int, str, str, Box]]:
+def _stored_beside(other: OtherShards, manifest: Manifest, component: int) -> Iterator[_Row]:
     """The same of shards that are not in the tables."""
-    file = manifest.files[other.file]
-    component = manifest.component(file.component)
-    assert component is not None, "its shards were found in the table of the component"
-    table = component.tensors[0]
+    file, table = manifest.files[other.file], manifest.components[component].tensors[0]
     for place, (number, start, stop) in enumerate(zip(other.tensors, other.starts, other.stops, strict=True)):
         record = table[number]
         box = other.boxes.get(place) or box_by_rule(record.shape, record.placement, file.rank)
         assert box is not None, "one without a box is by rule"
-        yield start, stop, record.path, record.dtype, box
+        yield start, stop, (component, number), record.path, record.dtype, box
 
 
 def header_of(manifest: Manifest, index: int, *, stored: Stored | None = None) -> bytes | None:
@@ -197,12 +197,12 @@ def header_of(manifest: Manifest, index: int, *, stored: Stored | None = None) -
     rows = (stored_in(manifest) if stored is None else stored).get(index)
     if not rows:
         return None
-    # empty tensors may share a start: then the wider dtype comes first, and otherwise the order of the table, as in `plan_file`
-    found = sorted(rows, key=lambda piece: (piece[0], piece[1], -STORED[piece[3]].itemsize))
+    # empty tensors may share a start: then the wider dtype comes first, and otherwise the order of the tables, as in `plan_file`
+    found = sorted(rows, key=lambda row: (row[0], row[1], -STORED[row[4]].itemsize, row[2]))
     base = found[0][0]
-    texts = [_layout(dtype, box)[1] for _, _, _, dtype, box in found]
+    texts = [_layout(dtype, box)[1] for *_, dtype, box in found]
     starts, stops = [row[0] - base for row in found], [row[1] - base for row in found]
-    return _header(manifest.files[index].component, [row[2] for row in found], texts, starts, stops)
+    return _header(manifest.files[index].components, [row[3] for row in found], texts, starts, stops)
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,8 @@ Law: the plan is a function of the descriptions of all ranks, so every rank that
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import final
+from itertools import chain
+from typing import Final, final
 
 import attrs
 
@@ -17,11 +18,15 @@ from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
 from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
+from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.replica_shares import Piece, box_of, written_by
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 from trainfold.core.save.file_layout import FilePlan, plan_file
 from trainfold.core.save.replicas import first_disagreement, is_same, structures_differ
+
+RANK_FILE: Final = "rank"
+"""What the name of a file begins with that has the tensors of all components of a rank."""
 
 
 @final
@@ -114,7 +119,7 @@ class SavePlan:
         if suffix == self.suffix:
             return self
         renamed = (
-            attrs.evolve(each, name=data_file_name(each.component, each.rank, self.world_size, suffix))
+            attrs.evolve(each, name=data_file_name(each.name.split("-")[0], each.rank, self.world_size, suffix))
             for each in self.files
         )
         return attrs.evolve(self, files=tuple(renamed), suffix=suffix)
@@ -156,6 +161,7 @@ def plan_save(  # noqa: PLR0913 - keywords
     of_rank_zero: Collection[str] = (),
     only: int | None = None,
     own: Collection[str] | None = None,
+    prefers: FilePreference = NO_PREFERENCE,
 ) -> SavePlan:
     """Decide which rank writes which bytes into which file.
 
@@ -174,6 +180,7 @@ def plan_save(  # noqa: PLR0913 - keywords
         of_rank_zero: paths of replicated leaves that rank 0 writes, because its value counts.
         only: the rank whose files are planned; None for all.
         own: components of which each rank has its own, if that is known already; None to find it in the descriptions.
+        prefers: from how many ranks on a rank has one file for all components, and how large files should be; the same on all ranks.
 
     Returns:
         The plan; equal on every rank, but for what each has of its own.
@@ -202,12 +209,40 @@ def plan_save(  # noqa: PLR0913 - keywords
     by_component = {name: [described[name] for described in ranks] for name in names}
     components = tuple(_component(name, each, only or 0, own) for name, each in by_component.items())
     suffix = suffix_of(revision)
-    files = [
-        plan_file(data_file_name(component.name, rank, len(ranks), suffix), component.name, rank, pieces)
+    parts = [
+        (component.name, rank, pieces)
         for component in components
-        for rank, pieces in _written(component, by_component[component.name], frozenset(of_rank_zero), only)
+        for rank, pieces in _written(component, by_component[component.name], frozenset(of_rank_zero), only, prefers)
     ]
+    files = files_of_parts(parts, len(ranks), suffix, prefers)
     return SavePlan(step, directory_of(step), len(ranks), components, tuple(files), suffix)
+
+
+def files_of_parts(
+    parts: Iterable[tuple[str, int, list[Piece]]], world_size: int, suffix: str, prefers: FilePreference
+) -> list[FilePlan]:
+    """The files of what ranks write: one for each component and rank, or for each rank where these are many.
+
+    Args:
+        parts: component, rank and what it writes, in the order of the components.
+        world_size: the number of ranks.
+        suffix: of the names, from `suffix_of`.
+        prefers: from how many ranks on a rank has one file.
+    """
+    if world_size < prefers.one_a_rank_from:
+        return [
+            plan_file(data_file_name(name, rank, world_size, suffix), (name,), rank, pieces)
+            for name, rank, pieces in parts
+        ]
+    by_rank: dict[int, dict[str, list[Piece]]] = {}
+    for name, rank, pieces in parts:
+        by_rank.setdefault(rank, {})[name] = pieces
+    return [
+        plan_file(
+            data_file_name(RANK_FILE, rank, world_size, suffix), tuple(held), rank, chain.from_iterable(held.values())
+        )
+        for rank, held in sorted(by_rank.items())
+    ]
 
 
 def _component(name: str, ranks: list[Described], this: int, own: Collection[str] | None) -> ComponentPlan:
@@ -236,7 +271,11 @@ def _component(name: str, ranks: list[Described], this: int, own: Collection[str
 
 
 def _written(
-    component: ComponentPlan, ranks: list[Described], of_rank_zero: Collection[str], only: int | None
+    component: ComponentPlan,
+    ranks: list[Described],
+    of_rank_zero: Collection[str],
+    only: int | None,
+    prefers: FilePreference,
 ) -> Iterable[tuple[int, list[Piece]]]:
     """What each rank writes of a component, for the ranks that write any of it."""
     chosen = range(len(ranks)) if only is None else [only]
@@ -253,9 +292,9 @@ def _written(
     specs = component.tensors
     listed = {path for each in different for path, spec in each.tensors.items() if spec.slices}
     ruled = specs if not listed else {path: spec for path, spec in specs.items() if path not in listed}
-    shared = _assign(listed, ranks, of_rank_zero) if listed else {}
+    shared = _assign(listed, ranks, of_rank_zero, prefers.object_bytes) if listed else {}
     for rank in chosen:
-        mine = written_by(rank, len(ranks), ruled, item_bytes=_item_bytes, of_rank_zero=of_rank_zero)
+        mine = written_by(rank, len(ranks), ruled, item_bytes=_item_bytes, of_rank_zero=of_rank_zero, prefers=prefers)
         yield from _some(rank, mine + shared.get(rank, []))
 
 
@@ -264,9 +303,9 @@ def suffix_of(revision: int) -> str:
     return f".r{revision}" if revision else ""
 
 
-def data_file_name(component: str, rank: int, world_size: int, suffix: str) -> str:
-    """The name of the file of a component and a rank."""
-    return f"{component}-{rank:05d}-of-{world_size:05d}{suffix}.safetensors"
+def data_file_name(held: str, rank: int, world_size: int, suffix: str) -> str:
+    """The name of the file of a rank: of a component, or of `RANK_FILE` for all of them."""
+    return f"{held}-{rank:05d}-of-{world_size:05d}{suffix}.safetensors"
 
 
 def _item_bytes(dtype: str) -> int:
@@ -278,8 +317,10 @@ def _some(rank: int, pieces: list[Piece]) -> Iterable[tuple[int, list[Piece]]]:
         yield rank, pieces
 
 
-def _assign(paths: Collection[str], ranks: list[Described], of_rank_zero: Collection[str]) -> dict[int, list[Piece]]:
-    """Which rank writes what of leaves whose slices are listed: balanced by bytes, the largest slice first."""
+def _assign(
+    paths: Collection[str], ranks: list[Described], of_rank_zero: Collection[str], object_bytes: int
+) -> dict[int, list[Piece]]:
+    """Which rank writes what of leaves whose slices are listed, the largest slice first: balanced by bytes, where ranks have what an object should have."""
     pieces = [
         piece
         for path in ranks[0].tensors
@@ -289,7 +330,7 @@ def _assign(paths: Collection[str], ranks: list[Described], of_rank_zero: Collec
     load = [0] * len(ranks)
     mine: dict[int, list[Piece]] = defaultdict(list)
     for path, spec, box, holders, nbytes in sorted(pieces, key=lambda piece: -piece[4]):
-        rank = 0 if path in of_rank_zero else min(holders, key=lambda holder: (load[holder], holder))
+        rank = 0 if path in of_rank_zero else min(holders, key=lambda holder: (max(load[holder], object_bytes), holder))
         load[rank] += nbytes
         mine[rank].append(Piece(path, spec, box))
     return mine

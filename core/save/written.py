@@ -1,6 +1,6 @@
 """`manifest_of`: what a rank knows of the manifest of a save, from its plan and the digests of what it wrote; and what the directory must hold."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import attrs
@@ -9,6 +9,7 @@ from trainfold.core.errors import SaveFailed
 from trainfold.core.format.file_names import MANIFEST, is_data_file
 from trainfold.core.format.indexes.contributions import FingerprintPart, fingerprint_from
 from trainfold.core.format.manifest import (
+    RANK_FILES_VERSION,
     REFERENCES_VERSION,
     ComponentRecord,
     FileRecord,
@@ -21,7 +22,7 @@ from trainfold.core.format.manifest import (
 from trainfold.core.format.upgrade import PLAIN_VERSION
 from trainfold.core.json_values import Json
 from trainfold.core.layout.slices import Box
-from trainfold.core.save.save_plan import ComponentPlan, SavePlan
+from trainfold.core.save.save_plan import RANK_FILE, ComponentPlan, SavePlan
 
 
 class PartDigests(NamedTuple):
@@ -92,14 +93,25 @@ def whole_manifest(mine: Manifest, wrote: Sequence[Wrote]) -> Manifest:
         for component in mine.components
     ]
     files = tuple(file for each in wrote for file in each.files)
-    version = REFERENCES_VERSION if any(file.checkpoint for file in files) else PLAIN_VERSION
     return attrs.evolve(
         mine,
-        head=attrs.evolve(mine.head, schema_version=version),
+        head=attrs.evolve(mine.head, schema_version=version_of(files)),
         components=tuple(components),
         files=files,
         indexes=tuple(each.index for each in wrote if each.index is not None),
     )
+
+
+def version_of(files: Collection[FileRecord]) -> int:
+    """The version of a manifest with such files: the oldest one that has what they need, so that older releases can read it.
+
+    Examples:
+        >>> version_of([FileRecord("model-0", ("model",), 0, 8, "")]), version_of([FileRecord("rank-0", ("model", "ema"), 0, 8, "")])
+        (3, 5)
+    """
+    if any(len(file.components) > 1 for file in files):
+        return RANK_FILES_VERSION
+    return REFERENCES_VERSION if any(file.checkpoint for file in files) else PLAIN_VERSION
 
 
 def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
@@ -124,20 +136,20 @@ def manifest_of(  # noqa: PLR0913 - keywords, one for each part of a manifest
         versions: library -> its version.
     """
     files = []
-    shards: dict[tuple[str, str], list[ShardRecord]] = {}
+    shards: dict[str, list[ShardRecord]] = {}
     for index, file in enumerate(plan.files_of(rank)):
         found = written[file.name]
-        files.append(FileRecord(file.name, file.component, file.rank, found.size_bytes, found.digest))
+        files.append(FileRecord(file.name, file.components, file.rank, found.size_bytes, found.digest))
         for placed, (digest, pieces, whole) in zip(file.tensors, found.parts, strict=True):
             shared = whole if placed.is_of_whole else None
             record = ShardRecord(index, placed.start, placed.stop, placed.box, digest, pieces, shared)
-            shards.setdefault((file.component, placed.path), []).append(record)
+            shards.setdefault(placed.path, []).append(record)
     referred = {
         file: len(files) + number for number, file in enumerate(dict.fromkeys(each.file for each in plan.references))
     }
     for each in plan.references:
         here = each.shard._replace(file=referred[each.file])
-        shards.setdefault((each.file.component, each.path), []).append(here)
+        shards.setdefault(each.path, []).append(here)
     files += referred
     components = tuple(_component_record(component, shards, rank, plan.world_size) for component in plan.components)
     return Manifest(head, plan.world_size, components, omitted, contract, versions, tuple(files))
@@ -178,13 +190,15 @@ def of_this_save(plan: SavePlan, present: Iterable[str]) -> tuple[str, ...]:
         >>> plan = SavePlan(7, "step-00000007", 2, (ComponentPlan("ema", False, 1, {}),), (), ".r1")
         >>> of_this_save(plan, ["manifest.json", "ema-00001-of-00002.r1.safetensors", "ema-00001-of-00002.safetensors", "index-00001-of-00002.r1.json"])
         ('ema-00001-of-00002.r1.safetensors', 'index-00001-of-00002.r1.json')
+        >>> of_this_save(plan, ["rank-00001-of-00002.r1.safetensors", "rank-00001-of-00004.r1.safetensors"])
+        ('rank-00001-of-00002.r1.safetensors',)
     """
     ends = f"-of-{plan.world_size:05d}{plan.suffix}"
-    names = {component.name for component in plan.components}
+    names = {RANK_FILE, "index", *(component.name for component in plan.components)}
     return tuple(
         name
         for name in present
-        if is_data_file(name) and name.rpartition(".")[0].endswith(ends) and name.split("-")[0] in {*names, "index"}
+        if is_data_file(name) and name.rpartition(".")[0].endswith(ends) and name.split("-")[0] in names
     )
 
 
@@ -196,7 +210,7 @@ def stale_files(manifest: Manifest, present: Iterable[str]) -> tuple[str, ...]:
         present: what the directory holds.
 
     Examples:
-        >>> file = FileRecord("ema-00000-of-00001.r1.safetensors", "ema", 0, 8, "xxh3:")
+        >>> file = FileRecord("ema-00000-of-00001.r1.safetensors", ("ema",), 0, 8, "xxh3:")
         >>> manifest = Manifest(Head("r", 7), 1, (), (), {}, {}, (file,))
         >>> stale_files(manifest, ["manifest.json", file.name, "ema-00000-of-00001.safetensors"])
         ('ema-00000-of-00001.safetensors',)
@@ -206,14 +220,14 @@ def stale_files(manifest: Manifest, present: Iterable[str]) -> tuple[str, ...]:
 
 
 def _component_record(
-    component: ComponentPlan, shards: Mapping[tuple[str, str], list[ShardRecord]], rank: int, world_size: int
+    component: ComponentPlan, shards: Mapping[str, list[ShardRecord]], rank: int, world_size: int
 ) -> ComponentRecord:
     table = tuple(
         TensorRecord(
             path,
             spec.dtype,
             spec.shape,
-            tuple(sorted(shards.get((component.name, path), ()), key=_by_box)),
+            tuple(sorted(shards.get(path, ()), key=_by_box)),
             None if component.is_own else spec.placement,
         )
         for path, spec in component.tensors.items()

@@ -6,5 +6,6 @@ The names are re-exports, each documented where it lives.
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.protocol import Store
+from trainfold.core.layout.file_preference import FilePreference
 
-__all__ = ["LocalStore", "MemoryStore", "Store"]
+__all__ = ["FilePreference", "LocalStore", "MemoryStore", "Store"]

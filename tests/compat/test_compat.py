@@ -152,10 +152,11 @@ def test_a_loop_goes_on_from_an_old_position_with_the_batches_and_losses_it_had(
 
 
 @pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.ResumeDrift")
-def test_a_checkpoint_of_four_ranks_that_refers_to_another_one_loads_with_the_bits_it_had(tmp_path):
-    """R10, X04: references of each rank, as version 4 first had them: to whole tensors, to shares of replicas, and to parts."""
-    shutil.copytree(COMPAT / "v4" / "ranks" / "run", tmp_path / "run", symlinks=True)
-    expected = json.loads((COMPAT / "v4" / "ranks" / "fingerprints.json").read_text())
+@pytest.mark.parametrize("version", ["v4", "v5"])
+def test_a_checkpoint_of_four_ranks_that_refers_to_another_one_loads_with_the_bits_it_had(version, tmp_path):
+    """R10, X04: references of each rank, as version 4 first had them: to whole tensors, to shares of replicas, and to parts; and to files of ranks, of version 5."""
+    shutil.copytree(COMPAT / version / "ranks" / "run", tmp_path / "run", symlinks=True)
+    expected = json.loads((COMPAT / version / "ranks" / "fingerprints.json").read_text())
     loaded = trainfold.load(tmp_path / "run", like=TrainState(trainer=Progress()), components=["model", "trainer"])
     found = content_fingerprint(loaded)
     assert (found["model"], found["trainer"]) == (expected["model"], expected["trainer"])

@@ -18,6 +18,7 @@ from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.layout.file_preference import FilePreference
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
 from trainfold.core.layout.shard import Shard
@@ -81,9 +82,10 @@ def state_of(rank, size, fill=None):
 class Checkpoint:
     """A checkpoint of two ranks in a folder, which is changed and put back."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, prefers):
         self.run, self.other = folder / "run", folder / "other"
-        run_threads(RANKS, lambda world: trainfold.save(state_of(world.rank, RANKS), self.run, collectives=world))
+        store = LocalStore(self.run, prefers=prefers)
+        run_threads(RANKS, lambda world: trainfold.save(state_of(world.rank, RANKS), store, collectives=world))
         self.folder = self.run / "step-00000001"
         self.files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
         self.index = next(name for name in self.files if name.startswith("index"))
@@ -113,9 +115,13 @@ class Checkpoint:
         return all(run_threads(size, on_rank))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return Checkpoint(tmp_path_factory.mktemp("changed"))
+@pytest.fixture(
+    scope="module",
+    params=[1024, pytest.param(1, marks=pytest.mark.long)],
+    ids=["files of components", "files of ranks"],
+)
+def checkpoint(request, tmp_path_factory):
+    return Checkpoint(tmp_path_factory.mktemp("changed"), FilePreference(request.param))
 
 
 def held(value, *path):

@@ -49,8 +49,8 @@ class HeaderCheck:
         for index in sorted(set(files) - self._checked):
             file = self._manifest.files[index]
             name = file.path(self._directory)
-            # a file of another checkpoint may hold tensors that this one does not know
-            wanted = None if file.checkpoint else header_of(self._manifest, index, stored=self._stored)
+            is_known = self._manifest.knows_all_of(file)
+            wanted = header_of(self._manifest, index, stored=self._stored) if is_known else None
             if wanted is not None and (found := self._store.read(name, stop=len(wanted))) != wanted:
                 if not _says_the_same(found, wanted):
                     raise self._damaged(name, "the header that was written", "another one")

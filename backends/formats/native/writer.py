@@ -74,7 +74,7 @@ def write_file(
 
     Examples:
         >>> from trainfold.stores import MemoryStore
-        >>> store, plan = MemoryStore(), FilePlan("a", "model", 0, b"head", 4, ())
+        >>> store, plan = MemoryStore(), FilePlan("a", ("model",), 0, b"head", 4, ())
         >>> write_file(plan, {}, store=store, directory="step-1").size_bytes, store.read("step-1/a")
         (4, b'head')
     """

@@ -8,7 +8,7 @@ import xxhash
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.runs.commit import delete_stale, proved_bytes
 from trainfold.backends.runs.scan import read_manifest, read_root
-from trainfold.backends.stores.protocol import KeepsTime, Store
+from trainfold.backends.stores.protocol import KeepsTime, Store, preference_of
 from trainfold.core.digest import DIGEST_PREFIX, digest_of
 from trainfold.core.errors import CheckpointDamaged, CheckpointError, SaveFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, index_name
@@ -59,7 +59,7 @@ def write_alone(store: Store, name: str) -> Manifest:
         SaveFailed: if it cannot be written.
     """
     root = read_root(store, name)
-    plan = without_collecting(plan_alone)(read_manifest(store, name, root=root), name)
+    plan = without_collecting(plan_alone)(read_manifest(store, name, root=root), name, preference_of(store))
     store.reserve(plan.size_bytes + plan.manifest.world_size * _ROOM_BYTES)
     written: list[str] = []
     try:
@@ -88,7 +88,7 @@ def grows_bytes(store: Store, name: str) -> int:
     """How many bytes more a checkpoint would have in its directory if it stood alone, but for the sizes of manifest and indexes."""
     manifest = read_manifest(store, name)
     own = sum(file.size_bytes for file in manifest.files if not file.checkpoint)
-    return without_collecting(plan_alone)(manifest, name).size_bytes - own
+    return without_collecting(plan_alone)(manifest, name, preference_of(store)).size_bytes - own
 
 
 def _write_file(store: Store, directory: str, plan: FilePlan, sources: tuple[Source, ...]) -> str:

@@ -95,7 +95,7 @@ def fingerprint_from(name: str, node: Json, kinds: Sequence[str], contributions:
 
 def fingerprint_in(component: ComponentRecord, manifest: Manifest) -> str:
     """The fingerprint of a component from the records of its tensors, as version 2 has it."""
-    ranks = {0, *(file.rank for file in manifest.files if file.component == component.name)}
+    ranks = {0, *(file.rank for file in manifest.files if component.name in file.components)}
     if component.is_own:
         ranks = set(range(len(component.nodes)))
     contributions = contributions_of(component, manifest, sorted(ranks))

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
-from trainfold.core.format.manifest import REFERENCES_VERSION
-from trainfold.core.format.strict_json import hostile, int_of, list_of, object_of, sized, text_of
+from trainfold.core.format.manifest import RANK_FILES_VERSION, REFERENCES_VERSION
+from trainfold.core.format.strict_json import hostile, int_of, list_of, object_of, single_name, sized, text_of
 from trainfold.core.json_values import Json, shown
 
 
@@ -23,27 +23,31 @@ class RootFiles:
     def __init__(self, document: Mapping[str, Any], where: str) -> None:
         self._where = where
         self._own: dict[tuple[str, int], int] = {}
-        self._others: dict[tuple[str, str], tuple[int, str, int]] = {}
+        self._others: dict[tuple[str, str], tuple[int, tuple[str, ...], int]] = {}
+        version = document["schema_version"]
         own = list_of(document["files"], where)
         for number, file in enumerate(own):
-            key = _writer(file, where)
-            if key in self._own:
-                raise hostile(where, "one file for each component and rank", f"two for {key[0][:40]} and rank {key[1]}")
-            self._own[key] = number
-        has_references = document["schema_version"] >= REFERENCES_VERSION
+            components, rank = _writer(file, version, where)
+            for key in [(name, rank) for name in components]:
+                if key in self._own:
+                    wanted = "one file for each component and rank"
+                    raise hostile(where, wanted, f"two for {key[0][:40]} and rank {rank}")
+                self._own[key] = number
+        has_references = version >= REFERENCES_VERSION
         others = list_of(document.get("references"), where) if has_references else []
         for number, file in enumerate(others, len(own)):
             each = object_of(file, where)
             name = text_of(each.get("checkpoint"), where), text_of(each.get("name"), where)
             if name in self._others:
                 raise hostile(where, "each file of another checkpoint once", f"{name[0][:40]}/{name[1][:40]} twice")
-            self._others[name] = number, *_writer(file, where)
+            self._others[name] = number, *_writer(file, version, where)
 
     @property
     def writers(self) -> dict[str, set[int]]:
         """Component -> the ranks that have a file of it, here or in another checkpoint."""
         found: dict[str, set[int]] = {}
-        for name, rank in (*self._own, *((name, rank) for _, name, rank in self._others.values())):
+        others = ((name, rank) for _, names, rank in self._others.values() for name in names)
+        for name, rank in (*self._own, *others):
             found.setdefault(name, set()).add(rank)
         return found
 
@@ -66,13 +70,30 @@ class RootFiles:
         for group in list_of(groups, self._where):
             checkpoint, name, rows = sized(group, 3, self._where)
             key = text_of(checkpoint, self._where), text_of(name, self._where)
-            number, *writer = self._others.get(key, (-1,))
-            if writer != [component, rank]:
+            number, components, writer = self._others.get(key, (-1, (), -1))
+            if component not in components or writer != rank:
                 wanted = f"a file of {component[:40]} and rank {rank} among the references of the root"
                 raise hostile(self._where, wanted, shown([*key]))
             yield number, list_of(rows, self._where)
 
 
-def _writer(file: Json, where: str) -> tuple[str, int]:
+def components_in(file: Mapping[str, Any], version: int, where: str) -> tuple[str, ...]:
+    """The components whose tensors a file holds, by its row in a root.
+
+    Raises:
+        CheckpointHostile: if the row has none, or one of them twice.
+
+    Examples:
+        >>> components_in({"component": "model"}, 3, "m"), components_in({"components": ["model", "ema"]}, 5, "m")
+        (('model',), ('model', 'ema'))
+    """
+    given = list_of(file.get("components"), where) if version >= RANK_FILES_VERSION else [file.get("component")]
+    names = tuple(single_name(name, where) for name in given)
+    if not names or len({*names}) != len(names):
+        raise hostile(where, "the components of a file, each once", shown(given[:8]))
+    return names
+
+
+def _writer(file: Json, version: int, where: str) -> tuple[tuple[str, ...], int]:
     each = object_of(file, where)
-    return text_of(each.get("component"), where), int_of(each.get("rank"), where)
+    return components_in(each, version, where), int_of(each.get("rank"), where)

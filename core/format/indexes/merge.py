@@ -193,7 +193,7 @@ def _add_shards(  # noqa: PLR0913, PLR0917 - private
     """Add the shards of a rank to tables, as far as they are needed; return the others."""
     rows = ShardRows(rank, where)
     found = [
-        rows.add(each, table, file, None if needed is None else needed[name])
+        rows.add(each, table, file, None if needed is None else needed[name], name)
         for name, table in tables.items()
         for file, each in files.rows(index, name, rank)
     ]

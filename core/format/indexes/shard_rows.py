@@ -37,7 +37,12 @@ class ShardRows:
         self._ruled: dict[Any, tuple[Box, int]] = {}  # there are many rows, and few shapes
 
     def add(
-        self, rows: list[Json], table: list[dict[str, Any]], file: int | None, needed: TableNeeds | None = None
+        self,
+        rows: list[Json],
+        table: list[dict[str, Any]],
+        file: int | None,
+        needed: TableNeeds | None = None,
+        component: str = "",
     ) -> OtherShards | None:
         """Read rows, and add their shards to the tensors that they name.
 
@@ -46,6 +51,7 @@ class ShardRows:
             table: the tensors of their component.
             file: the file of the rank and the component, by its index; None if there is none.
             needed: what is needed of the table; None for all of it.
+            component: whose table it is, for the shards that are not needed.
 
         Returns:
             The shards that are not needed; None if all are.
@@ -53,7 +59,7 @@ class ShardRows:
         Raises:
             CheckpointHostile: if one is not a row of a shard of such a tensor, or its box does not lie inside of it.
         """
-        others = None if needed is None or file is None else _Others(file)
+        others = None if needed is None or file is None else _Others(file, component)
         if needed is not None and others is not None:
             by_rule, rows = _apart(rows)
             if by_rule:
@@ -124,8 +130,8 @@ class ShardRows:
 class _Others:
     """Collects the shards of a file that are not needed."""
 
-    def __init__(self, file: int) -> None:
-        self.file = file
+    def __init__(self, file: int, component: str) -> None:
+        self.file, self._component = file, component
         self.tensors, self.starts, self.stops = array("q"), array("q"), array("q")
         self.boxes: dict[int, Box] = {}
 
@@ -137,7 +143,9 @@ class _Others:
 
     def done(self) -> OtherShards | None:
         """The shards; None if there are none."""
-        return OtherShards(self.file, self.tensors, self.starts, self.stops, self.boxes) if self.tensors else None
+        if not self.tensors:
+            return None
+        return OtherShards(self.file, self._component, self.tensors, self.starts, self.stops, self.boxes)
 
 
 def _apart(rows: list[Json]) -> tuple[list[list[Any]], list[Json]]:

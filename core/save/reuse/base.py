@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.format.manifest import FileRecord, Manifest, ShardRecord
 from trainfold.core.layout.slices import Box
+from trainfold.core.leaf_path import component_of_leaf
 from trainfold.core.save.file_layout import FilePlan, TensorPlacement
 from trainfold.core.save.save_plan import SavePlan
 
@@ -103,9 +104,10 @@ def candidates(plan: SavePlan, base: Base, rank: int, *, least_bytes: int = LEAS
     found = []
     for file in plan.files_of(rank):
         for path, parts in _by_leaf(file).items():
-            stored = base.leaves.get((file.component, path))
+            component = component_of_leaf(path)
+            stored = base.leaves.get((component, path))
             size = sum(placed.stop - placed.start for placed in parts)
-            if stored is None or size < least_bytes or stored.shape != shapes[file.component, path]:
+            if stored is None or size < least_bytes or stored.shape != shapes[component, path]:
                 continue
             pairs = [stored.shards.get(placed.box) for placed in parts]
             each = [(placed, *pair) for placed, pair in zip(parts, pairs, strict=True) if pair is not None]
@@ -115,7 +117,7 @@ def candidates(plan: SavePlan, base: Base, rank: int, *, least_bytes: int = LEAS
                 and shard.stop - shard.start == placed.stop - placed.start
                 for placed, before, shard in each
             ):
-                found.append(Candidate(file.component, path, tuple(each)))
+                found.append(Candidate(component, path, tuple(each)))
     return found
 
 

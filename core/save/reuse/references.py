@@ -6,6 +6,7 @@ import attrs
 
 from trainfold.core.format.manifest import ShardRecord
 from trainfold.core.layout.replica_shares import Piece
+from trainfold.core.leaf_path import component_of_leaf
 from trainfold.core.save.file_layout import FilePlan, plan_file
 from trainfold.core.save.reuse.base import Candidate
 from trainfold.core.save.save_plan import Reference, SavePlan
@@ -22,14 +23,14 @@ def referring(plan: SavePlan, unchanged: Mapping[Candidate, str | None]) -> Save
     """
     if not unchanged:
         return plan
-    left_out = {(each.component, each.path) for each in unchanged}
-    specs = {each.name: each.tensors for each in plan.components}
+    left_out = {each.path for each in unchanged}
+    specs = {path: spec for each in plan.components for path, spec in each.tensors.items()}
     files = []
     for file in plan.files:
         pieces = [
-            Piece(placed.path, specs[file.component][placed.path], placed.box, placed.held)
+            Piece(placed.path, specs[placed.path], placed.box, placed.held)
             for placed in file.tensors
-            if (file.component, placed.path) not in left_out
+            if placed.path not in left_out
         ]
         if len(pieces) == len(file.tensors):
             files.append(file)
@@ -44,7 +45,9 @@ def referring(plan: SavePlan, unchanged: Mapping[Candidate, str | None]) -> Save
 
 
 def _laid_out(file: FilePlan, pieces: list[Piece]) -> FilePlan:
-    return plan_file(file.name, file.component, file.rank, pieces)
+    held = {component_of_leaf(piece.path) for piece in pieces}
+    components = tuple(name for name in file.components if name in held)
+    return plan_file(file.name, components, file.rank, pieces)
 
 
 def _listed(shard: ShardRecord, whole: str | None) -> ShardRecord:

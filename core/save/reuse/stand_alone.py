@@ -13,13 +13,14 @@ from trainfold.core.format.manifest import (
     ShardRecord,
     TensorRecord,
 )
-from trainfold.core.format.upgrade import PLAIN_VERSION
+from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 from trainfold.core.layout.replica_shares import Piece
 from trainfold.core.layout.slices import Box
-from trainfold.core.save.file_layout import FilePlan, plan_file
+from trainfold.core.save.file_layout import FilePlan
 from trainfold.core.save.pruning import LEFT_BEHIND, Pruning
 from trainfold.core.save.reuse.referred import is_needed_alone
-from trainfold.core.save.save_plan import data_file_name, suffix_of
+from trainfold.core.save.save_plan import files_of_parts, suffix_of
+from trainfold.core.save.written import version_of
 
 
 @final
@@ -75,7 +76,7 @@ class AlonePlan:
         return attrs.evolve(self.manifest, files=files, indexes=indexes)
 
 
-def plan_alone(manifest: Manifest, directory: str) -> AlonePlan:
+def plan_alone(manifest: Manifest, directory: str, prefers: FilePreference = NO_PREFERENCE) -> AlonePlan:
     """Plan how a checkpoint is written again without references.
 
     Law: the new manifest says of each tensor what the old one says, but for where its bytes are; and every byte is copied once.
@@ -83,54 +84,54 @@ def plan_alone(manifest: Manifest, directory: str) -> AlonePlan:
     Args:
         manifest: of the checkpoint, with the shards of all ranks.
         directory: of the checkpoint.
+        prefers: the files that the store prefers.
     """
-    head = attrs.evolve(manifest.head, revision=manifest.head.revision + 1, schema_version=PLAIN_VERSION)
-    suffix = suffix_of(head.revision)
-    plans, sources, records = list[FilePlan](), list[tuple[Source, ...]](), list[FileRecord]()
-    places: dict[tuple[str, int, str, Box], tuple[int, int, int]] = {}
+    suffix = suffix_of(manifest.head.revision + 1)
+    parts, held = [], dict[tuple[int, str, Box], ShardRecord]()
     for component in manifest.components:
         for rank, found in sorted(_by_writer(component, manifest).items()):
-            name = data_file_name(component.name, rank, manifest.world_size, suffix)
-            file = plan_file(
-                name,
-                component.name,
-                rank,
-                [Piece(record.path, record.spec, shard.box) for record, shard in found.values()],
+            parts.append(
+                (component.name, rank, [Piece(record.path, record.spec, shard.box) for record, shard in found])
             )
-            taken = []
-            for placed in file.tensors:
-                _, shard = found[placed.path, placed.box]
-                taken.append(Source(manifest.files[shard.file].path(directory), shard.start, shard.stop, shard.digest))
-                places[component.name, rank, placed.path, placed.box] = len(plans), placed.start, placed.stop
-            plans.append(file)
-            sources.append(tuple(taken))
-            records.append(FileRecord(name, component.name, rank, file.size_bytes, ""))
+            held |= {(rank, record.path, shard.box): shard for record, shard in found}
+    plans = files_of_parts(parts, manifest.world_size, suffix, prefers)
+    places: dict[tuple[int, str, Box], tuple[int, int, int]] = {}
+    sources = []
+    for number, file in enumerate(plans):
+        keys = [(file.rank, placed.path, placed.box) for placed in file.tensors]
+        sources.append(tuple(_source(held[key], manifest, directory) for key in keys))
+        bounds = ((number, placed.start, placed.stop) for placed in file.tensors)
+        places |= dict(zip(keys, bounds, strict=True))
+    records = tuple(FileRecord(file.name, file.components, file.rank, file.size_bytes, "") for file in plans)
 
     def moved(component: ComponentRecord) -> ComponentRecord:
-        tables = tuple(tuple(record_of(component.name, record) for record in table) for table in component.tensors)
+        tables = tuple(tuple(map(record_of, table)) for table in component.tensors)
         return attrs.evolve(component, tensors=tables)
 
-    def record_of(name: str, record: TensorRecord) -> TensorRecord:
+    def record_of(record: TensorRecord) -> TensorRecord:
         shards = []
         for shard in record.shards:
-            place = places[name, manifest.files[shard.file].rank, record.path, shard.box]
+            place = places[manifest.files[shard.file].rank, record.path, shard.box]
             shards.append(ShardRecord(*place, shard.box, shard.digest, shard.pieces, shard.whole))
         return attrs.evolve(record, shards=tuple(shards))
 
     components = tuple(map(moved, manifest.components))
-    new = attrs.evolve(manifest, head=head, components=components, files=tuple(records), indexes=())
+    head = attrs.evolve(manifest.head, revision=manifest.head.revision + 1, schema_version=version_of(records))
+    new = attrs.evolve(manifest, head=head, components=components, files=records, indexes=())
     return AlonePlan(directory, tuple(plans), tuple(sources), suffix, new)
 
 
-def _by_writer(
-    component: ComponentRecord, manifest: Manifest
-) -> dict[int, dict[tuple[str, Box], tuple[TensorRecord, ShardRecord]]]:
-    """Rank -> what it has written of a component, by path and box, in the order of its table."""
-    found: dict[int, dict[tuple[str, Box], tuple[TensorRecord, ShardRecord]]] = {}
+def _by_writer(component: ComponentRecord, manifest: Manifest) -> dict[int, list[tuple[TensorRecord, ShardRecord]]]:
+    """Rank -> what it has written of a component, in the order of its table."""
+    found: dict[int, list[tuple[TensorRecord, ShardRecord]]] = {}
     for record in (record for table in component.tensors for record in table):
         for shard in record.shards:
-            found.setdefault(manifest.files[shard.file].rank, {})[record.path, shard.box] = record, shard
+            found.setdefault(manifest.files[shard.file].rank, []).append((record, shard))
     return found
+
+
+def _source(shard: ShardRecord, manifest: Manifest, directory: str) -> Source:
+    return Source(manifest.files[shard.file].path(directory), shard.start, shard.stop, shard.digest)
 
 
 def to_stand_alone(plan: Pruning) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.format.indexes import shard_rows
 from trainfold.core.format.manifest import END, TAIL, box_by_rule
 from trainfold.core.format.manifest_reader import decode_manifest
+from trainfold.core.layout.file_preference import FilePreference
 from trainfold.core.save.file_layout import stored_in
 from trainfold.ranks import run_threads
 
@@ -105,6 +106,71 @@ def test_the_work_of_a_command_does_not_grow_with_tensors_times_ranks(run, capsy
     assert max(boxes.values()) == 1
     assert sum(boxes.values()) <= 3 * RANKS
     assert walks.total() == 1
+
+
+@pytest.fixture
+def few(tmp_path):
+    """A run of three ranks of which each has one data file, and the same in files of components."""
+    weights = {f"w{index}": torch.arange(4000.0) + index for index in range(3)}
+
+    def save(collectives, store):
+        rng = {"torch": torch.full((16,), collectives.rank, dtype=torch.uint8)}
+        trainer = trainfold.states.make_progress(step=1)
+        extra = {"ema": weights, "other": {name: -each for name, each in weights.items()}}
+        state = trainfold.TrainState(trainer=trainer, extra=extra, rng=rng)
+        trainfold.save(state, store, collectives=collectives)
+
+    for name, ranks in (("few", 3), ("many", 4)):
+        store = LocalStore(tmp_path / name, prefers=FilePreference(one_a_rank_from=ranks))
+        run_threads(3, lambda world, store=store: save(world, store))
+    return tmp_path / "few"
+
+
+def test_files_of_ranks_are_shown_with_their_components_and_these_with_their_own_bytes(few, capsys):
+    """R03, W09: a component has the size that it has in files of its own."""
+    found = {}
+    for name in ("few", "many"):
+        for command in ("inspect", "verify", "ls"):
+            assert main([command, str(few.parent / name), "--json"]) == 0
+            found[name, command] = json.loads(capsys.readouterr().out)
+            fits_its_schema(command, found[name, command])
+    files = found["few", "inspect"]["files"]
+    assert [each["name"] for each in files] == [f"rank-0000{rank}-of-00003.safetensors" for rank in range(3)]
+    assert files[0]["components"] == ["rng", "ema", "other"]
+    for key in ("name", "fingerprint", "size_bytes"):
+        one, other = ([each[key] for each in found[name, "inspect"]["components"]] for name in ("few", "many"))
+        assert one == other
+    assert found["few", "verify"]["components"] == found["many", "verify"]["components"]
+    assert main(["diff", str(few), str(few.parent / "many")]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("what", "hurt"), [("ema['w0']", {"ema"}), ("rng['torch']", {"rng"}), ("", {"ema", "other", "rng"})]
+)
+def test_damage_in_a_file_of_a_rank_is_that_of_the_component_whose_leaf_it_is(few, what, hurt, capsys):
+    """C07: the others in the file are verified all the same; a header belongs to all of them."""
+    manifest = decode_manifest(
+        (few / "step-00000001" / "manifest.json").read_bytes(),
+        "m",
+        read=lambda name, _: (few / "step-00000001" / name).read_bytes(),
+    )
+    shards = {
+        record.path: shard
+        for each in manifest.components
+        for record in each.tensors[0]
+        for shard in record.shards
+        if shard.file == 0
+    }
+    path = few / "step-00000001" / manifest.files[0].name
+    data = bytearray(path.read_bytes())
+    data[shards[what].start if what else 40] ^= 1
+    path.write_bytes(data)
+    assert main(["verify", str(few), "--json"]) == CheckpointDamaged.exit_code
+    found = json.loads(capsys.readouterr().out)
+    assert {each["name"] for each in found["components"] if each["status"] == "damaged"} == hurt
+    if what:
+        assert any(what in each["where"] for each in found["problems"])
 
 
 def test_verify_finds_digests_of_pieces_that_a_load_of_a_part_would_refuse(tmp_path, capsys):

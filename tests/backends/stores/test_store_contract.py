@@ -13,6 +13,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import SaveFailed
+from trainfold.core.layout.file_preference import FilePreference
 from trainfold.properties import contracts
 
 
@@ -153,6 +154,17 @@ class TellsTheTimeOfTheLastWrite(Liar):
         return told and float(told)
 
 
+class PrefersAnotherSizeEachTime(Liar):
+    @property
+    def prefers(self):
+        self.inner.asked = getattr(self.inner, "asked", 0) + 1
+        return FilePreference(object_bytes=self.inner.asked)
+
+
+class PrefersANumber(Liar):
+    prefers = 1 << 20
+
+
 class KeepsTheTimeOfWhatIsDeleted(Liar):
     def __init__(self):
         super().__init__()
@@ -191,6 +203,8 @@ class ReplacesAnything(Liar):
         (Young, "a commit may be as old as what it replaces: .*time: expected"),
         (ReplacesAnything, "a commit may be as old as what it replaces: .*expected CommitConflict"),
         (LastCommitWins, "a commit happens once"),
+        (PrefersAnotherSizeEachTime, "the files that it prefers are sizes or not said: .*asked again"),
+        (PrefersANumber, "the files that it prefers are sizes or not said: .*FilePreference"),
         (KeepsPartsUntilTheEnd, "one buffer can serve for all parts"),
         (ShortReads, "ranges are slices"),
         (ListsInAnyOrder, "names are listed one level at a time"),

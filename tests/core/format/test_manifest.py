@@ -36,7 +36,7 @@ def small_manifest(**changes):
     shard = ShardRecord(0, 4096, 4096 + 24, ((0, 2), (0, 3)), DIGEST)
     record = TensorRecord("model.params['w']", "float32", (2, 3), (shard,))
     component = ComponentRecord("model", ({"dict": {"w": {"t": 0}}},), ((record,),), DIGEST)
-    file = FileRecord("model-00000-of-00001.safetensors", "model", 0, 4120, DIGEST)
+    file = FileRecord("model-00000-of-00001.safetensors", ("model",), 0, 4120, DIGEST)
     whole = Manifest(
         Head("run", 7, 1, ((0, 5),), "step-00000005", schema_version=1),
         1,

@@ -15,6 +15,7 @@ from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED
+from trainfold.core.layout.file_preference import FilePreference
 from trainfold.core.layout.shard import Shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
@@ -124,6 +125,23 @@ def test_the_reader_of_the_specification_reads_through_references(reader, tmp_pa
     found = reader["read_checkpoint"](tmp_path / "run" / "step-00000002")
     for name, tensor in whole_state(2, chain.expected["step-00000002"]).model.params.items():
         assert same_bits(tensor, found["model"]["params"][name]), name
+
+
+def test_the_reader_of_the_specification_reads_files_of_ranks(reader, tmp_path):
+    """Version 5: two components in each file, streams of each rank, and references to such files."""
+    chain = Chain(2, cut=True, store=LocalStore(tmp_path / "run", prefers=FilePreference(1)))
+    chain.save(1, dict.fromkeys(SHAPES, 0))
+    chain.save(2, {name: int(name == "half") for name in SHAPES})
+    for step in (1, 2):
+        folder = tmp_path / "run" / f"step-0000000{step}"
+        assert b'"schema_version":5' in (folder / "manifest.json").read_bytes()
+        assert (
+            sorted(path.name for path in folder.glob("*.safetensors"))
+            == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)][: 3 - step]
+        )
+        found = reader["read_checkpoint"](folder)
+        for name, tensor in whole_state(step, chain.expected[folder.name]).model.params.items():
+            assert same_bits(tensor, found["model"]["params"][name]), name
 
 
 def test_the_reader_needs_neither_trainfold_nor_torch(root):

@@ -49,7 +49,7 @@ def test_a_file_is_torn_by_its_size_and_damaged_by_the_length_of_its_header():
     shards = [ShardRecord(0, start, start + 8, ((0, 2),), "xxh3:") for start in (88, 80)]
     table = tuple(TensorRecord(f"ema[{i}]", "float32", (2,), (shard,)) for i, shard in enumerate(shards))
     ema = ComponentRecord("ema", ({"list": [{"t": 0}, {"t": 1}]},), (table,), "xxh3:")
-    files = (FileRecord("ema-0", "ema", 0, 96, "xxh3:"), FileRecord("empty-0", "empty", 0, 8, "xxh3:"))
+    files = (FileRecord("ema-0", ("ema",), 0, 96, "xxh3:"), FileRecord("empty-0", ("empty",), 0, 8, "xxh3:"))
     ema_file, empty_file = file_checks(Manifest(Head("r", 7), 1, (ema,), (), {}, {}, files))
     assert ema_file.torn(HERE, 96) is None
     assert "no such file" in str(ema_file.torn(HERE, None))
@@ -62,7 +62,7 @@ def test_a_file_is_torn_by_its_size_and_damaged_by_the_length_of_its_header():
 
 def test_a_reader_that_shares_files_with_no_rank_looks_at_all_of_few_and_at_rank_0s_of_many():
     """`ls` asks for as many sizes as it can in time."""
-    files = tuple(FileRecord(f"model-{rank}", "model", rank, 8, "xxh3:") for rank in range(3))
+    files = tuple(FileRecord(f"model-{rank}", ("model",), rank, 8, "xxh3:") for rank in range(3))
     indexes = (IndexRecord("index-2", 2, 9, "xxh3:"),)
     manifest = Manifest(Head("r", 7), 3, (), (), {}, {}, files, indexes, opened=frozenset({0}))
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.file_preference import FilePreference
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement
@@ -110,6 +112,40 @@ def test_few_bytes_of_many_replicas_are_written_by_the_first_of_them(leaves, som
         mine = written_by(rank, ranks, specs, item_bytes=ITEM_BYTES.get)
         assert not any(volume(piece.box) for piece in mine) or rank < writers
         assert sum(size_of(piece.box, piece.spec) for piece in mine) <= UNIT_BYTES
+
+
+@settings(deadline=None)
+@given(LEAVES, st.integers(1, 40), st.sampled_from([1, 5000, UNIT_BYTES, 3 * UNIT_BYTES, 10**7, 10**9]), st.booleans())
+@example([("float32", [4097, 1000]), ("int8", [7])], 9, 3 * UNIT_BYTES, True)
+def test_a_store_that_prefers_large_objects_has_the_writers_of_a_smaller_world(leaves, ranks, object_bytes, is_cut):
+    """N05: no more of them than can have an object each, balanced as that many replicas are; the others write nothing. Of what is cut, each part has its own."""
+    mesh = make_mesh((2, ranks)) if is_cut else make_mesh((ranks,))
+    rule = make_placement(mesh, [[0]]) if is_cut else None
+    specs = {
+        f"w{n}": LeafSpec(dtype, tuple(shape), (), rule if shape else None) for n, (dtype, shape) in enumerate(leaves)
+    }
+    ruled = {path: spec for path, spec in specs.items() if spec.shape}
+    written = shares(ruled, mesh.size, prefers=FilePreference(object_bytes=object_bytes))
+    for group in [range(ranks), range(ranks, 2 * ranks)] if is_cut else [range(ranks)]:
+        total = sum(size_of(box_of(spec, group[0]), spec) for spec in ruled.values())
+        writers = max(1, min(ranks, total // object_bytes))
+        sizes = [sum(size_of(piece.box, piece.spec) for piece in written[rank]) for rank in group]
+        assert sum(sizes) == total
+        assert not any(sizes[writers:])
+        assert (
+            max(abs(size - total / writers) for size in sizes[:writers]) <= max(0.01 * total / writers, UNIT_BYTES) + 1
+        )
+    for path, spec in ruled.items():
+        check_cover(path, [piece.box for mine in written for piece in mine if piece.path == path], spec.shape)
+    if not is_cut:
+        assert written[:writers] == shares(ruled, writers)
+
+
+def test_a_preference_that_is_no_size_is_refused():
+    for wrong in ({"object_bytes": -1}, {"object_bytes": 1.5}, {"one_a_rank_from": 0}, {"one_a_rank_from": True}):
+        with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+            FilePreference(**wrong)
+    assert FilePreference(object_bytes=10).writers(4, 9) == 1
 
 
 def test_a_transformer_is_balanced_and_few_of_its_leaves_are_divided():

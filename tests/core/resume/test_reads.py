@@ -56,7 +56,7 @@ def tables(draw, most_files=3):
 def resume_of(table, places, *, verb="load", kept=(), files=3):
     """A plan that loads a list of tensors, each by its index in a table."""
     node = {"list": [{"t": index} for index in places]}
-    records = tuple(FileRecord(f"ema-{number}", "ema", number, 10**6, "xxh3:") for number in range(files))
+    records = tuple(FileRecord(f"ema-{number}", ("ema",), number, 10**6, "xxh3:") for number in range(files))
     component = ComponentRecord("ema", (node,), (table,), "xxh3:")
     manifest = Manifest(Head("run", 7), files, (component,), (), {}, {}, records)
     action = ComponentAction("ema", verb, kept=kept)

@@ -126,7 +126,7 @@ def test_the_header_of_a_file_is_the_canonical_json_of_its_tensors(leaves):
         Piece(path.format(name), LeafSpec(dtype, tuple(shape)), whole_box(tuple(shape)))
         for path, name, dtype, shape in leaves
     ]
-    plan = plan_file("a", "x'\"\n", 0, pieces)
+    plan = plan_file("a", ("x'\"\n",), 0, pieces)
     base = len(plan.header)
     model = {"__metadata__": {"format": "pt", "trainfold": "x'\"\n"}}
     for each in plan.tensors:
@@ -139,7 +139,7 @@ def test_the_header_of_a_file_is_the_canonical_json_of_its_tensors(leaves):
 
 @pytest.mark.parametrize("name", ["weird \x7f \u2028 \ud83d", 'quote " and \\'])
 def test_names_with_odd_characters_are_escaped_in_headers(name):
-    plan = plan_file("a", "ema", 0, [Piece(name, LeafSpec("float32", ()), ())])
+    plan = plan_file("a", ("ema",), 0, [Piece(name, LeafSpec("float32", ()), ())])
     row = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
     assert plan.header[8:].rstrip(b" ") == canonical_json(
         {"__metadata__": {"format": "pt", "trainfold": "ema"}, name: row}

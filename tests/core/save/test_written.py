@@ -12,7 +12,7 @@ NAMES = st.sampled_from([MANIFEST, "a.safetensors", "a.r1.safetensors", "b.safet
 
 @given(named=st.sets(NAMES), present=st.sets(NAMES))
 def test_only_what_no_manifest_names_is_stale_and_never_the_manifest(named, present):
-    files = tuple(FileRecord(name, "a", 0, 8, "xxh3:") for name in sorted(named - {MANIFEST}))
+    files = tuple(FileRecord(name, ("a",), 0, 8, "xxh3:") for name in sorted(named - {MANIFEST}))
     manifest = Manifest(Head("r", 7), 1, (), (), {}, {}, files)
     assert set(stale_files(manifest, sorted(present))) == present - named - {MANIFEST}
 
@@ -20,7 +20,7 @@ def test_only_what_no_manifest_names_is_stale_and_never_the_manifest(named, pres
 def test_a_file_that_is_not_there_in_its_size_stops_the_commit_and_is_named():
     """Ranks that write to different filesystems are the usual cause."""
     records = [
-        FileRecord("ema-00001-of-00002.safetensors", "ema", 1, 8, "xxh3:"),
+        FileRecord("ema-00001-of-00002.safetensors", ("ema",), 1, 8, "xxh3:"),
         IndexRecord("index-00001-of-00002.json", 1, 9, "xxh3:"),
     ]
     sizes = {file.path("step-00000003"): file.size_bytes for file in records}

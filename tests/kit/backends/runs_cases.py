@@ -5,8 +5,15 @@ import torch
 
 from trainfold.backends.runs.api import save
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.layout.file_preference import FilePreference
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
+
+
+class RankFiles(MemoryStore):
+    """A store for which a rank writes one data file, however few ranks there are."""
+
+    prefers = FilePreference(1)
 
 
 def state_at(step, value=0.0, **changes):

@@ -10,7 +10,7 @@ from trainfold.core.format.structure.places import places
 from trainfold.core.json_values import canonical_json
 
 FIRST_LINE = (
-    "format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision", "size_bytes", "omitted", "fingerprints",
+    "format", "schema_version", "run_id", "step", "timeline", "forks", "parent", "revision", "size_bytes", "omitted", "fingerprints", "refers",
 )  # fmt: skip
 
 
@@ -61,7 +61,16 @@ def encode_v1(manifest):
         "omitted": list(manifest.omitted),
         "contract": dict(manifest.contract),
         "versions": dict(manifest.versions),
-        "files": [{k: v for k, v in attrs.asdict(file).items() if k != "checkpoint"} for file in manifest.files],
+        "files": [
+            {
+                "name": file.name,
+                "component": file.components[0],
+                "rank": file.rank,
+                "size_bytes": file.size_bytes,
+                "digest": file.digest,
+            }
+            for file in manifest.files
+        ],
         "components": [
             {
                 "name": component.name,

@@ -63,7 +63,7 @@ def manifests(draw):
             shards = [each._replace(whole="" if index else digest_of(b"whole")) for index, each in enumerate(shards)]
         table.append(TensorRecord(f"ema[{number}]", "float32", shape, tuple(shards), rule))
     ema = ComponentRecord("ema", ({"list": [{"t": number} for number in range(len(table))]},), (tuple(table),), DIGEST)
-    files = [FileRecord(f"ema-{rank}.safetensors", "ema", rank, ends[rank], DIGEST) for rank in range(mesh.size)]
+    files = [FileRecord(f"ema-{rank}.safetensors", ("ema",), rank, ends[rank], DIGEST) for rank in range(mesh.size)]
     components = [ema]
     if mesh.size > 1 and draw(st.booleans()):
         nodes = tuple({"dict": {"n": rank}} for rank in range(mesh.size))
@@ -189,7 +189,7 @@ def test_a_leaf_that_no_rule_cuts_is_looked_for_on_the_ranks_that_had_it():
     rule = make_placement(make_mesh((3,), ranks=[3, 4, 5]), [])
     shards = (ShardRecord(3, 4096, 4112, whole_box((4,)), DIGEST),)
     table = (TensorRecord("ema[0]", "float32", (4,), shards, rule),)
-    files = tuple(FileRecord(f"ema-{rank}", "ema", rank, 4112, DIGEST) for rank in range(6))
+    files = tuple(FileRecord(f"ema-{rank}", ("ema",), rank, 4112, DIGEST) for rank in range(6))
     component = ComponentRecord("ema", ({"list": [{"t": 0}]},), (table,), DIGEST)
     _, data = written(Manifest(Head("run", 7), 6, (component,), (), {}, {}, files))
     needs = Needs(0, 1, lambda *_: None)
@@ -199,7 +199,7 @@ def test_a_leaf_that_no_rule_cuts_is_looked_for_on_the_ranks_that_had_it():
 
 def of_two_ranks(shape, *shards):
     """The bytes of a checkpoint of two ranks with one tensor."""
-    files = tuple(FileRecord(f"ema-{rank}", "ema", rank, 4104, DIGEST) for rank in range(2))
+    files = tuple(FileRecord(f"ema-{rank}", ("ema",), rank, 4104, DIGEST) for rank in range(2))
     component = ComponentRecord(
         "ema", ({"list": [{"t": 0}]},), ((TensorRecord("ema[0]", "float32", shape, shards),),), DIGEST
     )
@@ -264,7 +264,7 @@ def test_shards_that_are_missing_in_all_indexes_are_named():
     rule = make_placement(make_mesh((2,)), [[0]])
     shards = tuple(ShardRecord(rank, 4096, 4104, ((2 * rank, 2 * rank + 2),), DIGEST) for rank in range(1))
     table = (TensorRecord("ema[0]", "float32", (4,), shards, rule),)
-    files = tuple(FileRecord(f"ema-{rank}", "ema", rank, 4104, DIGEST) for rank in range(2))
+    files = tuple(FileRecord(f"ema-{rank}", ("ema",), rank, 4104, DIGEST) for rank in range(2))
     component = ComponentRecord("ema", ({"list": [{"t": 0}]},), (table,), DIGEST)
     _, data = written(Manifest(Head("run", 7), 2, (component,), (), {}, {}, files))
     for low, is_there in ((0, True), (2, False)):
@@ -319,7 +319,7 @@ def small():
     shards = tuple(ShardRecord(rank, 4096, 4108, ((rank, rank + 1), (0, 3)), DIGEST) for rank in range(2))
     model = ComponentRecord("model", ({"t": 0},), ((TensorRecord("model", "float32", (2, 3), shards, rule),),), DIGEST)
     rng = ComponentRecord("rng", ({"dict": {}}, {"dict": {}}), ((), ()), DIGEST)
-    files = tuple(FileRecord(f"model-{rank}.safetensors", "model", rank, 4108, DIGEST) for rank in range(2))
+    files = tuple(FileRecord(f"model-{rank}.safetensors", ("model",), rank, 4108, DIGEST) for rank in range(2))
     return Manifest(Head("run", 7), 2, (model, rng), (), {}, {}, files)
 
 

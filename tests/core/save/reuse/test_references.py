@@ -179,7 +179,7 @@ def test_a_checkpoint_counts_as_standing_alone_if_it_is_named():
 
 
 def test_a_reference_prints_with_its_checkpoint():
-    file = FileRecord("ema-00000-of-00001.safetensors", "ema", 0, 8, DIGEST, OLD)
+    file = FileRecord("ema-00000-of-00001.safetensors", ("ema",), 0, 8, DIGEST, OLD)
     assert file.path("step-00000009") == file.label == f"{OLD}/{file.name}"
     own = attrs.evolve(file, checkpoint="")
     assert (own.path("step-00000009"), own.label) == (f"step-00000009/{file.name}", file.name)
