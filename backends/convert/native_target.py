@@ -140,7 +140,7 @@ def _is_done(store: LocalStore, plan: SavePlan, identity: str) -> bool:
 
 def _leaves(file: FilePlan, contents: NativeContents, kept: Kept) -> dict[str, LaterLeaf]:
     """The tensors of a file: those that are kept are read from it, the others from the source."""
-    read = contents.read[file.component]
+    read = {path: leaf for name in file.components for path, leaf in contents.read[name].items()}
     return {
         each.path: LaterLeaf(
             each.path,
