@@ -293,9 +293,12 @@ def _written(
     listed = {path for each in different for path, spec in each.tensors.items() if spec.slices}
     ruled = specs if not listed else {path: spec for path, spec in specs.items() if path not in listed}
     shared = _assign(listed, ranks, of_rank_zero, prefers.object_bytes) if listed else {}
+    order = {path: place for place, path in enumerate(specs)} if listed else {}
     for rank in chosen:
         mine = written_by(rank, len(ranks), ruled, item_bytes=_item_bytes, of_rank_zero=of_rank_zero, prefers=prefers)
-        yield from _some(rank, mine + shared.get(rank, []))
+        # in the order of the table, as `header_of` has empty tensors that share a place
+        both = sorted(mine + shared[rank], key=lambda piece: order[piece.path]) if rank in shared else mine
+        yield from _some(rank, both)
 
 
 def suffix_of(revision: int) -> str:
