@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 
 from trainfold import __version__
 from trainfold.adapters.cli.completion import Shell, script_of
-from trainfold.adapters.cli.formats.commands import AnyPath, convert
+from trainfold.adapters.cli.formats.commands import AnyPath, convert, link
 from trainfold.adapters.cli.locate import has_other_format
 from trainfold.adapters.cli.misuse import no_command, package_missing, usage_error
 from trainfold.adapters.cli.terminal.given_options import (
@@ -401,6 +401,7 @@ def prune(  # noqa: PLR0913 - one for each option
 
 
 app.command(convert, group=_FORMATS)
+app.command(link, group=_FORMATS)
 
 
 @app.command(group=_SHELL)

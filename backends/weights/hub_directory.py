@@ -137,6 +137,14 @@ class HubDirectory:
         """
         return self._files()
 
+    def ranges(self) -> dict[str, tuple[Path, int, int]]:
+        """Name of a tensor -> its file, its first byte there, and one past its last.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+        """
+        return {name: (place.file, place.start, place.stop) for name, place in self._all_places()}
+
     def names_in(self, file: Path) -> list[str]:
         """The tensors in a file, by its header.
 

@@ -69,3 +69,28 @@ def convert(  # noqa: PLR0913 - one for each option
         ),
         as_json=json,
     )
+
+
+def link(
+    src: AnyPath,
+    dst: NewPath,
+    *,
+    like: Annotated[
+        Path | None,
+        Parameter(
+            help="The directory of the original model, or its config.json, for what a hub has beside the weights."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, Parameter(negative=(), help="Print what would be linked, and make nothing.")] = False,
+    json: Json = False,
+) -> int:
+    """Show a checkpoint as a directory of a model hub, or such a directory as a checkpoint, without copying tensors.
+
+    The files get second names (hard links) and are made read-only: whatever is written into one is written into both. Deleting one name keeps the other.
+    What would need other bytes, such as other names or dtypes, or parts of several ranks, is refused: `convert` copies it.
+
+    Example: trainfold link runs/a/step-00010000 models/a --like models/base
+    """
+    from trainfold.adapters.cli.formats.link import link_path
+
+    return deliver(lambda: link_path(src, dst, like=like, dry_run=dry_run), as_json=json)

@@ -15,14 +15,15 @@ from trainfold.core.save.file_layout import Stored, header_of, stored_in
 
 _CHUNK_BYTES: Final = 16 << 20
 _LENGTH_BYTES: Final = 8
+_METADATA: Final = "__metadata__"
 
 
 @final
 class HeaderCheck:
     """Compares each header once with the one implied by the manifest. The load itself uses the manifest and never trusts a header.
 
-    A header with the same contents in other bytes may come from another writer of the format, which is free in its spaces and the order of its
-    keys. Then the whole file is read, and its digest decides. A header with other contents is refused without reading the file.
+    A header that says the same of each tensor in other bytes may come from another writer of the format, which is free in its spaces, the order of its
+    keys and its texts about the file. Then the whole file is read, and its digest decides. A header that says something else is refused without reading the file.
 
     Args:
         store: the run.
@@ -52,10 +53,28 @@ class HeaderCheck:
             is_known = self._manifest.knows_all_of(file)
             wanted = header_of(self._manifest, index, stored=self._stored) if is_known else None
             if wanted is not None and (found := self._store.read(name, stop=len(wanted))) != wanted:
-                if not _says_the_same(found, wanted):
+                if not self._says_the_same(name, index, found, wanted):
                     raise self._damaged(name, "the header that was written", "another one")
                 self._check_whole(name, index)
             self._checked.add(index)
+
+    def _says_the_same(self, name: str, index: int, found: bytes, wanted: bytes) -> bool:
+        """Whether a header has the same tensors, in the same places of the file."""
+        assert self._stored is not None, "the caller has filled it"
+        stop = min((start for start, *_ in self._stored[index]), default=len(wanted))
+        length = int.from_bytes(found[:_LENGTH_BYTES], "little")
+        if length + _LENGTH_BYTES != stop:
+            return False
+        try:
+            theirs, mine = (
+                strict_json(data, "")
+                for data in (self._store.read(name, start=_LENGTH_BYTES, stop=stop), wanted[_LENGTH_BYTES:])
+            )
+        except TrainfoldError:
+            return False
+        theirs.pop(_METADATA, None)
+        mine.pop(_METADATA, None)
+        return theirs == mine
 
     def _check_whole(self, name: str, index: int) -> None:
         file = self._manifest.files[index]
@@ -69,12 +88,3 @@ class HeaderCheck:
     def _damaged(self, name: str, expected: str, found: str) -> CheckpointDamaged:
         fix = "the bytes changed on disk or on the way: verify the run, and load another checkpoint"
         return CheckpointDamaged(f"{self._store.url}/{name}: its header", expected=expected, found=found, fix=fix)
-
-
-def _says_the_same(found: bytes, wanted: bytes) -> bool:
-    try:
-        return found[:_LENGTH_BYTES] == wanted[:_LENGTH_BYTES] and strict_json(
-            found[_LENGTH_BYTES:], ""
-        ) == strict_json(wanted[_LENGTH_BYTES:], "")
-    except TrainfoldError:
-        return False

@@ -1,0 +1,51 @@
+"""`trainfold link SRC DST`: the other format of what a path has, where both have the same files."""
+
+from pathlib import Path
+
+from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.reading import reading
+from trainfold.backends.convert.conversion_run import like_of
+from trainfold.backends.convert.link_hub import link_to_hub, refused
+from trainfold.backends.convert.link_native import link_to_run
+from trainfold.backends.convert.opened_source import open_source
+from trainfold.backends.stores.place import local_path
+from trainfold.backends.weights.hub_directory import HubDirectory
+
+
+def link_path(source: Path, target: Path, *, like: Path | None = None, dry_run: bool = False) -> Answer:
+    """Link what is at a path.
+
+    Args:
+        source: a checkpoint, a run, a directory of a hub, or a safetensors file.
+        target: the path of the other format.
+        like: the directory of the original model, or its ``config.json``.
+        dry_run: whether nothing is made.
+
+    Raises:
+        InvalidArgument: if the two formats do not have the same files; the message says why.
+        SaveFailed: if the files cannot be linked.
+        CheckpointError: the matching subclass, if something cannot be read.
+    """
+    opened = open_source(source)
+    to = "hf" if opened.checkpoint is not None else "native"
+    if opened.checkpoint is not None:
+        original, config = like_of(opened, like)
+        found = link_to_hub(opened, local_path(str(target)), like=original, config=config, dry_run=dry_run)
+    elif isinstance(opened.model, HubDirectory):
+        with reading("reading", sum(file.stat().st_size for file in opened.model.files())) as advance:
+            found = link_to_run(opened, local_path(str(target)), dry_run=dry_run, advance=advance)
+    else:
+        raise refused(str(source), opened.format)
+    rows = [(each.name, size_text(each.size_bytes), f"linked to {each.source}") for each in found.files]
+    rows += [(name, size_text(size), "written") for name, size in found.beside.items()]
+    data = {
+        "source": str(source),
+        "source_format": opened.format,
+        "target": str(target),
+        "to": to,
+        "dry_run": dry_run,
+        "linked": [{"name": each.name, "source": each.source, "size_bytes": each.size_bytes} for each in found.files],
+        "files": [{"name": name, "size_bytes": size} for name, size in found.beside.items()],
+    }
+    title = f"{'Would be linked' if dry_run else 'Linked'}: {target} ({to})"
+    return Answer(data, (Table(title, ("file", "size", "what"), tuple(rows)),))
