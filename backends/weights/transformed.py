@@ -96,8 +96,10 @@ class Transformed:
                     yield result, table[result].computed(mine[result].box, read)
                     for used in needs[result]:
                         del users[used][result]
-                        if not users[used]:
-                            del there[used]
+                    for used in [each for each in needs[result] if not users[each]]:
+                        del there[used]
+                if name in there:
+                    there[name] = there[name].clone()  # a source may use its memory again for the next one
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:

@@ -176,3 +176,22 @@ def test_a_source_that_supplies_something_else_than_it_lists_is_named(supplied, 
     asked = {name: Wanted("float32", (2,), ((0, 2),)) for name in ("x", "y")}
     with pytest.raises(InvalidState, match=said):
         list(Transformed(Otherwise(supplied), compose(rename("a", "x"), rename("b", "y"))).supply(asked))
+
+
+def test_a_source_that_uses_its_memory_again_gives_each_tensor_of_a_whole():
+    """J01: tensors that wait for others are copied before the next one is asked for."""
+
+    class OneBuffer:
+        def specs(self):
+            return {name: LeafSpec("float32", (2,)) for name in "abc"}
+
+        def supply(self, wanted):
+            memory = torch.empty(2)
+            for number, name in enumerate("abc"):
+                if name in wanted:
+                    yield name, memory.fill_(number)
+
+    ((_, found),) = Transformed(OneBuffer(), merge(["a", "b", "c"], "abc")).supply(
+        {"abc": Wanted("float32", (6,), ((0, 6),))}
+    )
+    assert found.tolist() == [0, 0, 1, 1, 2, 2]
