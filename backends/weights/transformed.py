@@ -89,15 +89,11 @@ class Transformed:
         with closing(supplied(self.source, asked)) as tensors:
             for name, tensor in tensors:
                 there[name] = part_of(self.source, account, name, tensor)
-                for result in list(users[name]):
+                for result in users[name]:
                     left[result].discard(name)
-                    if left[result]:
-                        continue
+                for result in [each for each in users[name] if not left[each]]:
                     yield result, table[result].computed(mine[result].box, read)
-                    for used in needs[result]:
-                        del users[used][result]
-                    for used in [each for each in needs[result] if not users[each]]:
-                        del there[used]
+                    _forget(result, needs[result], users, there)
                 if name in there:
                     there[name] = there[name].clone()  # a source may use its memory again for the next one
 
@@ -123,6 +119,16 @@ class Transformed:
                 "Transformed.source", expected="a source that lists what it has: HubDirectory, CheckpointWeights, or one with specs()",
                 found=repr(self.source), fix="transform what has the names of files, and wrap the result: Cast(Transformed(HubDirectory(...), ...))")  # fmt: skip
         return self.source.specs()
+
+
+def _forget(
+    result: str, sources: frozenset[str], users: Mapping[str, dict[str, None]], there: dict[str, torch.Tensor]
+) -> None:
+    """Drop what nothing but a result that is made was waiting for."""
+    for name in sources:
+        del users[name][result]
+        if not users[name]:
+            del there[name]
 
 
 def _asked_for(
