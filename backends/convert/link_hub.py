@@ -84,6 +84,8 @@ def _records(opened: OpenedSource, manifest: Manifest) -> dict[str, TensorRecord
         name = storage_key(record.path)
         if len(record.shards) != 1 or record.shards[0].box != whole_box(record.shape):
             raise refused(opened.where, f"{name} in parts of several ranks")
+        if manifest.files[record.shards[0].file].components != ("model",):
+            raise refused(opened.where, f"{name} in a file with other components")
         if manifest.files[record.shards[0].file].checkpoint:
             raise refused(
                 opened.where,

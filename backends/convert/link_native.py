@@ -141,7 +141,7 @@ def _manifest(
         contents.contract,
         library_versions(),
         tuple(
-            FileRecord(name, _MODEL, rank, files[rank].stat().st_size, found[rank][0])
+            FileRecord(name, (_MODEL,), rank, files[rank].stat().st_size, found[rank][0])
             for rank, name in enumerate(names)
         ),
     )
