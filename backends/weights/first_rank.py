@@ -7,7 +7,6 @@ from typing import Any, Final, final
 
 import torch
 
-from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import TrainfoldError, error_text, rank_failed
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.slices import whole_box
@@ -17,6 +16,7 @@ from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.several.source_text import described
 from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.supplied import part_of, supplied
 
 _PIECE_BYTES: Final = 32 << 20
 _DOING: Final = "send weights"

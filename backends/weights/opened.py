@@ -15,7 +15,8 @@ from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import TrainState
 from trainfold.core.weights.open_weights import OpenSource, OpenWeights
-from trainfold.core.weights.source import ListedSource, Wanted
+from trainfold.core.weights.source import ListedSource, Wanted, listed_by
+from trainfold.core.weights.supplied import supplied
 
 
 @contextmanager
@@ -76,11 +77,11 @@ def _of_state(state: TrainState) -> OpenWeights:
 
 
 def _of_listed(source: ListedSource) -> OpenWeights:
-    specs = dict(source.specs())
+    specs = dict(listed_by(source))
 
     def read(name: str, box: Box) -> torch.Tensor:
         each = specs[name]
-        for found, tensor in source.supply({name: Wanted(each.dtype, each.shape, box)}):
+        for found, tensor in supplied(source, {name: Wanted(each.dtype, each.shape, box)}):
             if found == name:
                 is_whole = tuple(tensor.shape) == each.shape and box != whole_box(each.shape)
                 return tensor[tuple(slice(*side) for side in box)] if is_whole else tensor

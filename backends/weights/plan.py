@@ -92,8 +92,8 @@ def _of_all_ranks(wanted: Mapping[str, Wanted], world: Collectives) -> dict[str,
     if world.world_size > 1:
         digests = world.gather(digest_of(repr(forms).encode()), doing=_DOING)
         if len(set(digests)) > 1:
-            for each in world.gather(forms, doing=_DOING):
-                forms |= each
+            every = world.gather(forms, doing=_DOING)
+            forms = {name: form for each in every for name, form in each.items()}  # in one order on all ranks
     return {
         name: Wanted(dtype, tuple(shape), whole_box(tuple(shape)), tied) for name, (dtype, shape, tied) in forms.items()
     }

@@ -6,12 +6,12 @@ from typing import Any, Final, Self, final
 
 from trainfold.backends.peers.channel import Channel
 from trainfold.backends.peers.listener import Listener
-from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import PeerRefused
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.supplied import part_of, supplied
 
 _CLIENTS: Final = 64
 _SECS: Final = 60.0

@@ -10,7 +10,6 @@ import torch
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.weights.plan import planned
-from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import whole_box
@@ -24,6 +23,7 @@ from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.several.cover import Coverage
 from trainfold.core.weights.source import Wanted, WeightSource, source_name
+from trainfold.core.weights.supplied import part_of, supplied
 from trainfold.core.weights.wrapped import ByScript, Frozen
 
 

@@ -8,7 +8,6 @@ import attrs
 import torch
 
 from trainfold.backends.weights.opened import opened_weights
-from trainfold.backends.weights.supplied import part_of, supplied
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
@@ -18,7 +17,8 @@ from trainfold.core.transform.families.tied_heads import with_aliases
 from trainfold.core.transform.transform import Transform, compose
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.open_weights import OpenWeights
-from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
+from trainfold.core.weights.source import ListedSource, Wanted, WeightSource, listed_by
+from trainfold.core.weights.supplied import part_of, supplied
 
 
 @final
@@ -118,7 +118,7 @@ class Transformed:
             raise InvalidArgument(
                 "Transformed.source", expected="a source that lists what it has: HubDirectory, CheckpointWeights, or one with specs()",
                 found=repr(self.source), fix="transform what has the names of files, and wrap the result: Cast(Transformed(HubDirectory(...), ...))")  # fmt: skip
-        return self.source.specs()
+        return listed_by(self.source)
 
 
 def _forget(

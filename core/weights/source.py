@@ -1,15 +1,20 @@
 """`WeightSource`: supplies weights from outside the checkpoints of a run. `ListedSource`: one that says what it has. `Wanted`: one tensor that it is asked for. `source_name`: how messages call it."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, final, runtime_checkable
 
 import attrs
 
+from trainfold.core.errors import SourceFailed, TrainfoldError, error_text
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 
 if TYPE_CHECKING:
     import torch
+
+FIX_OF_SOURCE: Final = (
+    "fix the source, from the error above; trainfold.properties.contracts.check_weight_source tests one"
+)
 
 
 @final
@@ -74,3 +79,22 @@ def source_name(source: object) -> str:
     inner = getattr(source, "source", None)
     mine = type(source).__name__
     return f"{mine}({source_name(inner)})" if isinstance(inner, WeightSource) else mine
+
+
+def listed_by(source: ListedSource) -> Mapping[str, LeafSpec]:
+    """What a source says that it has.
+
+    Raises:
+        SourceFailed: for an error of the source's own, which is the cause.
+    """
+    try:
+        return source.specs()
+    except TrainfoldError:
+        raise
+    except Exception as error:
+        raise SourceFailed(
+            f"weights from {source_name(source)}",
+            expected="names with dtypes and shapes, from specs()",
+            found=error_text(error),
+            fix=FIX_OF_SOURCE,
+        ) from error

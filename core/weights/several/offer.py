@@ -5,9 +5,8 @@ from typing import final
 
 import attrs
 
-from trainfold.core.errors import SourceFailed, TrainfoldError, error_text
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.weights.source import ListedSource, Wanted, WeightSource, source_name
+from trainfold.core.weights.source import ListedSource, Wanted, WeightSource, listed_by
 from trainfold.core.weights.wrapped import Cast, Renamed
 
 
@@ -57,15 +56,8 @@ def offer_of(source: WeightSource, wanted: Mapping[str, Wanted]) -> Offer:
         return attrs.evolve(found, forms={mine[name]: each for name, each in found.forms.items()})
     if not isinstance(source, ListedSource):
         return Offer(dict.fromkeys(wanted), is_listed=False)
-    try:
-        listed = source.specs()
-    except TrainfoldError:
-        raise
-    except Exception as error:
-        raise SourceFailed(
-            f"weights from {source_name(source)}", expected="names with dtypes and shapes, from specs()", found=error_text(error),
-            fix="fix the source, from the error above; trainfold.properties.contracts.check_weight_source tests one") from error  # fmt: skip
+    has = listed_by(source)
     return Offer(
-        {name: listed[name] for name in wanted if name in listed},
-        tuple(name for name in listed if name not in wanted),
+        {name: has[name] for name in wanted if name in has},
+        tuple(name for name in has if name not in wanted),
     )

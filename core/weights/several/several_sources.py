@@ -47,9 +47,11 @@ class SeveralSources:
         Raises:
             InvalidState: if two sources have one tensor, and the later is not declared to override.
         """
+        from trainfold.core.weights.supplied import supplied  # late: it imports torch
+
         coverage = cover(self.specs, wanted)
         coverage.check_overlaps()
         for spec, use in zip(self.specs, coverage.uses, strict=True):
             mine = {name: wanted[name] for name in use.names}
             if mine and not isinstance(spec.source, ByScript):
-                yield from spec.source.supply(mine)
+                yield from supplied(spec.source, mine)

@@ -6,12 +6,14 @@ import torch
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import save
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import InvalidState, RankFailed
+from trainfold.backends.weights.plan import planned
+from trainfold.core.errors import InvalidState, RankFailed, SourceFailed
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import LINEAGE
 from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.core.transform.naming import rename
+from trainfold.core.weights.source import Wanted
 from trainfold.weights import (
     ByScript,
     Cast,
@@ -93,3 +95,30 @@ def test_stages_are_judged_as_one_model():
         return str(caught.value)
 
     assert all("expected tensors of the model alone, found tail.w" in each for each in run_threads(2, refused))
+
+
+def test_ranks_that_have_other_tensors_of_one_model_agree_on_its_sources():
+    """I05: stages of a pipeline, each of which wants its own names first, were refused as if they had found other weights."""
+    source = run_with(embed=torch.ones(2), head=torch.ones(2))
+
+    def decided(world):
+        name = ("embed", "head")[world.rank]
+        return planned(source, {name: Wanted("float32", (2,), ((0, 2),))}, world).sources
+
+    one, other = run_threads(2, decided)
+    assert one == other
+    assert one.keys() == {"embed", "head"}
+
+
+def test_a_fault_of_one_of_several_sources_names_that_one():
+    """J03: it named the list of them alone."""
+
+    class Mine:
+        def supply(self, wanted):
+            yield from ()
+            raise KeyError("no.such")
+
+    source = SeveralSources([LoadSpec(Mine(), names="head.{name}"), LoadSpec(run_with(**{"0.w": MODEL["0.w"]}))])
+    state = state_of({name: torch.zeros_like(MODEL[name]) for name in ("0.w", "head.w")})
+    with pytest.raises(SourceFailed, match=r"weights from Mine: .*KeyError: 'no.such'"):
+        take_weights(state, source)

@@ -9,9 +9,7 @@ from trainfold.core.errors import SourceFailed, TrainfoldError, error_text
 from trainfold.core.json_values import shown
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.weights.account import Account
-from trainfold.core.weights.source import Wanted, WeightSource, source_name
-
-_FIX = "fix the source, from the error above; trainfold.properties.contracts.check_weight_source tests one"
+from trainfold.core.weights.source import FIX_OF_SOURCE, Wanted, WeightSource, source_name
 
 
 def supplied(source: WeightSource, wanted: Mapping[str, Wanted]) -> Generator[tuple[str, torch.Tensor]]:
@@ -88,5 +86,5 @@ def _is_pair(item: object) -> bool:
 def _failed(source: WeightSource, found: str, count: int, last: str) -> SourceFailed:
     at = f"after {count} tensor{'' if count == 1 else 's'}, the last of them {last!r}" if count else "before the first one"  # fmt: skip
     return SourceFailed(
-        f"weights from {source_name(source)}", expected="a name and a tensor", found=f"{found}, {at}", fix=_FIX
+        f"weights from {source_name(source)}", expected="a name and a tensor", found=f"{found}, {at}", fix=FIX_OF_SOURCE
     )
