@@ -200,8 +200,6 @@ def _planned(  # noqa: PLR0913 - keywords
         config = found = config_of(beside[HUB_CONFIG], f"{original}: {HUB_CONFIG}")
     name = dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)
     rounding = None if name is None else cast(name)
-    if config is not None and (name is not None or HUB_CONFIG not in beside or config is not found):
-        beside[names.config] = config_text(config, name)
     done = compose() if rules is None else rules
     table = done.on(with_aliases(table_of(compose(), weights.specs), weights.ties, done))
     tied = is_tied(config, by_default=None if config is None else tied_by_default(config.get("model_type")))
@@ -213,9 +211,15 @@ def _planned(  # noqa: PLR0913 - keywords
     if rounding is not None:
         cut = rounding.on(table)
         table = {key: table[key] if is_made_of(table[key], weights.buffers) else each for key, each in cut.items()}
+    if config is not None:
+        text = config_text(config, name, dtypes={each.dtype for each in table.values()})
+        if config is not found or config_of(text, HUB_CONFIG) != found:
+            beside[names.config] = text
     weight_map = None if shard_bytes is not None or original is None else original.weight_map()
     if weight_map is not None:
-        left_out |= {key: "tied to the embeddings" for key in weight_map if tied and key not in table and key.endswith("lm_head.weight")}  # fmt: skip
+        gone = [key for key in weight_map if key not in table]
+        left_out |= {key: "tied to the embeddings" for key in gone if tied and key.endswith("lm_head.weight")}
+        left_out |= {key: "the scale of a tensor that is not quantised any more" for key in gone if key.removesuffix("_scale_inv") in table}  # fmt: skip
     files = plan_hub_files(
         {key: LeafSpec(each.dtype, each.shape) for key, each in table.items()},
         shard_bytes=shard_size(shard_bytes) if shard_bytes is not None else _SHARD_BYTES if names is _MODEL else None,

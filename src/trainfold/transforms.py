@@ -5,7 +5,7 @@ The names are re-exports, each documented where it lives.
 
 from trainfold.core.transform.apply import PartPlan, plan_parts, transform_specs, transform_stream, transform_tensors
 from trainfold.core.transform.families.adapter_rules import adapter_rules
-from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
+from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
 from trainfold.core.transform.fusing import merge, split, stack, unstack
 from trainfold.core.transform.naming import drop, keep, rename, tie, untie
 from trainfold.core.transform.transform import Invertible, Transform, compose
@@ -19,6 +19,7 @@ __all__ = [
     "cast",
     "compose",
     "dequantise",
+    "dequantise_of",
     "drop",
     "hub_rules",
     "hub_rules_of",

@@ -1,6 +1,6 @@
-"""`hub_rules` and `hub_rules_of`: the transform from the names of reference code to those of a model hub, for a family and the numbers of a model."""
+"""`hub_rules`, `hub_rules_of` and `dequantise_of`: the transform from the names of reference code to those of a model hub, for a family and the numbers of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from trainfold.core.checks import choice, count
@@ -9,8 +9,8 @@ from trainfold.core.json_values import shown
 from trainfold.core.transform.families.family_tables import FAMILIES, Family, Row
 from trainfold.core.transform.fusing import split, unstack
 from trainfold.core.transform.naming import rename, tie
-from trainfold.core.transform.transform import Invertible, InvertibleComposed, compose
-from trainfold.core.transform.values import rearrange
+from trainfold.core.transform.transform import Composed, Invertible, InvertibleComposed, compose
+from trainfold.core.transform.values import dequantise, rearrange
 
 _OF_HEAD: Final = {"half_head": "head_dim"}
 """A number in the tables -> the one that it is made of."""
@@ -102,6 +102,32 @@ def hub_rules_of(config: Mapping[str, object]) -> InvertibleComposed:
             "head_dim": _number(config, "head_dim") if has_dim else _number(config, "hidden_size") // heads,
         }
     return hub_rules(str(family), **numbers, tied=bool(tied))
+
+
+def dequantise_of(config: Mapping[str, object]) -> Composed:
+    """Make the rules that a configuration says are needed for weights in float8 with scales of blocks, as DeepSeek publishes them: none if it mentions no quantisation.
+
+    Args:
+        config: what is in ``config.json``. ``quantization_config`` has the method and the size of a block, and ``torch_dtype`` or ``dtype`` says what the weights become; bfloat16 if neither does.
+
+    Raises:
+        InvalidArgument: for another method, which has rules of its own.
+
+    Examples:
+        >>> print(dequantise_of({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
+        dequantise {path*}.weight by {path*}.weight_scale_inv in blocks of [128, 128] to bfloat16 (no inverse)
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return compose()
+    block = (
+        found.get("weight_block_size") if isinstance(found, Mapping) and found.get("quant_method") == "fp8" else None
+    )
+    if not isinstance(block, Sequence) or isinstance(block, str):
+        raise InvalidArgument("config.quantization_config", expected="quant_method fp8 with a weight_block_size", found=shown(found),
+                              fix="write the rule with dequantise, or convert the weights with the tool that quantised them")  # fmt: skip
+    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    return compose(dequantise("{path*}.weight", "{path*}.weight_scale_inv", block=block, dtype=str(dtype)))
 
 
 def _family(where: str, family: object) -> Family:

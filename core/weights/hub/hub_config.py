@@ -1,13 +1,14 @@
 """What the configuration of a hub model says about its weights: whether its head is tied to its embeddings, and their dtype."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from trainfold.core.checks import choice
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument
 
 HUB_CONFIG: Final = "config.json"
+_QUANTISED: Final = ("float8", "int8", "uint8", "int32")  # some keep numbers of 4 bits in whole words
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")  # as transformers 5 and 4 write it
 
 
@@ -54,19 +55,22 @@ def config_of(text: bytes, where: str) -> dict[str, Any]:
     return found
 
 
-def config_text(config: Mapping[str, Any], dtype: str | None) -> bytes:
-    r"""The bytes of ``config.json``. If the weights were cast, what it says of their dtype is that.
+def config_text(config: Mapping[str, Any], dtype: str | None, *, dtypes: Collection[str] = ()) -> bytes:
+    r"""The bytes of ``config.json``. It says of the dtype what the weights were cast to, and nothing of a quantisation that they do not have any more.
 
     Args:
         config: what is in it.
         dtype: to which they were cast; None if they were not.
+        dtypes: that the weights have.
 
     Examples:
         >>> config_text({"torch_dtype": "float32"}, "bfloat16")
         b'{\n  "torch_dtype": "bfloat16"\n}\n'
     """
     changed = {key: dtype for key in _DTYPE_KEYS if dtype is not None and key in config}
-    return (json.dumps({**config, **changed}, indent=2, default=_listed) + "\n").encode()
+    is_quantised = any(each.startswith(_QUANTISED) for each in dtypes)
+    kept = {key: each for key, each in config.items() if is_quantised or key != "quantization_config"}
+    return (json.dumps({**kept, **changed}, indent=2, default=_listed) + "\n").encode()
 
 
 def _listed(each: object) -> list[Any]:

@@ -17,7 +17,7 @@ from trainfold.core.errors import CheckpointHostile, InvalidArgument, InvalidSta
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.core.tensor_memory import tensor_bytes
-from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
+from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
 from trainfold.ranks import run_threads
 from trainfold.weights import (
     CheckpointWeights,
@@ -219,6 +219,25 @@ def test_a_directory_like_another_one_has_its_map_and_its_tokenizer(tmp_path, or
     assert [each.name for each in plan.files] == ["model.safetensors"]
     with pytest.raises(InvalidState, match=r"found none for model\.norm\.weight, model\.embed_tokens\.weight"):
         plan_hub_directory(run_of(tied_state()), like=original)
+
+
+def test_a_quantised_original_is_published_plain_and_says_so(tmp_path):
+    """K06: `from_pretrained` would look for scales that are not there."""
+    path = tmp_path / "original"
+    path.mkdir()
+    save_file(
+        {"a.weight": torch.ones(3, 5).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.full((2, 3), 2.0)},
+        path / "model.safetensors",
+    )
+    config = {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 2]}}
+    (path / "config.json").write_text(json.dumps(config))
+    base = HubDirectory(path)
+    plan = write_hub_directory(base, tmp_path / "plain", rules=dequantise_of(base.config()), like=base)
+    assert list(plan.left_out) == ["a.weight_scale_inv"]
+    assert bits(read(tmp_path / "plain")) == bits({"a.weight": torch.full((3, 5), 2.0).bfloat16()})
+    assert HubDirectory(tmp_path / "plain").config() == {"torch_dtype": "bfloat16"}
+    write_hub_directory(base, tmp_path / "same", like=base)
+    assert HubDirectory(tmp_path / "same").config() == config
 
 
 def test_what_a_link_leads_to_outside_the_original_is_not_published(tmp_path, original):

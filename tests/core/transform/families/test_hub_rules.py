@@ -13,7 +13,7 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import plan_parts, transform_specs, transform_tensors
 from trainfold.core.transform.families import family_tables
-from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
+from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
 from trainfold.core.transform.name_template import template
 from trainfold.core.transform.naming import rename
 from trainfold.core.transform.transform import compose
@@ -250,3 +250,27 @@ def test_a_mixture_may_have_layers_without_experts():
     plans = plan_parts(hub_rules("qwen3_moe", tied=False), specs_of(plain), dict.fromkeys(name for name in at_hub("qwen3", sizes) if ".mlp." in name))  # fmt: skip
     found = {plan.name.split(".")[-2]: next(iter(plan.reads)).split(".")[-2] for plan in plans}
     assert found == {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def test_a_quantised_configuration_gives_its_rule_and_what_is_not_known_is_refused():
+    """K06, K09: to the dtype that it declares, with a block that does not divide the tensor."""
+    said = {"quant_method": "fp8", "weight_block_size": [2, 2]}
+    rule = dequantise_of({"torch_dtype": "float32", "quantization_config": said})
+    weight = torch.arange(15.0).view(3, 5)
+    tensors = {
+        "a.weight": weight.to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.arange(6.0).view(2, 3),
+        "b": weight,
+    }
+    found = dict(transform_tensors(rule, tensors))
+    scale = tensors["a.weight_scale_inv"].repeat_interleave(2, 0)[:3].repeat_interleave(2, 1)[:, :5]
+    assert bits(found) == bits({"a.weight": weight * scale, "b": weight})
+    assert dequantise_of({"model_type": "llama"}) == compose()
+    for wrong in (
+        {"quant_method": "gptq"},
+        {"quant_method": "fp8"},
+        "fp8",
+        {"quant_method": "fp8", "weight_block_size": "128"},
+    ):
+        with pytest.raises(InvalidArgument, match="quantization_config"):
+            dequantise_of({"quantization_config": wrong})
