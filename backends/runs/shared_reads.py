@@ -99,6 +99,7 @@ class SharedReads:
         shared = SharedStore(self._store, self, names, chain([first], rounds), grid, mine=mine)
         try:
             yield plans[0], shared  # type: ignore[misc]  # as much of a store as a reader needs
+        # an interrupted process is to end, and does not wait until the others meet
         except Exception as error:  # noqa: BLE001 - raised again
             shared.stop(error)
         shared.finish()

@@ -333,6 +333,62 @@ def test_a_call_that_fails_on_one_rank_with_an_error_of_its_own_fails_it_everywh
     assert ["the cable is out" in str(each.error) for each in outcomes] == [True] * 3
 
 
+@pytest.mark.parametrize("hop", [0, 1])
+def test_an_error_of_its_own_in_either_hop_of_a_grid_fails_the_load_everywhere(hop, monkeypatch):
+    """C07: the ranks of other rows and columns, too, which exchange nothing with that one."""
+    exchange, calls = ThreadCollectives.exchange, []
+
+    def broken(self, parts, sizes, *, among=None, doing=""):
+        if self.rank == 1:
+            calls.append(among)
+            if len(calls) == hop + 1:
+                raise ConnectionError("the cable is out")
+        return exchange(self, parts, sizes, among=among, doing=doing)
+
+    monkeypatch.setattr(ThreadCollectives, "exchange", broken)
+    monkeypatch.setattr(shared_reads, "_MESH_RANKS", GRID)
+    values, mesh, cuts = {"w": noise(1024, 640)}, make_mesh((5,)), {"w": [[]]}
+    outcomes, _ = loads(saved(values, cuts, make_mesh((1,))), values, cuts, mesh)
+    assert calls[hop] is not None
+    assert [type(each.error) for each in outcomes] == [RankFailed, ConnectionError, *[RankFailed] * 3]
+    assert all(each.error.rank == 1 for each in outcomes if each.rank != 1)
+    assert len(calls) == hop + 1, "it makes no other call"
+
+
+@pytest.mark.parametrize("where", ["while it reads for others", "between rounds"])
+def test_a_rank_that_is_interrupted_makes_no_other_call_and_the_others_end(where, monkeypatch):
+    """C07: Ctrl-C ends a process at once, so nothing is reported and nothing is voted: the others see that the rank has gone."""
+    monkeypatch.setattr(shared_reads, "ROUND_BYTES", 1 << 20)
+    values, mesh, cuts = {"w": noise(4096, 640)}, make_mesh((3,)), {"w": [[]]}
+    store = saved(values, cuts, make_mesh((1,)))
+    read_into = shared_reads.SharedStore.read_into
+
+    def between(self, name, buffer, *, start=0):
+        if self._ranks.rank == 1 and start > 2 * PIECE_BYTES:
+            raise KeyboardInterrupt
+        read_into(self, name, buffer, start=start)
+
+    class Interrupted(Slow):
+        def read_into(self, name, buffer, *, start=0):
+            if start > 2 * PIECE_BYTES:
+                raise KeyboardInterrupt
+            super().read_into(name, buffer, start=start)
+
+    if where == "between rounds":
+        monkeypatch.setattr(shared_reads.SharedStore, "read_into", between)
+
+    def loaded(world):
+        mine = Interrupted if world.rank == 1 and where != "between rounds" else Slow
+        like = state_of(values, cuts, mesh, world.rank)
+        return load(mine(store), like=like, collectives=world, policy={"world": "adapt"})
+
+    outcomes = thread_outcomes(3, loaded)
+    assert [type(each.error) for each in outcomes] == [RankFailed, KeyboardInterrupt, RankFailed]
+    assert [each.error.rank for each in outcomes if each.rank != 1] == [1, 1]
+    assert outcomes[1].schedule == outcomes[0].schedule[:-1]
+    assert outcomes[1].schedule[-1].kind == "exchange", "it comes to no vote about its error"
+
+
 def load_columns(collectives, run, victim):
     values, mesh = {"w": noise(4096, 640)}, make_mesh((collectives.world_size,))
     wanted = state_of(values, {"w": COLUMNS}, mesh, collectives.rank)
