@@ -127,7 +127,7 @@ def few(tmp_path):
 
 
 def test_files_of_ranks_are_shown_with_their_components_and_these_with_their_own_bytes(few, capsys):
-    """R03, W09: a component has the size that it has in files of its own."""
+    """R03: a component has the size that it has in files of its own."""
     found = {}
     for name in ("few", "many"):
         for command in ("inspect", "verify", "ls"):
@@ -149,7 +149,7 @@ def test_files_of_ranks_are_shown_with_their_components_and_these_with_their_own
     ("what", "hurt"), [("ema['w0']", {"ema"}), ("rng['torch']", {"rng"}), ("", {"ema", "other", "rng"})]
 )
 def test_damage_in_a_file_of_a_rank_is_that_of_the_component_whose_leaf_it_is(few, what, hurt, capsys):
-    """C07: the others in the file are verified all the same; a header belongs to all of them."""
+    """The others in the file are verified all the same; a header belongs to all of them."""
     manifest = decode_manifest(
         (few / "step-00000001" / "manifest.json").read_bytes(),
         "m",

@@ -118,7 +118,7 @@ def wrote(store):
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_files_of_ranks_load_the_same_bits_as_files_of_components_on_any_ranks(data):
-    """X01, C04: with leaves of any dtype, whole, cut by rules or by lists, empty ones among them; all components, or some of them."""
+    """X04: with leaves of any dtype, whole, cut by rules or by lists, empty ones among them; all components, or some of them."""
     names = {
         component: data.draw(st.permutations("abc"))[: data.draw(st.integers(1, 3))]
         for component in ("model", "optimizer", "ema")
@@ -165,7 +165,7 @@ LARGE = {
 
 
 def test_ranks_that_read_for_each_other_keep_no_more_of_files_with_several_components(monkeypatch):
-    """X13: bytes come component by component, although those of another one lie between them."""
+    """Bytes come component by component, although those of another one lie between them."""
     kept, do_round = [], shared_reads.SharedStore._do_round
 
     def noted(self):
@@ -185,7 +185,7 @@ def test_ranks_that_read_for_each_other_keep_no_more_of_files_with_several_compo
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_a_store_that_prefers_large_objects_has_fewer_writers_and_loads_the_same_bits(data):
-    """X01: each element is written once, by ranks that hold it; where all hold it, by no more than can write an object each, whatever the other stores say."""
+    """N05: each element is written once, by ranks that hold it; where all hold it, by no more than can write an object each, whatever the other stores say."""
     tensors = {component: data.draw(values("abc")) for component in ("model", "optimizer", "ema")}
     before, after = (make_mesh(data.draw(st.sampled_from(MESHES))) for _ in range(2))
     rules = [{name: data.draw(st.sampled_from(some)) for name in "abc"} for some in ([None, None, *RULES], RULES)]

@@ -129,7 +129,7 @@ def test_bytes_of_two_components_that_a_rank_does_not_need_must_not_overlap_eith
 
 
 def test_a_rank_that_was_sent_a_part_of_an_index_does_not_take_it_for_all_of_the_file(run):
-    """C07: of another rank's file it knows what that rank has of its own, and no more; of those that it has opened, it knows the header byte by byte."""
+    """Of another rank's file it knows what that rank has of its own, and no more; of those that it has opened, it knows the header byte by byte."""
     whole = read_manifest(run, STEP)
     sent = {rank: {"own": {"meter": own["own"]["meter"]}, "shards": {"meter": own["shards"]["meter"]}} for rank in (1, 2)
             for own in [json.loads(run.read(f"{STEP}/index-0000{rank}-of-00003.json"))]}  # fmt: skip
