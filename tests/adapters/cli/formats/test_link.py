@@ -15,6 +15,7 @@ from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.errors import CheckpointDamaged
 from trainfold.ranks import run_threads
+from trainfold.stores import FilePreference
 from trainfold.weights import CheckpointWeights, HubDirectory
 
 saved = cli_cases.saved
@@ -150,7 +151,7 @@ def test_a_header_that_names_other_places_is_refused_although_the_file_has_its_d
             HeaderCheck(store, "step-00000000", manifest).check([0])
 
 
-@pytest.mark.parametrize("what", ["names", "ties", "parts", "format", "dtype"])
+@pytest.mark.parametrize("what", ["names", "ties", "parts", "files of ranks", "format", "dtype"])
 def test_what_needs_other_bytes_is_refused_with_the_next_move(answered, run, tmp_path, what):
     """K09: nothing is made, and `convert` does it."""
     source, options = run, ()
@@ -171,6 +172,9 @@ def test_what_needs_other_bytes_is_refused_with_the_next_move(answered, run, tmp
         source = tmp_path / "parts"
         state = trainfold.attach(torch.nn.Linear(600, 600)).capture().evolve(rng=None)
         run_threads(2, lambda world: trainfold.save(state, source, collectives=world))
+    elif what == "files of ranks":
+        source = tmp_path / "ranks"
+        trainfold.save(cli_cases.state_at(1), trainfold.LocalStore(source, prefers=FilePreference(1)))
     elif what == "format":
         source = tmp_path / "file.pt"
         torch.save({"model": {"a": torch.ones(2)}}, source)
@@ -180,6 +184,7 @@ def test_what_needs_other_bytes_is_refused_with_the_next_move(answered, run, tmp
         save_file({"a": torch.ones(2).to(torch.float8_e8m0fnu)}, source / "model.safetensors")
     _, error = answered("link", source, tmp_path / "out", *options, code=2)
     assert "trainfold convert" in error["fix"]
+    assert what != "files of ranks" or "in a file with other components" in error["found"]
     assert not (tmp_path / "out").exists()
 
 

@@ -118,7 +118,7 @@ def wrote(store):
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_files_of_ranks_load_the_same_bits_as_files_of_components_on_any_ranks(data):
-    """X04: with leaves of any dtype, whole, cut by rules or by lists, empty ones among them; all components, or some of them."""
+    """With leaves of any dtype, whole, cut by rules or by lists, empty ones among them; all components, or some of them."""
     names = {
         component: data.draw(st.permutations("abc"))[: data.draw(st.integers(1, 3))]
         for component in ("model", "optimizer", "ema")
