@@ -31,7 +31,7 @@ def train(live, model, optimizer):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_an_attached_run_goes_on_from_parts_of_files_also_in_place(mode, tmp_path):
-    """What is held is written with all components in one file; a frozen layer is referred to; a restore reads parts of files into memory that is there."""
+    """Held leaves of all components are written into one file; a frozen layer is referred to; a restore reads parts of files into memory that is there."""
     store = LocalStore(tmp_path / "run", prefers=FilePreference(1))
     live, model, optimizer = attached()
     with trainfold.CheckpointManager(store, every=1, mode=mode, reuse_unchanged=True, keep_last=2) as manager:
