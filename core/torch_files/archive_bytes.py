@@ -5,12 +5,14 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
+ALIGNED: Final = 64
+"""The bytes of a tensor begin at a multiple of so many bytes of the file."""
+
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 _END_64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR: Final = struct.Struct("<4sLQL")
 _END: Final = struct.Struct("<4s4H2LH")
-_ALIGNED: Final = 64  # bytes
 _FULL_32: Final = 0xFFFF_FFFF
 _FOLDER: Final = "archive"
 
@@ -59,7 +61,7 @@ def _member(head: bytearray, listing: bytearray, member: tuple[str, int, int], a
     short = _FULL_32 if is_long else size
     pad = b""
     if at is not None:
-        room = -(at + start + _LOCAL.size + len(path) + len(wide) + 4) % _ALIGNED
+        room = -(at + start + _LOCAL.size + len(path) + len(wide) + 4) % ALIGNED
         pad = b"FB" + struct.pack("<H", room) + bytes(room)
     head += _LOCAL.pack(b"PK\x03\x04", 45, 0, 0, 0, 0x21, check_sum, short, short, len(path), len(wide) + len(pad))
     head += path + wide + pad

@@ -203,8 +203,12 @@ def _dtype(properties: Any, where: str) -> str:
 def _sizes(value: Any, where: str) -> tuple[int, ...]:
     if type(value) is Made and value.name == "torch.Size" and len(value.args) == 1:
         inner = value.args[0]
-        if type(inner) is tuple and all(_is_count(each) for each in inner):
-            return inner
+        if type(inner) is tuple:
+            for each in inner:
+                if type(each) is not int or not 0 <= each < _LIMIT:
+                    break
+            else:
+                return inner
     raise _damaged(where, "a torch.Size of sizes", _word(value))
 
 

@@ -1,6 +1,7 @@
 """`plan_dcp`: the files of a directory of distributed checkpoints, byte by byte, before any tensor is read."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, final
 
 import attrs
@@ -9,7 +10,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.torch_files.archive_bytes import archive_around
+from trainfold.core.torch_files.archive_bytes import ALIGNED, archive_around
 from trainfold.core.torch_files.dcp_metadata import FileRange, PathInState
 from trainfold.core.torch_files.pickle_machine import Made, Name
 from trainfold.core.torch_files.pickle_text import pickle_of
@@ -116,7 +117,7 @@ def plan_dcp(
             "plan_dcp.objects", expected="other names than those of tensors", found=name, fix="rename it"
         )
     entries: list[tuple[str, LeafSpec | None, bytes]] = [(name, None, pickle_of(each)) for name, each in others.items()]
-    entries += [(name, each, pickle_of(_rebuilt(each))) for name, each in tensors.items()]
+    entries += [(name, each, _pickled(each)) for name, each in tensors.items()]
     files: list[DcpFile] = []
     begun: list[DcpEntry] = []
     at = 0
@@ -138,10 +139,25 @@ def _file(number: int) -> str:
 
 
 def _entry(name: str, spec: LeafSpec | None, pickled: bytes, at: int) -> DcpEntry:
-    members = (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n"))
-    found = DcpEntry(name, at, 0, spec, members)
-    head, tail = found.around()
-    return attrs.evolve(found, size=len(head) + found.data_bytes + len(tail))
+    data_bytes = None if spec is None else size_bytes(spec.dtype, spec.shape)
+    return DcpEntry(
+        name, at, _size_around(pickled, data_bytes, at % ALIGNED) + (data_bytes or 0), spec, _members(pickled)
+    )
+
+
+def _members(pickled: bytes) -> tuple[tuple[str, bytes], ...]:
+    return ("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")
+
+
+@lru_cache(maxsize=4096)
+def _size_around(pickled: bytes, data_bytes: int | None, at: int) -> int:
+    """How many bytes an archive has beside those of its tensor."""
+    return sum(map(len, archive_around(_members(pickled), None if data_bytes is None else (_DATA, data_bytes), at=at)))
+
+
+@lru_cache(maxsize=4096)
+def _pickled(spec: LeafSpec) -> bytes:
+    return pickle_of(_rebuilt(spec))
 
 
 def _rebuilt(spec: LeafSpec) -> Made:
@@ -190,11 +206,17 @@ def _metadata(files: Sequence[DcpFile], paths: Mapping[str, PathInState]) -> Mad
 
 def _listed(spec: LeafSpec) -> Made:
     """What the metadata say of a tensor that is one chunk."""
-    dense = Made("torch.serialization._get_layout", ("torch.strided",))
-    state = (Name(f"torch.{spec.dtype}"), dense, False, Made(f"{_META}._MEM_FORMAT_ENCODING", (0,)), False)
-    properties = Made(f"{_META}.TensorProperties", (), state=state, is_new=True)
     chunk = _object("ChunkStorageMetadata", {"offsets": _size((0,) * len(spec.shape)), "sizes": _size(spec.shape)})
-    return _object("TensorStorageMetadata", {"properties": properties, "size": _size(spec.shape), "chunks": [chunk]})
+    return _object(
+        "TensorStorageMetadata", {"properties": _properties(spec.dtype), "size": _size(spec.shape), "chunks": [chunk]}
+    )
+
+
+@lru_cache(maxsize=64)
+def _properties(dtype: str) -> Made:
+    dense = Made("torch.serialization._get_layout", ("torch.strided",))
+    state = (Name(f"torch.{dtype}"), dense, False, Made(f"{_META}._MEM_FORMAT_ENCODING", (0,)), False)
+    return Made(f"{_META}.TensorProperties", (), state=state, is_new=True)
 
 
 def _stretch(place: FileRange) -> Made:
@@ -207,6 +229,7 @@ def _object(kind: str, state: dict[str, Any] | None) -> Made:
     return Made(f"{_META}.{kind}", (), state=state, is_new=True)
 
 
+@lru_cache(maxsize=4096)
 def _size(sizes: tuple[int, ...]) -> Made:
     return Made("torch.Size", (sizes,))
 

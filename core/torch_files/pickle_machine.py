@@ -49,7 +49,7 @@ class Made:
 
     __slots__ = ("args", "is_new", "items", "name", "state")
 
-    def __init__(self, name: str, args: Any, *, state: Any = None, is_new: bool = False) -> None:
+    def __init__(self, name: str, args: Any, state: Any = None, is_new: bool = False) -> None:  # noqa: FBT001, FBT002 - one call for each object
         self.name = name
         self.args = args
         self.state = state
@@ -83,6 +83,7 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
             ...
         trainfold.core.errors.CheckpointHostile: x.pkl: expected a pickle of 0 known names, found os.system; do not open it with a program that unpickles, which would run it; get the file from whom you trust
     """
+    made: Any
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []
@@ -94,63 +95,79 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
         while True:
             op = data[at]
             at += 1
-            if op == 0x94:  # MEMOIZE
-                remember(stack[-1])
-            elif op == 0x8C:  # SHORT_BINUNICODE
-                size = data[at]
-                at += 1 + size
-                put(str(data[at - size : at], "utf-8", "surrogatepass") if at <= end else _cut(where))
-            elif op == 0x68:  # BINGET
+            if op == 0x68:  # BINGET, often several
                 put(memo[data[at]])
                 at += 1
-            elif op == 0x6A:  # LONG_BINGET
-                put(memo[unpack_size(data, at)[0]])
-                at += 4
-            elif op == 0x4B:  # BININT1
+                while data[at] == 0x68:
+                    put(memo[data[at + 1]])
+                    at += 2
+            elif op == 0x94:  # MEMOIZE
+                remember(stack[-1])
+            elif op == 0x4B:  # BININT1, often several
                 put(data[at])
                 at += 1
+                while data[at] == 0x4B:
+                    put(data[at + 1])
+                    at += 2
+            elif op in _MADE_OF:  # EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE
+                if op == 0x29:
+                    put(())
+                    continue
+                if op == 0x74:
+                    mark = marks.pop()
+                else:
+                    mark = len(stack) - _MADE_OF[op]
+                    if mark < 0:
+                        _cut(where)
+                made = tuple(stack[mark:])
+                stack[mark:] = (made,)
+                budget -= 1
+                if budget < 0:
+                    raise _too_many(where)
+                if data[at] == 0x94:
+                    remember(made)
+                    at += 1
+            elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE  # noqa: PLR1714 - a set would be slower
+                args, made = pop(), pop()
+                if type(made) is not Name or type(args) is not tuple:
+                    raise _hostile(where, "a call of a known name", _kind(made))
+                made = Made(made.text, args, None, op == 0x81)
+                put(made)
+                budget -= 1
+                if budget < 0:
+                    raise _too_many(where)
+                if data[at] == 0x94:
+                    remember(made)
+                    at += 1
             elif op == 0x28:  # MARK
                 marks.append(len(stack))
-            elif op == 0x7D:  # EMPTY_DICT
-                budget -= 1
-                put({})
-            elif op == 0x75:  # SETITEMS
-                mark = marks.pop()
-                pairs = stack[mark:]
-                del stack[mark:]
-                _set(stack[-1], pairs, where)
             elif op == 0x62:  # BUILD
                 state = pop()
                 made = stack[-1]
                 if type(made) is not Made or made.state is not None:
                     raise _hostile(where, "a state for an object that was just made", _kind(made))
                 made.state = state
-            elif op in (0x52, 0x81):  # REDUCE, NEWOBJ
-                args = pop()
-                made = pop()
-                budget -= 1
-                if type(made) is not Name or type(args) is not tuple:
-                    raise _hostile(where, "a call of a known name", _kind(made))
-                put(Made(made.text, args, is_new=op == 0x81))
-            elif op == 0x29:  # EMPTY_TUPLE
-                put(())
-            elif op == 0x85:  # TUPLE1
-                budget -= 1
-                put((pop(),))
-            elif op == 0x86:  # TUPLE2
-                budget -= 1
-                last = pop()
-                put((pop(), last))
-            elif op == 0x87:  # TUPLE3
-                budget -= 1
-                last, middle = pop(), pop()
-                put((pop(), middle, last))
-            elif op == 0x74:  # TUPLE
-                budget -= 1
+            elif op == 0x6A:  # LONG_BINGET
+                put(memo[unpack_size(data, at)[0]])
+                at += 4
+            elif op == 0x75:  # SETITEMS
                 mark = marks.pop()
-                whole = tuple(stack[mark:])
+                pairs = stack[mark:]
                 del stack[mark:]
-                put(whole)
+                _set(stack[-1], pairs, where)
+            elif op == 0x7D:  # EMPTY_DICT
+                budget -= 1
+                if budget < 0:
+                    raise _too_many(where)
+                made = {}
+                put(made)
+                if data[at] == 0x94:
+                    remember(made)
+                    at += 1
+            elif op == 0x8C:  # SHORT_BINUNICODE
+                size = data[at]
+                at += 1 + size
+                put(str(data[at - size : at], "utf-8", "surrogatepass") if at <= end else _cut(where))
             elif op == 0x4D:  # BININT2
                 put(data[at] | data[at + 1] << 8)
                 at += 2
@@ -173,6 +190,8 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 stack += (False,)
             elif op == 0x5D:  # EMPTY_LIST
                 budget -= 1
+                if budget < 0:
+                    raise _too_many(where)
                 put([])
             elif op == 0x61:  # APPEND
                 last = pop()
@@ -200,6 +219,8 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 put(known.setdefault(name, Name(name)))
             elif op == 0x51 and persistent:  # BINPERSID
                 budget -= 1
+                if budget < 0:
+                    raise _too_many(where)
                 put(Made("persistent", pop()))
             elif op == 0x47:  # BINFLOAT
                 put(_DOUBLE.unpack_from(data, at)[0])
@@ -220,6 +241,8 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 put(text.decode("utf-8", "surrogatepass") if op == 0x8D else text)
             elif op == 0x8F:  # EMPTY_SET
                 budget -= 4  # it has more memory of its own than the others
+                if budget < 0:
+                    raise _too_many(where)
                 put(set())
             elif op == 0x90:  # ADDITEMS
                 mark = marks.pop()
@@ -258,14 +281,19 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 raise _hostile(where, "an opcode that tensors and their metadata need", _FORBIDDEN.get(op, hex(op)))
             else:
                 raise _damaged(where, "an opcode", hex(op))
-            if budget < 0:
-                raise _hostile(where, f"at most one object for {_BYTES_FOR_A_NODE} bytes", "more")
     except TrainfoldError:
         raise
     except (IndexError, struct.error, UnicodeError) as error:
         raise _damaged(where, "a whole pickle", f"{type(error).__name__} at byte {at} of {end}") from None
 
 
+_MADE_OF: Final = {
+    0x29: 0,
+    0x85: 1,
+    0x86: 2,
+    0x87: 3,
+    0x74: -1,
+}  # opcode -> values of a tuple; -1 for those after a mark
 _SIZE: Final = struct.Struct("<I")
 _LONG: Final = struct.Struct("<i")
 _LONG_SIZE: Final = struct.Struct("<Q")
@@ -278,7 +306,7 @@ def _set(target: Any, pairs: list[Any], where: str) -> None:
     if len(pairs) % 2:
         raise _damaged(where, "a value for each key", f"{len(pairs)} keys and values")
     for key in pairs[::2]:
-        if type(key) is not Made and not _is_key(key):
+        if not (type(key) is str and len(key) <= _KEY_LENGTH) and type(key) is not Made and not _is_key(key):
             raise _hostile(where, "keys that are short plain values", _kind(key))
     if type(target) is dict:
         target.update(zip(pairs[::2], pairs[1::2], strict=True))
@@ -326,6 +354,10 @@ def _kind(value: Any) -> str:
     if isinstance(value, Name):
         return value.text[:_SHOWN]
     return f"an object of {value.name[:_SHOWN]}" if isinstance(value, Made) else type(value).__name__
+
+
+def _too_many(where: str) -> CheckpointHostile:
+    return _hostile(where, f"at most one object for {_BYTES_FOR_A_NODE} bytes", "more")
 
 
 def _cut(where: str) -> Any:

@@ -7,6 +7,9 @@ from trainfold.core.errors import UnsupportedLeaf
 from trainfold.core.torch_files.pickle_machine import Made, Name, Value
 
 _SHORT: Final = 256
+_SHARED: Final = frozenset(
+    {"torch.Size", "torch.distributed.checkpoint.metadata.TensorProperties"}
+)  # never changed, so that one may be in many places
 
 
 def pickle_of(value: Value) -> bytes:
@@ -76,12 +79,19 @@ class _Writer:
             self.put(value.args)
             self.found += b"Q"
             return
+        shared = id(value) if value.name in _SHARED else None
+        if shared in self._memo:
+            self.found += _numbered(b"h", b"j", self._memo[shared])
+            return
         self.put(Name(value.name))
         self.put(value.args)
         self.found += b"\x81" if value.is_new else b"R"
         if value.state is not None:
             self.put(value.state)
             self.found += b"b"
+        if shared is not None:
+            self._memo[shared] = number = len(self._memo)
+            self.found += _numbered(b"q", b"r", number)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
