@@ -41,12 +41,14 @@ class FileRange:
         start: where they begin.
         size: how many.
         transforms: what was done to them, such as a compression; empty as a rule.
+        is_raw: whether they are those of a tensor alone, and not a file of `torch.save` of it.
     """
 
     file: str
     start: int
     size: int
     transforms: tuple[str, ...] = ()
+    is_raw: bool = False
 
 
 @final

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, Final, final
 
 import attrs
@@ -14,6 +15,7 @@ from trainfold.core.torch_files.archive_bytes import ALIGNED, archive_around
 from trainfold.core.torch_files.dcp_metadata import FileRange, PathInState
 from trainfold.core.torch_files.pickle_machine import Made, Name
 from trainfold.core.torch_files.pickle_text import pickle_of
+from trainfold.core.torch_files.stored_values import row_major
 
 _META: Final = "torch.distributed.checkpoint.metadata"
 _INFO: Final = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -162,11 +164,8 @@ def _pickled(spec: LeafSpec) -> bytes:
 
 def _rebuilt(spec: LeafSpec) -> Made:
     """The call that makes a tensor of its memory."""
-    count, strides = 1, []
-    for size in spec.shape[::-1]:
-        strides.append(max(1, count))
-        count *= size
-    view = (0, spec.shape, tuple(strides[::-1]), False, Made("collections.OrderedDict", ()))
+    view = (0, spec.shape, row_major(spec.shape), False, Made("collections.OrderedDict", ()))
+    count = prod(spec.shape)
     typed = _TYPED.get(spec.dtype)
     if typed is not None:
         storage = ("storage", Name(f"torch.{typed}Storage"), "0", "cpu", count)

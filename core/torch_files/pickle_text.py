@@ -25,7 +25,7 @@ def pickle_of(value: Value) -> bytes:
         >>> pickle_of({"a": (1, None)})
         b'\x80\x02}(X\x01\x00\x00\x00aq\x00K\x01N\x86u.'
         >>> pickle_of(Made("torch.Size", ((2,),)))
-        b'\x80\x02ctorch\nSize\nq\x00K\x02\x85\x85R.'
+        b'\x80\x02ctorch\nSize\nq\x00K\x02\x85\x85Rq\x01.'
     """
     writer = _Writer()
     writer.put(value)

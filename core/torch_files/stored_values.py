@@ -54,12 +54,8 @@ class StoredTensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie one after the other, row by row."""
-        step = 1
-        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            if size != 1 and stride != step:
-                return False
-            step *= size
-        return True
+        steps = zip(self.shape, self.strides, row_major(self.shape), strict=True)
+        return all(size == 1 or stride == step for size, stride, step in steps)
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -68,6 +64,20 @@ class StoredTensor:
             return 0, 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.start, self.start + last + 1
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements lie row by row.
+
+    Examples:
+        >>> row_major((2, 3, 4))
+        (12, 4, 1)
+    """
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(1, size)
+    return tuple(reversed(found))
 
 
 def read_values(data: bytes, where: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Final, final
 
 import torch
 
+from trainfold.backends.formats.dcp.safetensors_shards import shards_metadata
 from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
@@ -16,7 +17,7 @@ from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.printable import printable
 from trainfold.core.torch_files.dcp_metadata import DcpMetadata, FileRange, read_dcp_metadata
-from trainfold.core.torch_files.stored_values import StoredTensor
+from trainfold.core.torch_files.stored_values import StoredTensor, row_major
 
 METADATA: Final = ".metadata"
 _METADATA_LIMIT: Final = 1 << 30
@@ -39,10 +40,13 @@ class DcpReader:
         """What the directory holds.
 
         Raises:
-            CheckpointMissing: if there is no `.metadata`.
+            CheckpointMissing: if there is neither `.metadata` nor a safetensors file that says where its parts belong.
             CheckpointHostile, CheckpointDamaged: as `read_dcp_metadata` raises them.
         """
         if not (self.path / METADATA).is_file():
+            shards = shards_metadata(self.path)
+            if shards is not None:
+                return shards
             alone = sorted(each.name for each in self.path.glob("__*.metadata"))
             found = f"{alone[0]}, which one rank has written for itself" if alone else "none"
             raise CheckpointMissing(
@@ -125,6 +129,8 @@ class DcpReader:
     ) -> tuple[ByteRange, StoredTensor]:
         """Where the bytes of a chunk are, and how they are to be seen."""
         file = self._range(files, stretch, name)
+        if stretch.is_raw:
+            return file, StoredTensor("", dtype, shape, row_major(shape), 0, file.size)
         if not is_archive(file):
             raise CheckpointForeign(file.name, expected="a tensor that torch.save has written", found="other bytes",
                                     fix="load it with the program that saved it, and save it again as torch does by default")  # fmt: skip
