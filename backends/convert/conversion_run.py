@@ -15,7 +15,7 @@ from trainfold.backends.convert.native_contents import (
     contents_of_weights,
 )
 from trainfold.backends.convert.native_target import NativeContents, write_native
-from trainfold.backends.convert.opened_source import OpenedSource
+from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
@@ -147,7 +147,8 @@ def _contents(planned: PlannedConversion, advance: Advance) -> Iterator[tuple[Na
 
 def _hub_options(planned: PlannedConversion) -> dict[str, Any]:
     config = None if planned.like is not None else planned.config
-    return {"rules": planned.rules, "dtype": planned.dtype, "like": planned.like, "config": config}
+    about = {} if planned.plan.step is None else {STEP_TEXT: str(planned.plan.step)}
+    return {"rules": planned.rules, "dtype": planned.dtype, "like": planned.like, "config": config, "about": about}
 
 
 def _hub_plan(planned: PlannedConversion) -> Conversion:

@@ -18,7 +18,7 @@ from trainfold.backends.weights.foreign.torch_file import TorchFile
 from trainfold.backends.weights.foreign.training import accelerate_training
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.transformed import Transformed
-from trainfold.core.errors import CheckpointForeign, CheckpointMissing
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing, TrainfoldError
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import current_head
@@ -28,6 +28,10 @@ from trainfold.core.weights.source import ListedSource
 
 _TRAINER_STATE: Final = "trainer_state.json"
 _TRAINER_STATE_BYTES: Final = 256 << 20
+STEP_TEXT: Final = "trainfold.step"
+"""What the step of a checkpoint is called in the headers of files that are made of it."""
+
+_STEP_DIGITS: Final = 17  # of the largest step of a checkpoint
 _MODEL_KEYS: Final = ("model", "state_dict", "model_state_dict", "module")
 _STEPS: Final = ("step", "train_state.step", "global_step")
 _BESIDE_MODEL: Final = {
@@ -98,7 +102,7 @@ def open_source(path: str | Path, *, asked: str | None = None, key: str | None =
     if found in ("run", "checkpoint"):
         return _native(place, detected, found)
     if found == "safetensors":
-        return OpenedSource(detected, found, HubDirectory(place), None, ())
+        return OpenedSource(detected, found, HubDirectory(place), _step_in(HubDirectory(place)), ())
     if found == "hf":
         return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place))
     return attrs.evolve(_FOREIGN[found](place, key), detected=detected)
@@ -163,7 +167,15 @@ def _step_beside(place: Path) -> int | None:
         if file.stat().st_size <= _TRAINER_STATE_BYTES:
             found = json.loads(file.read_bytes()).get("global_step")
             return found if type(found) is int and found >= 0 else None
-    return None
+    return _step_in(HubDirectory(place))
+
+
+def _step_in(source: HubDirectory) -> int | None:
+    """The step of the checkpoint of which files were made, in their headers."""
+    found = ""
+    with suppress(TrainfoldError):  # what is wrong with it is said when it is read
+        found = source.about().get(STEP_TEXT, "")
+    return int(found) if found.isdecimal() and len(found) <= _STEP_DIGITS else None
 
 
 def _dcp(place: Path, key: str | None) -> OpenedSource:

@@ -137,6 +137,25 @@ class HubDirectory:
         """
         return self._files()
 
+    def about(self) -> dict[str, str]:
+        """The texts in the header of its first file, such as the step of the checkpoint of which it was made.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        file = next(iter(self._files()))
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return dict(tensors.metadata() or {})
+        except SafetensorError as error:
+            raise _damaged(file, "a file of safetensors", error) from error
+        except OSError as error:
+            raise CheckpointMissing(
+                str(file), expected="a file that can be read", found=error, fix="download it again"
+            ) from error
+
     def ranges(self) -> dict[str, tuple[Path, int, int]]:
         """Name of a tensor -> its file, its first byte there, and one past its last.
 

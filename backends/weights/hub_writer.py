@@ -74,6 +74,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
     shard_bytes: int | str | None = None,
     like: str | Path | HubDirectory | None = None,
     config: Mapping[str, Any] | None = None,
+    about: Mapping[str, str] | None = None,
     collectives: Collectives | None = None,
 ) -> HubPlan:
     """Write weights as model hubs have them: safetensors files, their index, and what is known of the configuration and the tokenizer.
@@ -88,6 +89,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
         shard_bytes: how large a file may be, such as ``"5GB"``. By default as ``like`` has it, or 5 GB.
         like: the directory of the original: its configuration, tokenizer and other files are copied; and each tensor goes into the file that it has there, unless ``shard_bytes`` is given.
         config: what is to be in ``config.json``; by default that of ``like``. It says whether the head is tied to the embeddings, and so left out.
+        about: more texts for the headers of the files, such as ``{"trainfold.step": "120"}``.
         collectives: the ranks, all of which call: rank 0 writes, and all leave together. None for this process alone.
 
     Returns:
@@ -110,7 +112,14 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
         ['bias', 'weight']
     """
     world = ALONE if collectives is None else collectives
-    arguments = {"rules": rules, "dtype": dtype, "shard_bytes": shard_bytes, "like": like, "config": config}
+    arguments = {
+        "rules": rules,
+        "dtype": dtype,
+        "shard_bytes": shard_bytes,
+        "like": like,
+        "config": config,
+        "about": about,
+    }
     return on_rank_zero(world, lambda: _written(weights, path, arguments), doing="write a hub directory")
 
 
@@ -162,6 +171,7 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
     shard_bytes: int | str | None = None,
     like: str | Path | HubDirectory | None = None,
     config: Mapping[str, Any] | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> HubPlan:
     """Say what `write_hub_directory` would write, without reading a tensor.
 
@@ -172,6 +182,7 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
         shard_bytes: see there.
         like: see there.
         config: see there.
+        about: see there.
 
     Raises:
         InvalidArgument: as there.
@@ -179,7 +190,7 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
     """
     with opened_weights(weights) as found:
         return without_collecting(_planned)(
-            found, rules=rules, dtype=dtype, shard_bytes=shard_bytes, like=like, config=config
+            found, rules=rules, dtype=dtype, shard_bytes=shard_bytes, like=like, config=config, about=about
         ).plan
 
 
@@ -191,6 +202,7 @@ def _planned(  # noqa: PLR0913 - keywords
     shard_bytes: Any,
     like: Any,
     config: Any,
+    about: Mapping[str, str] | None = None,
     names: _Names = _MODEL,
 ) -> _Work:
     original = like if isinstance(like, HubDirectory | None) else HubDirectory(like)
@@ -226,7 +238,7 @@ def _planned(  # noqa: PLR0913 - keywords
         weight_map=weight_map,
         tied=left_out,
         stem=names.stem,
-        metadata={"format": "pt", **({} if rules is None else {"trainfold.rules": str(rules)})},
+        metadata={"format": "pt", **(about or {}), **({} if rules is None else {"trainfold.rules": str(rules)})},
     )
     if len(files) > 1 or files[0].name != f"{names.stem}.safetensors":
         beside[HUB_INDEX] = hub_index_text(files)

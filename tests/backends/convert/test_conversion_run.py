@@ -1,5 +1,6 @@
 """Conversions to a checkpoint: the same bytes, a tensor at a time, with what is left out on record, and continued where they were killed."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -8,17 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.backends.reuse_cases import SHAPES, Chain
 from safetensors.torch import load_file, save_file
 
 import trainfold
 from trainfold.backends.convert import continued_files
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
+from trainfold.core.layout.shard import make_shard
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.families.hub_rules import hub_rules
 from trainfold.errors import CheckpointForeign, InvalidArgument, ResumeRefused
+from trainfold.ranks import run_threads
 from trainfold.weights import CheckpointWeights, HubDirectory
 
 STORED = (
@@ -113,6 +117,7 @@ def test_what_is_left_out_is_on_record_and_a_full_resume_passes_it_over(tmp_path
         trainfold.load(tmp_path / "export", like=trained(1).capture())
     assert CheckpointWeights(tmp_path / "export").specs()["a.weight"].dtype == "bfloat16"
     assert CheckpointWeights(tmp_path / "export").specs()["norm.num_batches_tracked"].dtype == "int64"
+    assert CheckpointWeights(tmp_path / "export").specs()["norm.running_mean"].dtype == "float32"  # K04: a buffer
     state = trainfold.load(
         tmp_path / "export",
         like=trained(1).capture(),
@@ -185,6 +190,54 @@ def test_a_conversion_goes_on_where_it_stopped_and_reads_no_more_than_it_needs(t
     read[:] = [0] * 10
     run_conversion(plan_conversion(open_source(hub), tmp_path / "run", to="native"), advance=advance)
     assert len(read) == 10, "all of it is there, and nothing is read again"
+
+
+def test_the_step_of_a_checkpoint_goes_to_the_hub_and_back(tmp_path):
+    """K10: in the headers of the files, where a hub has room for texts."""
+    live = trained()
+    live.advance(samples=4)
+    trainfold.save(live.capture(), tmp_path / "run")
+    converted(tmp_path / "run", tmp_path / "hub", to="hf")
+    assert open_source(tmp_path / "hub").step == open_source(tmp_path / "hub" / "model.safetensors").step == 1
+    assert converted(tmp_path / "hub", tmp_path / "back").endswith("step-00000001")
+
+
+def test_a_checkpoint_of_several_ranks_becomes_one_of_a_single_process(tmp_path):
+    """K08, K10: leaves that ranks hold in parts are put together; what each rank has of its own is left out, and on record."""
+
+    def save(ranks):
+        live = trained()
+        rows = slice(3 * ranks.rank, 3 * ranks.rank + 3)
+        whole = torch.arange(18.0).view(6, 3)
+        shard = make_shard(whole[rows].clone(), shape=(6, 3), starts=(3 * ranks.rank, 0))
+        state = live.capture()
+        return trainfold.save(state.evolve(extra={"rows": {"w": shard}}), tmp_path / "run", collectives=ranks)
+
+    saved = run_threads(2, save)[0]
+    planned = plan_conversion(open_source(tmp_path / "run"), tmp_path / "copy", to="native")
+    assert planned.plan.left_out == ("rng",)
+    run_conversion(planned)
+    found = open_source(tmp_path / "copy").checkpoint.manifest
+    assert found.world_size == 1
+    kept = {each.name: each.fingerprint for each in found.components}
+    assert {name: kept[name] for name in ("model", "optimizer", "trainer")} == {
+        name: saved.fingerprints[name] for name in ("model", "optimizer", "trainer")
+    }
+    with CheckpointWeights(tmp_path / "copy", component="rows").opened() as opened:
+        assert torch.equal(opened.read("w", ((0, 6), (0, 3))), torch.arange(18.0).view(6, 3))
+
+
+def test_a_checkpoint_that_refers_to_others_becomes_one_that_stands_alone(tmp_path):
+    """Leaves that did not change since an earlier checkpoint are in its files."""
+    chain = Chain(store=trainfold.LocalStore(tmp_path / "run"))
+    versions = dict.fromkeys(SHAPES, 0)
+    chain.save(1, versions)
+    saved = chain.save(2, {**versions, "rows": 1})
+    assert open_source(tmp_path / "run").checkpoint.manifest.references
+    converted(tmp_path / "run", tmp_path / "copy")
+    found = open_source(tmp_path / "copy").checkpoint.manifest
+    assert not found.references
+    assert {each.name: each.fingerprint for each in found.components} == saved.fingerprints
 
 
 def test_weights_that_go_to_a_checkpoint_and_back_are_the_same_bytes(tmp_path):
@@ -276,22 +329,35 @@ def advance(size_bytes):
     read.append(size_bytes)
     if len(read) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
-run_conversion(plan_conversion(open_source(sys.argv[1]), sys.argv[2], to="native"), advance=advance)
+run_conversion(plan_conversion(open_source(sys.argv[1]), sys.argv[2], to=sys.argv[3]), advance=advance)
 """
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with(tmp_path):
-    """SIGKILL: no handler runs, and no exit."""
+@pytest.mark.parametrize("to", ["native", "hf"])
+def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with(tmp_path, to):
+    """SIGKILL: no handler runs, and no exit. A hub has several files, of which the finished one stays; a run goes on inside of its file."""
     tensors = {f"w{number}": torch.randn(1024) for number in range(10)}
-    hub = a_hub_directory(tmp_path / "hub", tensors)
-    done = subprocess.run([sys.executable, "-c", KILLED, hub, tmp_path / "run"], check=False)
+    hub, files = tmp_path / "hub", {}
+    hub.mkdir()
+    for number in (1, 2):
+        name = f"model-0000{number}-of-00002.safetensors"
+        mine = {f"w{each}": tensors[f"w{each}"] for each in range(5 * number - 5, 5 * number)}
+        save_file(mine, hub / name)
+        files |= dict.fromkeys(mine, name)
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    target = tmp_path / "target"
+    done = subprocess.run([sys.executable, "-c", KILLED, hub, target, to], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert trainfold.weights.detect_format(tmp_path / "run" / "step-00000000").format == "unknown"
+    assert (
+        not target.exists()
+        if to == "hf"
+        else trainfold.weights.detect_format(target / "step-00000000").format == "unknown"
+    )
     read = []
-    run_conversion(plan_conversion(open_source(hub), tmp_path / "run", to="native"), advance=read.append)
+    run_conversion(plan_conversion(open_source(hub), target, to=to), advance=read.append)
     assert len(read) <= 6
-    assert weights(CheckpointWeights(tmp_path / "run")) == bytes_of(tensors)
+    assert weights(CheckpointWeights(target) if to == "native" else HubDirectory(target)) == bytes_of(tensors)
 
 
 PEAK = """
