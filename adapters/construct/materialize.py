@@ -27,7 +27,8 @@ def materialize(modules: Modules, device: torch.device | str) -> None:
         device: where the memory is, such as ``"cuda"``.
 
     Raises:
-        InvalidState: naming every tensor that no checkpoint has and of which nothing says how it is made; then nothing has changed.
+        InvalidState: naming every tensor that no checkpoint has and of which nothing says how it is made; then nothing has changed. Or naming a parameter
+            of which the build has computed something with gradients; then build it again.
 
     Examples:
         >>> from trainfold.construct import initialize, on_meta
@@ -115,7 +116,17 @@ def _apply(roots: Sequence[torch.nn.Module], change: Callable[[torch.Tensor], to
     with _parameters_stay(), torch.no_grad():
         for root in roots:
             if any(each.is_meta for each in (*root.parameters(), *root.buffers())):
-                root._apply(change)  # type: ignore[no-untyped-call] # noqa: SLF001  # FSDP2 overrides it, to see the memory of its parts
+                try:
+                    root._apply(change)  # type: ignore[no-untyped-call] # noqa: SLF001  # FSDP2 overrides it, to see the memory of its parts
+                except RuntimeError as error:
+                    if error.__cause__ is None or "use_count" not in str(error.__cause__):
+                        raise
+                    raise InvalidState(
+                        "construct.materialize",
+                        expected="parameters of which nothing was computed with gradients in the build",
+                        found=str(error),
+                        fix="use a module of torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm, or compute under torch.no_grad()",
+                    ) from error
     for parameter, attributes in kept.items():
         vars(parameter).update(attributes)
 

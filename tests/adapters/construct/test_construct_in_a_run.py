@@ -187,3 +187,11 @@ def test_hostile_init_functions_after_a_load_do_not_run(tmp_path):
     )
     assert (model.layers[0].weight == 7).all()
     assert torch.equal(model.layers[0].scale, built(["hostile"]).layers[0].scale)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_parameter_that_a_graph_holds_is_refused_with_a_way_out():
+    """I04: torch raised that it could not swap it."""
+    model = on_meta(lambda: nn.utils.weight_norm(nn.Linear(2, 2)))
+    with pytest.raises(InvalidState, match=r"Linear.weight_g; use a module of torch.nn.utils.parametrizations"):
+        materialize(model, "cpu")
