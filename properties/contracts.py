@@ -1,4 +1,4 @@
-"""Contracts: suites that check whether an implementation of `Store`, `Metric`, `Collectives`, `Parallelism` or `WeightSource` keeps its protocol.
+"""Contracts: suites that check whether an implementation of `Store`, `Metric`, `Collectives`, `Parallelism`, `WeightSource` or `Converter` keeps its protocol.
 
 Each rule is a function; `check_store` runs the rules of a store, each on a fresh one, and reports every broken rule; `check_metric`
 runs those of a metric.
@@ -23,6 +23,7 @@ from trainfold.core.errors import (
     TrainfoldError,
 )
 from trainfold.properties.collectives_contract import check_collectives
+from trainfold.properties.converter_contract import check_converter
 from trainfold.properties.differences import ContractBroken
 from trainfold.properties.metrics.metric_contract import check_metric
 from trainfold.properties.parallelism_contract import check_parallelism
@@ -32,6 +33,7 @@ __all__ = [
     "STORE_RULES",
     "ContractBroken",
     "check_collectives",
+    "check_converter",
     "check_metric",
     "check_parallelism",
     "check_store",

@@ -63,7 +63,7 @@ def planned(
 
     def plan() -> tuple[list[str], str, Json]:
         found = pinned(source)
-        specs = found.specs if isinstance(found, SeveralSources) else (LoadSpec(found, strict="any"),)
+        specs = found.sources if isinstance(found, SeveralSources) else (LoadSpec(found, strict="any"),)
         coverage = cover(specs, whole)
         if not is_dry:
             coverage.check()

@@ -252,7 +252,7 @@ class Dequantised:
 
     Attributes:
         of: the quantised tensor.
-        scale: a number for each block.
+        scale: a number for each block; without the last dimensions if they have one block.
         block: the size of a block in each dimension.
         dtype: of the result.
     """
@@ -278,15 +278,18 @@ class Dequantised:
         from trainfold.core.format.codec import torch_dtype
 
         scale = self.scale.computed(self._blocks(box), read).to(torch.float32)
+        scale = scale.reshape(*scale.shape, *[1] * (len(self.block) - scale.dim()))
         for dim, (size, (start, stop)) in enumerate(zip(self.block, box, strict=True)):
             scale = scale.repeat_interleave(size, dim).narrow(dim, start % size if stop > start else 0, stop - start)
         return (self.of.computed(box, read).to(torch.float32) * scale).to(torch_dtype(self.dtype))
 
     def _blocks(self, box: Box) -> Box:
-        return tuple(
+        """The scales of a part. A scale without the last dimensions has one for all of them."""
+        blocks = tuple(
             (start // size, -(-stop // size) if stop > start else start // size)
             for size, (start, stop) in zip(self.block, box, strict=True)
         )
+        return blocks[: len(self.scale.shape)]
 
 
 @final

@@ -80,11 +80,15 @@ class Dequantise:
 
     weight: NameTemplate
     scale: NameTemplate
-    block: tuple[int, ...]
+    block: tuple[int | None, ...]
     dtype: str
 
     def __str__(self) -> str:
-        return f"dequantise {self.weight} by {self.scale} in blocks of {list(self.block)} to {self.dtype} (no inverse)"
+        return f"dequantise {self.weight} by {self.scale} in blocks of {self._blocks} to {self.dtype} (no inverse)"
+
+    @property
+    def _blocks(self) -> str:
+        return f"[{', '.join('whole' if each is None else str(each) for each in self.block)}]"
 
     @property
     def inverse(self) -> None:
@@ -98,27 +102,31 @@ class Dequantise:
             scale = table[name]
             weight = self.weight.fill(captures)
             each = table.get(weight)
+            sizes = () if each is None else self._sizes(each.shape)
             blocks = (
-                None
-                if each is None
-                else tuple(-(-size // block) for size, block in zip(each.shape, self.block, strict=False))
+                () if each is None else tuple(-(-size // block) for size, block in zip(each.shape, sizes, strict=True))
             )
-            if (
-                each is None
-                or each.dtype not in _QUANTISED
-                or len(each.shape) != len(self.block)
-                or blocks != scale.shape
-            ):
+            # a scale may lack dimensions at the end in which there is one block, as that of a row or of a tensor does
+            is_fit = (
+                bool(sizes) and scale.shape == blocks[: len(scale.shape)] and set(blocks[len(scale.shape) :]) <= {1}
+            )
+            if each is None or each.dtype not in _QUANTISED or not is_fit:
                 raise InvalidState(
-                    name, expected=f"the scales of blocks of {list(self.block)} of a quantised {weight}",
+                    name, expected=f"the scales of blocks of {self._blocks} of a quantised {weight}",
                     found=f"{form_of(scale)} beside {form_of(each)}", fix="give the block of this model")  # fmt: skip
-            found[weight] = Dequantised(each, scale, self.block, self.dtype)
+            found[weight] = Dequantised(each, scale, sizes, self.dtype)
             del found[name]
         bare = [name for name in self.weight.among(found) if found[name].dtype.startswith("float8")]
         if bare:
             raise InvalidState(str(self), expected="a scale for each quantised tensor", found=f"none for {', '.join(bare[:8])}",
                                fix="give the name that the scales of this model have")  # fmt: skip
         return found
+
+    def _sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The size of a block in each dimension; none for a tensor of other dimensions."""
+        if len(shape) != len(self.block):
+            return ()
+        return tuple(max(size, 1) if block is None else block for size, block in zip(shape, self.block, strict=True))
 
 
 def rearrange(names: str | NameTemplate | Iterable[str | NameTemplate], pattern: str, **sizes: int) -> Rearrange:
@@ -165,14 +173,18 @@ def cast(
 
 
 def dequantise(
-    weight: str | NameTemplate, scale: str | NameTemplate, *, block: Iterable[int] = (128, 128), dtype: str = "bfloat16"
+    weight: str | NameTemplate,
+    scale: str | NameTemplate,
+    *,
+    block: Iterable[int | None] = (128, 128),
+    dtype: str = "bfloat16",
 ) -> Dequantise:
     """Multiply quantised weights by the scales of their blocks, and leave out the scales. The product is computed in float32 and rounded once.
 
     Args:
         weight: the names of the weights, such as ``{layer*}.weight``.
         scale: the names of their scales, with the same captures, such as ``{layer*}.weight_scale_inv``.
-        block: the size of a block in each dimension; those at the ends may be smaller.
+        block: the size of a block in each dimension; those at the ends may be smaller. None for all of a dimension: ``(1, None)`` for a scale a row, ``(None, None)`` for one a tensor.
         dtype: of the result.
 
     Raises:
@@ -180,5 +192,10 @@ def dequantise(
     """
     one, other = template(weight), template(scale)
     check_captures("dequantise", one, other)
-    sizes = tuple(count("dequantise.block", each, fix="pass the size of a block") for each in block)
+    sizes = tuple(
+        None
+        if each is None
+        else count("dequantise.block", each, fix="pass the size of a block, or None for a whole dimension")
+        for each in block
+    )
     return Dequantise(one, other, sizes, cast(dtype).dtype)

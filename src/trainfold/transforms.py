@@ -4,6 +4,9 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.core.transform.apply import PartPlan, plan_parts, transform_specs, transform_stream, transform_tensors
+from trainfold.core.transform.converters.converter import Converter, view
+from trainfold.core.transform.converters.lora import lora, lora_of
+from trainfold.core.transform.converters.quantised import quantised
 from trainfold.core.transform.families.adapter_rules import adapter_rules
 from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
 from trainfold.core.transform.fusing import merge, split, stack, unstack
@@ -12,6 +15,7 @@ from trainfold.core.transform.transform import Invertible, Transform, compose
 from trainfold.core.transform.values import cast, dequantise, rearrange, transpose
 
 __all__ = [
+    "Converter",
     "Invertible",
     "PartPlan",
     "Transform",
@@ -24,8 +28,11 @@ __all__ = [
     "hub_rules",
     "hub_rules_of",
     "keep",
+    "lora",
+    "lora_of",
     "merge",
     "plan_parts",
+    "quantised",
     "rearrange",
     "rename",
     "split",
@@ -37,4 +44,5 @@ __all__ = [
     "transpose",
     "unstack",
     "untie",
+    "view",
 ]

@@ -1,10 +1,11 @@
 """`LoadSpec`: one source of several, which tensors of the model it is for, and how strictly."""
 
 from collections.abc import Iterable
-from typing import Final, Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final, get_args
 
 import attrs
 
+from trainfold.core.checks import choice
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.transform.name_template import NameTemplate, matching, templates
 from trainfold.core.weights.source import WeightSource
@@ -12,8 +13,6 @@ from trainfold.core.weights.wrapped import ByScript, Frozen
 
 Strictness: TypeAlias = Literal["used", "filled", "exact", "any"]
 """``used``: all that the source has is used. ``filled``: it has all that it is for. ``exact``: both. ``any``: neither, but one tensor at least."""
-
-_MODES: Final = get_args(Strictness)
 
 
 def _names_given(names: str | NameTemplate | Iterable[str | NameTemplate] | None) -> tuple[NameTemplate, ...] | None:
@@ -52,9 +51,7 @@ class LoadSpec:
             raise InvalidArgument(
                 "LoadSpec.source", expected="a WeightSource", found=repr(self.source),
                 fix="pass one of trainfold.weights; Frozen(...) goes around all of them: Frozen(SeveralSources([...]))")  # fmt: skip
-        if self.strict not in _MODES:
-            raise InvalidArgument("LoadSpec.strict", expected=f"one of {', '.join(_MODES)}", found=repr(self.strict),
-                                  fix="see trainfold.weights.LoadSpec")  # fmt: skip
+        choice("LoadSpec.strict", self.strict, get_args(Strictness), fix="see trainfold.weights.LoadSpec")
 
     def takes(self, name: str) -> bool:
         """Whether it is for a tensor of the model."""

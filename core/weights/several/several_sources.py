@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING, final
 
 import attrs
 
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.weights.several.cover import cover
 from trainfold.core.weights.several.load_spec import LoadSpec
-from trainfold.core.weights.source import Wanted, WeightSource
+from trainfold.core.weights.several.source_text import described
+from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
 from trainfold.core.weights.wrapped import ByScript
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ class SeveralSources:
     is said by name, and as ``ByScript()`` it is whatever no other source has.
 
     Attributes:
-        specs: the sources, in order; a source alone stands for ``LoadSpec(source)``.
+        sources: them, in order; a source alone stands for ``LoadSpec(source)``.
 
     Examples:
         >>> import torch
@@ -39,7 +42,29 @@ class SeveralSources:
         {'body.w': tensor([1.])}
     """
 
-    specs: tuple[LoadSpec, ...] = attrs.field(converter=_specs_given)
+    sources: tuple[LoadSpec, ...] = attrs.field(converter=_specs_given)
+
+    def specs(self) -> dict[str, LeafSpec]:
+        """Name -> dtype and shape of each tensor of all sources, as it comes.
+
+        Raises:
+            InvalidArgument: for a source that does not list what it has.
+            InvalidState: as in `supply`.
+        """
+        found: dict[str, LeafSpec] = {}
+        for spec in self.sources:
+            if not isinstance(spec.source, ListedSource):
+                raise InvalidArgument(
+                    "SeveralSources.specs", expected="sources that list what they have", found=described(spec.source),
+                    fix="leave it out, or give it specs(), which returns name -> dtype and shape")  # fmt: skip
+            mine = {name: each for name, each in spec.source.specs().items() if spec.takes(name)}
+            twice = [name for name in mine if name in found and not spec.overrides]
+            if twice:
+                raise InvalidState(
+                    f"weights[{twice[0]!r}]", expected="one source", found=f"{described(spec.source)} and an earlier one",
+                    fix="leave it out of one by LoadSpec(names=...), or declare the later one: LoadSpec(..., overrides=True)")  # fmt: skip
+            found |= mine
+        return found
 
     def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield what each source has of what it is for, one source after the other.
@@ -49,9 +74,9 @@ class SeveralSources:
         """
         from trainfold.core.weights.supplied import supplied  # late: it imports torch
 
-        coverage = cover(self.specs, wanted)
+        coverage = cover(self.sources, wanted)
         coverage.check_overlaps()
-        for spec, use in zip(self.specs, coverage.uses, strict=True):
+        for spec, use in zip(self.sources, coverage.uses, strict=True):
             mine = {name: wanted[name] for name in use.names}
             if mine and not isinstance(spec.source, ByScript):
                 yield from supplied(spec.source, mine)

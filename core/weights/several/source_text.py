@@ -80,4 +80,4 @@ def sources_in(source: Any) -> Iterator[Any]:
 def _inside(source: Any) -> dict[str, Any]:
     """The sources that another one wraps, by the attribute that has them."""
     names = [field.name for field in attrs.fields(type(source))] if attrs.has(type(source)) else []
-    return {name: getattr(source, name) for name in names if name in ("source", "specs")}
+    return {name: getattr(source, name) for name in names if name in ("source", "sources")}

@@ -51,7 +51,7 @@ def state_of(params):
 @pytest.mark.parametrize("reads", ["each", "rank 0"])
 def test_each_rank_of_a_sharded_state_takes_its_parts_from_the_sources_that_have_them(reads):
     """J04: through a transform, a cast and rank 0 as well as alone."""
-    specs = sources().specs
+    specs = sources().sources
 
     def taken(world):
         rows = {
@@ -78,7 +78,7 @@ def test_each_rank_of_a_sharded_state_takes_its_parts_from_the_sources_that_have
 def test_stages_are_judged_as_one_model():
     """V10: what another stage has is not unused, and what no stage has is refused on every rank."""
     mine = [{"0.w": torch.zeros(4, 2)}, {"1.w": torch.zeros(4, 2), "head.w": torch.zeros(2)}]
-    specs = sources().specs
+    specs = sources().sources
 
     def taken(world):
         state = take_weights(state_of(mine[world.rank]), SeveralSources(specs), collectives=world)

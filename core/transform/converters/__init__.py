@@ -1,0 +1,1 @@
+"""Converters: what a program adds to the weights of a model, such as adapters or scales, and how an export is made without it. May import what `transform` may, and of that room all but `families`."""

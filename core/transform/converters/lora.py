@@ -1,0 +1,252 @@
+"""`lora`: the converter of low-rank adapters, which an export merges into the weights of the base."""
+
+from collections.abc import Iterator, Mapping
+from math import sqrt
+from typing import TYPE_CHECKING, Any, Final, final
+
+import attrs
+
+from trainfold.core.checks import positive
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.layout.slices import Box, volume
+from trainfold.core.transform.expression import Expression, Read, SourceTensor
+from trainfold.core.transform.name_template import Captures, NameTemplate, check_captures, template
+from trainfold.core.transform.naming import form_of, put
+from trainfold.core.transform.transform import Table
+
+if TYPE_CHECKING:
+    import torch
+
+_FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
+_AT_ONCE: Final = 1 << 16  # elements, which stay in a cache while the terms are added
+_OTHER_PARTS: Final = (".lora_", ".modules_to_save.", ".original_module.")  # of peft; merging does not know them
+
+
+@final
+@attrs.frozen
+class LowRank:
+    """A matrix plus the scaled product of two thin ones, rounded once.
+
+    Each element is summed over the rank in order, so a part has the bits that it has in the whole; a matrix product sums large and small ones in other orders.
+
+    Attributes:
+        of: the matrix.
+        a: of shape (rank, inputs).
+        b: of shape (outputs, rank).
+        scale: of the product.
+        is_transposed: whether the matrix has its inputs first.
+    """
+
+    of: Expression
+    a: Expression
+    b: Expression
+    scale: float
+    is_transposed: bool
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return self.of.shape
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        yield from self.of.reads(box)
+        for part, inner in self._thin(box):
+            yield from part.reads(inner)
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        import torch
+
+        base = self.of.computed(box, read)
+        if not volume(box):
+            return base
+        dtype = torch.float64 if self.dtype == "float64" else torch.float32
+        b, a = (part.computed(inner, read).to(dtype) for part, inner in self._thin(box))
+        total = torch.zeros(b.shape[0], a.shape[1], dtype=dtype, device=base.device)
+        rows = max(1, _AT_ONCE // a.shape[1])
+        for part, thin in zip(total.split(rows), b.split(rows), strict=True):
+            term = torch.empty_like(part)
+            for number in range(a.shape[0]):
+                torch.mul(thin[:, number, None], a[None, number], out=term)
+                part.add_(term)  # rounded apart: a fused operation would depend on the place in the row
+        total *= self.scale
+        return ((total.T if self.is_transposed else total) + base.to(dtype)).to(base.dtype)
+
+    def _thin(self, box: Box) -> Iterator[tuple[Expression, Box]]:
+        outputs, inputs = reversed(box) if self.is_transposed else box
+        rank = (0, self.a.shape[0])
+        yield self.b, (outputs, rank)
+        yield self.a, (rank, inputs)
+
+
+@final
+@attrs.frozen
+class LoRA:
+    """See `lora`. It is a converter, and the transform that makes its export."""
+
+    alpha: float
+    is_rank_stabilised: bool
+    is_transposed: bool
+    a: NameTemplate
+    b: NameTemplate
+    wrapped: NameTemplate
+    plain: NameTemplate
+    prefix: str
+
+    def __str__(self) -> str:
+        scale = f"{self.alpha:g} / {'sqrt(rank)' if self.is_rank_stabilised else 'rank'}"
+        order = ", of weights with their inputs first" if self.is_transposed else ""
+        return f"merge {self.b} times {self.a} times {scale} into {self.wrapped}{order}, as {self.plain} (no inverse)"
+
+    @property
+    def inverse(self) -> None:
+        """What was merged cannot be taken apart."""
+        return
+
+    @property
+    def state_dict_transform(self) -> "LoRA":
+        """See `Converter`."""
+        return self
+
+    def key_filter(self, name: str) -> bool:
+        """See `Converter`."""
+        return self.a.match(name) is not None or self.b.match(name) is not None
+
+    def state_dict_adapter(self, name: str) -> str:
+        """See `Converter`."""
+        captures = self.wrapped.match(name)
+        return (name if captures is None else self.plain.fill(captures)).removeprefix(self.prefix)
+
+    def on(self, table: Table) -> dict[str, Expression]:
+        """See `Transform`. A base that lies beside the adapters by its plain names, such as that of a hub, is merged as well."""
+        parts: dict[Captures, dict[str, str]] = {}
+        for name in table:
+            for part, form in (("a", self.a), ("b", self.b)):
+                captures = form.match(name)
+                if captures is not None:
+                    parts.setdefault(captures, {})[part] = name
+        base = {name: each for name, each in table.items() if not self.key_filter(name)}
+        self._check_known(base)
+        merged = dict(base)
+        for captures, names in parts.items():
+            where = self._weight(captures, table)
+            merged[where] = self._merged(where, {part: table[name] for part, name in names.items()}, base.get(where))
+        return put(str(self), ((self.state_dict_adapter(name), each) for name, each in merged.items()))
+
+    def _weight(self, captures: Captures, table: Table) -> str:
+        wrapped = self.wrapped.fill((*captures, ("tensor", "weight")))
+        plain = self.state_dict_adapter(wrapped)
+        return plain if plain in table and wrapped not in table else wrapped
+
+    def _merged(self, where: str, parts: Mapping[str, Expression], base: Expression | None) -> LowRank:
+        a, b = parts.get("a"), parts.get("b")
+        shape = None if base is None else base.shape[::-1] if self.is_transposed else base.shape
+        if (
+            a is None or b is None or base is None or shape is None
+            or (len(a.shape), len(b.shape), len(shape)) != (2, 2, 2)
+            or a.shape[0] != b.shape[1]
+            or (b.shape[0], a.shape[1]) != shape
+        ):  # fmt: skip
+            raise InvalidState(
+                where,
+                expected="a matrix, and the two of its adapter, (rank, inputs) and (outputs, rank)",
+                found=f"{form_of(base)}, {form_of(a)} and {form_of(b)}",
+                fix="export the base together with its adapters; pass fan_in_fan_out=True if weights have their inputs first, as those of GPT-2",
+            )
+        if base.dtype not in _FLOATS:
+            raise InvalidState(
+                where, expected="a floating base", found=base.dtype,
+                fix="dequantise it first: compose(quantised(...).state_dict_transform, lora(...).state_dict_transform)")  # fmt: skip
+        rank = a.shape[0]
+        scale = self.alpha / (sqrt(rank) if self.is_rank_stabilised else rank) if rank else 0.0
+        return LowRank(base, a, b, scale, self.is_transposed)
+
+    def _check_known(self, base: Table) -> None:
+        odd = [name for name in base if any(part in f".{name}" for part in _OTHER_PARTS)]
+        if odd:
+            raise InvalidState(
+                odd[0], expected="matrices of low rank alone, and the base", found=f"other parts of an adapter: {', '.join(odd[:8])}",
+                fix="give the names that the matrices of this model have, a= and b=; merge other kinds of adapters with the tools of their library")  # fmt: skip
+
+
+def lora(  # noqa: PLR0913 - keywords
+    *,
+    alpha: float,
+    rank_stabilised: bool = False,
+    fan_in_fan_out: bool = False,
+    a: str = "{layer*}.lora_A.default.weight",
+    b: str = "{layer*}.lora_B.default.weight",
+    wrapped: str = "{layer*}.base_layer.{tensor}",
+    prefix: str = "base_model.model.",
+) -> LoRA:
+    """The converter of low-rank adapters: an export has ``base + b a alpha / rank``, by the names of the base.
+
+    The defaults are the names of `peft` in a model. The rank is that of each pair. Sums are in float32, or float64 for such a base, and rounded once; they may differ
+    from those of another library in the last bits.
+
+    Args:
+        alpha: the numerator of the scale.
+        rank_stabilised: whether it is divided by the root of the rank.
+        fan_in_fan_out: whether weights have their inputs first, as the layers of GPT-2.
+        a: the names of the matrices of shape (rank, inputs), with ``{layer*}``.
+        b: those of shape (outputs, rank).
+        wrapped: the names of the tensors of a wrapped layer, with ``{layer*}`` and ``{tensor}``.
+        prefix: what the names of the model begin with, and those of the base do not.
+
+    Raises:
+        InvalidArgument: for a number that is not above 0, and templates with other captures.
+
+    Examples:
+        >>> import torch
+        >>> from trainfold.core.transform.apply import transform_tensors
+        >>> tensors = {"q.base_layer.weight": torch.ones(2, 2), "q.lora_A.default.weight": torch.ones(1, 2), "q.lora_B.default.weight": torch.ones(2, 1)}
+        >>> dict(transform_tensors(lora(alpha=2), tensors))
+        {'q.weight': tensor([[3., 3.],
+                [3., 3.]])}
+    """
+    one, other, of = template(a), template(b), template(wrapped)
+    check_captures("lora", one, other)
+    if one.captures != ("layer*",) or of.captures != ("layer*", "tensor"):
+        raise InvalidArgument(
+            "lora", expected="{layer*} in a= and b=, and {layer*} and {tensor} in wrapped=", found=f"{a}, {b} and {wrapped}",
+            fix="write the names as in the model, such as a='{layer*}.a', wrapped='{layer*}.base_layer.{tensor}'")  # fmt: skip
+    return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, of, template("{layer*}.{tensor}"), prefix)  # fmt: skip
+
+
+def lora_of(config: Mapping[str, Any]) -> LoRA:
+    """The converter of an adapter of `peft`, by its ``adapter_config.json``.
+
+    Args:
+        config: as ``json`` reads it.
+
+    Raises:
+        InvalidArgument: for another kind of adapter, and for settings that merging does not know, at once.
+
+    Examples:
+        >>> lora_of({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_rslora": True}).is_rank_stabilised
+        True
+    """
+    odd = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain}
+    if odd:
+        raise InvalidArgument(
+            "lora_of.config", expected="an adapter of LoRA whose layers have one scale", found=odd,
+            fix="merge it with the tools of peft: model.merge_and_unload()")  # fmt: skip
+    return lora(
+        alpha=config.get("lora_alpha", 8),
+        rank_stabilised=bool(config.get("use_rslora", False)),
+        fan_in_fan_out=bool(config.get("fan_in_fan_out", False)),
+    )
+
+
+_PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+}

@@ -1,0 +1,269 @@
+"""Converters: views partition the weights, exports have the names and values of a model without the converter, and parts of them the bits of the whole."""
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.transform.apply import table_of, transform_specs, transform_tensors
+from trainfold.core.transform.converters.converter import view
+from trainfold.core.transform.converters.lora import lora, lora_of
+from trainfold.core.transform.converters.quantised import quantised
+from trainfold.core.transform.naming import drop, rename
+from trainfold.core.transform.transform import compose
+from trainfold.core.transform.values import cast
+from trainfold.properties.contracts import ContractBroken, check_converter
+
+PEFT = "base_model.model."
+
+
+@st.composite
+def adapted(draw):
+    """A model with some wrapped layers, its converter, and what it computes."""
+    is_transposed, is_stabilised = draw(st.booleans()), draw(st.booleans())
+    alpha, dtype = draw(st.sampled_from((1.0, 16.0, 3.0))), draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float64)))  # fmt: skip
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+
+    def some(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+
+    tensors, wanted = {f"{PEFT}norm.weight": some(3)}, {}
+    wanted["norm.weight"] = tensors[f"{PEFT}norm.weight"]
+    for layer in range(draw(st.integers(1, 3))):
+        rows, columns, rank = (draw(st.integers(1, 5)) for _ in range(3))
+        shape = (columns, rows) if is_transposed else (rows, columns)
+        name = f"layers.{layer}.q"
+        base, a, b, bias = some(*shape), some(rank, columns), some(rows, rank), some(rows)
+        tensors |= {
+            f"{PEFT}{name}.base_layer.weight": base,
+            f"{PEFT}{name}.base_layer.bias": bias,
+            f"{PEFT}{name}.lora_A.default.weight": a,
+            f"{PEFT}{name}.lora_B.default.weight": b,
+        }
+        delta = (b.double() @ a.double()) * (alpha / (rank**0.5 if is_stabilised else rank))
+        wanted |= {
+            f"{name}.weight": base.double() + (delta.T if is_transposed else delta),
+            f"{name}.bias": bias,
+        }
+    return lora(alpha=alpha, rank_stabilised=is_stabilised, fan_in_fan_out=is_transposed), tensors, wanted
+
+
+@given(adapted())
+def test_an_export_of_adapters_is_the_base_with_their_product_by_its_own_names(case):
+    """K03, M39: rank-stabilised scales and weights with their inputs first too; what is not adapted keeps its bits."""
+    converter, tensors, wanted = case
+    check_converter(converter, tensors)
+    found = dict(transform_tensors(converter, tensors))
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        if "q.weight" in name:
+            torch.testing.assert_close(found[name].double(), each.double(), rtol=2e-2 if found[name].dtype == torch.bfloat16 else 1e-5, atol=1e-4)  # fmt: skip
+        else:
+            assert torch.equal(found[name], each)
+
+
+@given(adapted())
+def test_a_base_beside_its_adapters_is_merged_as_one_that_they_wrap(case):
+    """K03: what a hub has and what a run of adapters has, together, are the export of the whole model."""
+    converter, tensors, _ = case
+    base = dict(transform_tensors(view(converter, "base"), tensors))
+    owned = dict(transform_tensors(view(converter, "owned"), tensors))
+    assert len(base) + len(owned) == len(tensors)
+    apart = dict(transform_tensors(converter, base | owned))
+    whole = dict(transform_tensors(converter, tensors))
+    assert apart.keys() == whole.keys()
+    assert all(torch.equal(apart[name], whole[name]) for name in whole)
+
+
+BLOCKS = {"tensor": (None, None), "row": (1, None), "block": (2, 3)}
+
+
+@given(st.sampled_from(sorted(BLOCKS)), st.integers(1, 5), st.integers(1, 7), st.booleans(), st.booleans())
+def test_an_export_of_quantised_weights_is_their_product_with_the_scales(kind, rows, columns, is_int, keeps_dims):
+    """K06: float8 and int8, with a scale for a tensor, a row or a block with ragged edges. K04: payload and scales keep their dtypes in every other view, also under a cast."""
+    block = BLOCKS[kind]
+    payload = torch.arange(rows * columns).reshape(rows, columns) % 17 - 8
+    payload = payload.to(torch.int8 if is_int else torch.float8_e4m3fn)
+    sizes = [size if each is None else each for size, each in zip((rows, columns), block, strict=True)]
+    grid = [-(-size // each) for size, each in zip((rows, columns), sizes, strict=True)]
+    scale = torch.linspace(0.5, 2, grid[0] * grid[1]).reshape(grid)
+    whole = scale.repeat_interleave(sizes[0], 0)[:rows].repeat_interleave(sizes[1], 1)[:, :columns]
+    given_scale = scale if keeps_dims or kind == "block" else scale[:, 0] if kind == "row" else scale[0, 0]
+    tensors = {"q.weight": payload, "q.weight_scale": given_scale, "norm.weight": torch.ones(2)}
+    converter = quantised("{layer*}.weight", "{layer*}.weight_scale", block=block, dtype="float32")
+    check_converter(converter, tensors)
+    found = dict(transform_tensors(view(converter, "export"), tensors))
+    assert torch.equal(found["q.weight"], payload.float() * whole)
+    for which in ("full", "base"):
+        kept = transform_specs(
+            compose(view(converter, which), cast("bfloat16", without="{layer*}.weight_scale")), _specs(tensors)
+        )
+        assert kept["q.weight"].dtype == ("int8" if is_int else "float8_e4m3fn")
+        assert which == "base" or kept["q.weight_scale"].dtype == "float32"
+
+
+def _specs(tensors):
+    return {name: LeafSpec(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()}
+
+
+def test_adapters_on_a_quantised_base_are_merged_after_it_is_dequantised():
+    """K03: the converters of one model are put in order."""
+    tensors = {
+        "q.base_layer.weight": torch.tensor([[1, 2], [3, 4]], dtype=torch.int8),
+        "q.base_layer.weight_scale": torch.tensor(0.5),
+        "q.lora_A.default.weight": torch.ones(1, 2),
+        "q.lora_B.default.weight": torch.ones(2, 1),
+    }
+    scales = quantised("{layer*}.weight", "{layer*}.weight_scale", block=(None, None), dtype="float32")
+    both = compose(view(scales, "export"), view(lora(alpha=1), "export"))
+    assert dict(transform_tensors(both, tensors))["q.weight"].tolist() == [[1.5, 2], [2.5, 3]]
+    with pytest.raises(InvalidState, match=r"expected a floating base, found int8.*dequantise it first"):
+        transform_specs(lora(alpha=1), _specs({n: e for n, e in tensors.items() if "scale" not in n}))
+
+
+def test_a_scale_of_fewer_dimensions_than_blocks_need_is_refused():
+    """K06: one scale a row is not one for each of several blocks in it."""
+    specs = {"q.weight": LeafSpec("int8", (2, 4)), "q.weight_scale": LeafSpec("float32", (2,))}
+    with pytest.raises(InvalidState, match=r"scales of blocks of \[1, 2\]"):
+        transform_specs(view(quantised("{n}.weight", "{n}.weight_scale", block=(1, 2)), "export"), specs)
+
+
+def test_a_part_of_a_large_merge_has_the_bits_of_the_whole():
+    """K03: wherever it begins in a row; a matrix product has others."""
+    torch.manual_seed(0)
+    tensors = {
+        "q.base_layer.weight": torch.randn(70, 1100),
+        "q.lora_A.default.weight": torch.randn(9, 1100),
+        "q.lora_B.default.weight": torch.randn(70, 9),
+    }
+    check_converter(lora(alpha=9), tensors)
+    (each,) = table_of(lora(alpha=9), _specs(tensors)).values()
+
+    def computed(box):
+        return each.computed(box, lambda name, part: tensors[name][tuple(slice(*span) for span in part)])
+
+    whole = computed(((0, 70), (0, 1100)))
+    for rows, columns in (((1, 70), (3, 1099)), ((67, 69), (1, 2)), ((5, 5), (0, 1100))):
+        assert torch.equal(computed((rows, columns)), whole[slice(*rows), slice(*columns)])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q.lora_A.default.weight": None}, "found float32.*, nothing and float32"),
+        ({"q.base_layer.weight": None}, "found nothing, .*export the base together with its adapters"),
+        ({"q.base_layer.weight": (2, 3)}, "fan_in_fan_out=True"),
+        ({"q.lora_magnitude_vector.default.weight": (3,)}, "other parts of an adapter"),
+        ({"head.modules_to_save.default.weight": (3, 3)}, "other parts of an adapter"),
+        ({"q.weight": (3, 2)}, "two that would be q.weight"),
+    ],
+)
+def test_what_cannot_be_merged_is_named_from_dtypes_and_shapes(change, said):
+    """K09: before anything is read."""
+    shapes = {"q.base_layer.weight": (3, 2), "q.lora_A.default.weight": (1, 2), "q.lora_B.default.weight": (3, 1)}
+    specs = {name: LeafSpec("float32", shape) for name, shape in (shapes | change).items() if shape is not None}
+    with pytest.raises(InvalidState, match=said):
+        transform_specs(lora(alpha=1), specs)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: lora(alpha=0), "lora.alpha: expected a finite number > 0"),
+        (lambda: lora(alpha=1, a="{layer*}.a", b="{other*}.b"), "expected the captures"),
+        (lambda: lora(alpha=1, wrapped="{layer*}.base_layer.weight"), "{layer\\*} and {tensor} in wrapped="),
+        (
+            lambda: lora_of({"peft_type": "LORA", "use_dora": True, "alpha_pattern": {"q": 3}}),
+            "use_dora.*alpha_pattern",
+        ),
+        (lambda: lora_of({"peft_type": "IA3"}), "IA3"),
+        (lambda: quantised("{layer*}.weight", "{layer*}.scale", block=(0, 1)), "dequantise.block"),
+        (lambda: view(lora(alpha=1), "adapters"), "view.which: expected one of"),
+        (lambda: view(object(), "base"), "view.converter"),
+    ],
+)
+def test_mistakes_are_errors_where_a_converter_is_configured(make, said):
+    """K09, T75: ValueErrors of a name, and no assertions."""
+    with pytest.raises(InvalidArgument, match=said):
+        make()
+
+
+@attrs.frozen
+class Counted:
+    """A converter of one's own: counters of a quantisation-aware layer, which an export leaves out."""
+
+    export = drop("{layer*}.seen")
+    adapter: object = str
+    owns: object = lambda name: name.endswith(".seen")
+    state_dict_transform: object = export
+
+    def key_filter(self, name):
+        return self.owns(name)
+
+    def state_dict_adapter(self, name):
+        return self.adapter(name)
+
+
+SOME = {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2), "a.seen": torch.tensor(3)}
+
+
+def test_a_converter_of_ones_own_keeps_the_contract():
+    check_converter(Counted(), SOME)
+
+
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [
+        (Counted(owns=lambda name: False), "it owns none"),
+        (Counted(owns=lambda name: name), "something else than True and False"),
+        (Counted(adapter=lambda name: name.partition(".")[2]), "two tensors of the base have one name outside"),
+        (Counted(state_dict_transform=compose()), "Its export has the names and shapes of the base"),
+        (
+            Counted(state_dict_transform=compose(drop("{layer*}.seen"), rename("a.weight", "c.weight"))),
+            "found \\['b.weight', 'c.weight'\\]",
+        ),
+    ],
+)
+def test_the_contract_finds_a_converter_that_breaks_it(mine, said):
+    """K03."""
+    with pytest.raises(ContractBroken, match=said):
+        check_converter(mine, SOME)
+
+
+def test_the_contract_finds_parts_that_differ_and_writes():
+    """K03: a transform of one's own that sums in another order for a part, or in place."""
+
+    @attrs.frozen
+    class Odd:
+        of: object
+        writes: bool
+
+        dtype = property(lambda self: self.of.dtype)
+        shape = property(lambda self: self.of.shape)
+
+        def reads(self, box):
+            return self.of.reads(box)
+
+        def computed(self, box, read):
+            found = self.of.computed(box, read)
+            return found.add_(1) if self.writes else found + found.numel()
+
+    @attrs.frozen
+    class Makes:
+        writes: bool
+        inverse = None
+
+        def on(self, table):
+            return {
+                name: Odd(each, self.writes) if name == "a.weight" else each
+                for name, each in table.items()
+                if name != "a.seen"
+            }
+
+    with pytest.raises(ContractBroken, match="a part along dimension 0 has other bits"):
+        check_converter(Counted(state_dict_transform=Makes(False)), SOME)
+    with pytest.raises(ContractBroken, match="it wrote into them"):
+        check_converter(Counted(state_dict_transform=Makes(True)), {name: each.clone() for name, each in SOME.items()})
