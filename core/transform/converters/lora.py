@@ -68,7 +68,8 @@ class LowRank:
         b, a = (part.computed(inner, read).to(dtype) for part, inner in self._thin(box))
         total = torch.zeros(b.shape[0], a.shape[1], dtype=dtype, device=base.device)
         rows = max(1, _AT_ONCE // a.shape[1])
-        for part, thin in zip(total.split(rows), b.split(rows), strict=True):
+        for start in range(0, b.shape[0], rows):
+            part, thin = total[start : start + rows], b[start : start + rows]
             term = torch.empty_like(part)
             for number in range(a.shape[0]):
                 torch.mul(thin[:, number, None], a[None, number], out=term)
