@@ -60,7 +60,6 @@ from trainfold.core.format.structure.validate import check_kinds
 from trainfold.core.json_values import Json
 from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 from trainfold.core.layout.world import Collectives, World
-from trainfold.core.leaf_path import component_of_leaf
 from trainfold.core.save.file_layout import FilePlan, TensorPlacement
 from trainfold.core.save.replicas import Proof, absent_optional
 from trainfold.core.save.reuse.base import Base, base_from
@@ -233,9 +232,10 @@ def _saved(  # noqa: PLR0913 - keywords
 def _read_in_order(hold: Hold, plan: SavePlan, snapshot: Snapshot, rank: int) -> None:
     """Name to the hold the order in which this rank will read its leaves, and which parts of them."""
     order: dict[LeafName, list[TensorPlacement]] = {}
-    for placed in (placed for file in plan.files_of(rank) for placed in file.tensors):
-        if (component := component_of_leaf(placed.path)) not in snapshot.own:
-            order.setdefault((component, placed.path), []).append(placed)
+    for file in plan.files_of(rank):
+        for placed in file.tensors:
+            if (component := file.component_of(placed.path)) not in snapshot.own:
+                order.setdefault((component, placed.path), []).append(placed)
     parts = {
         name: (first.bytes_held[0], placed[-1].bytes_held[1])
         for name, placed in order.items()
@@ -249,7 +249,7 @@ def _check_written(hold: Hold, file: FilePlan, wrote: WrittenFile) -> None:
     digests: dict[str, dict[str, str]] = {name: {} for name in file.components}
     for placed, each in zip(file.tensors, wrote.parts, strict=True):
         if digest := each.digest if placed.held is None else each.whole:
-            digests[component_of_leaf(placed.path)][placed.path] = digest
+            digests[file.component_of(placed.path)][placed.path] = digest
     for name, found in digests.items():
         hold.check_written(name, found)
 

@@ -17,6 +17,7 @@ from trainfold.core.format.manifest import Manifest, OtherShards, box_by_rule
 from trainfold.core.json_values import canonical_json
 from trainfold.core.layout.replica_shares import Piece
 from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.leaf_path import component_of_leaf
 
 ALIGNMENT_BYTES: Final = 4096
 _LENGTH_BYTES: Final = 8  # of the header's length, before its text
@@ -82,6 +83,10 @@ class FilePlan:
     header: bytes
     size_bytes: int
     tensors: tuple[TensorPlacement, ...]
+
+    def component_of(self, path: str) -> str:
+        """The component of one of its tensors: for most files there is nothing to look for."""
+        return self.components[0] if len(self.components) == 1 else component_of_leaf(path)
 
 
 def plan_file(name: str, components: tuple[str, ...], rank: int, pieces: Iterable[Piece]) -> FilePlan:

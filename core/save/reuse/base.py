@@ -7,7 +7,6 @@ import attrs
 
 from trainfold.core.format.manifest import FileRecord, Manifest, ShardRecord
 from trainfold.core.layout.slices import Box
-from trainfold.core.leaf_path import component_of_leaf
 from trainfold.core.save.file_layout import FilePlan, TensorPlacement
 from trainfold.core.save.save_plan import SavePlan
 
@@ -104,7 +103,7 @@ def candidates(plan: SavePlan, base: Base, rank: int, *, least_bytes: int = LEAS
     found = []
     for file in plan.files_of(rank):
         for path, parts in _by_leaf(file).items():
-            component = component_of_leaf(path)
+            component = file.component_of(path)
             stored = base.leaves.get((component, path))
             size = sum(placed.stop - placed.start for placed in parts)
             if stored is None or size < least_bytes or stored.shape != shapes[component, path]:

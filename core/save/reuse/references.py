@@ -6,7 +6,6 @@ import attrs
 
 from trainfold.core.format.manifest import ShardRecord
 from trainfold.core.layout.replica_shares import Piece
-from trainfold.core.leaf_path import component_of_leaf
 from trainfold.core.save.file_layout import FilePlan, plan_file
 from trainfold.core.save.reuse.base import Candidate
 from trainfold.core.save.save_plan import Reference, SavePlan
@@ -45,7 +44,7 @@ def referring(plan: SavePlan, unchanged: Mapping[Candidate, str | None]) -> Save
 
 
 def _laid_out(file: FilePlan, pieces: list[Piece]) -> FilePlan:
-    held = {component_of_leaf(piece.path) for piece in pieces}
+    held = {file.component_of(piece.path) for piece in pieces}
     components = tuple(name for name in file.components if name in held)
     return plan_file(file.name, components, file.rank, pieces)
 
