@@ -25,7 +25,7 @@ NAMES_OF_VALUES: Final = frozenset({
     "torch.Size", "torch.device", "torch.serialization._get_layout",
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
 })  # fmt: skip
-_DEPTH: Final = 200
+_DEPTH: Final = 100
 _LIMIT: Final = 2**62
 _FIX: Final = "write it again with torch.save of the tensors alone"
 

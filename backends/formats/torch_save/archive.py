@@ -17,6 +17,7 @@ _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _TAIL: Final = 4096  # bytes read at first; with one tensor in it, all of the directory is there
 _FULL_32: Final = 0xFFFF_FFFF
 _PICKLE_LIMIT: Final = 1 << 30
+_DIRECTORY_LIMIT: Final = 1 << 28
 _MAGIC: Final = b"PK\x03\x04"
 
 
@@ -96,7 +97,7 @@ def _directory(file: ByteRange) -> tuple[bytes, int]:
         if wide[:4] != b"PK\x06\x06":
             raise _damaged(file, "an archive of torch.save", "a directory that is not where it should be")
         count, size, first = _END_64.unpack(wide)[7:]
-    if count * _ENTRY.size > size or size > file.size:
+    if count * _ENTRY.size > size or size > min(file.size, _DIRECTORY_LIMIT):
         raise _damaged(file, f"a directory of {count} members", f"{size} bytes")
     listing = tail[first - start : first - start + size] if first >= start else file.read(first, size)
     if len(listing) != size:

@@ -1,6 +1,7 @@
 """`ByteRange`: a range of bytes in an open file, from which no more is read than is there."""
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Final, Self, final
 
 import attrs
 
-from trainfold.core.errors import CheckpointMissing, CheckpointTorn
+from trainfold.core.errors import CheckpointHostile, CheckpointMissing, CheckpointTorn
 
 _AT_ONCE: Final = 1 << 30  # bytes; Linux reads no more than 2 GiB in one call
 
@@ -104,18 +105,26 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
 
         Raises:
             CheckpointMissing: if it is not there, or cannot be read.
+            CheckpointHostile: if it is a pipe, or something else that has no end.
         """
         if file not in self._open:
             path = self._directory / file
             try:
-                descriptor = os.open(path, os.O_RDONLY)
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
                 self._closing.callback(os.close, descriptor)
-                size = os.fstat(descriptor).st_size
+                found = os.fstat(descriptor)
             except OSError as error:
                 raise CheckpointMissing(
                     str(path), expected="a file that can be read", found=error, fix="copy the directory again"
                 ) from error
-            self._open[file] = ByteRange(str(path), descriptor, 0, size)
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointHostile(
+                    str(path),
+                    expected="a file",
+                    found="a directory, a pipe or a device",
+                    fix="do not use this directory",
+                )
+            self._open[file] = ByteRange(str(path), descriptor, 0, found.st_size)
         return self._open[file]
 
     def stats(self) -> list[tuple[str, int, int]]:

@@ -132,6 +132,16 @@ class DcpDirectory:
                 if (name := self._mine(full))
             }
 
+    def object_of(self, name: str) -> Any:
+        """The value of one object; others may be of classes that are refused.
+
+        Raises:
+            KeyError: if there is no object of this name.
+            CheckpointHostile: as in `objects`, and so the others.
+        """
+        with OpenFiles(self._reader.path) as files:
+            return self._reader.read_object(files, self._prefix + name)
+
     def _mine(self, full: str) -> str:
         """The name without the prefix; empty if it has another one."""
         return full[len(self._prefix) :] if full.startswith(self._prefix) else ""

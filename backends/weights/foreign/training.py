@@ -95,36 +95,32 @@ def dcp_training(path: str | Path, *, model: str = "model", optimizer: str = "op
         InvalidArgument: if there is nothing under the keys of the model or the optimizer.
     """
     whole, source = DcpDirectory(path), DcpDirectory(path, prefix=model)
-    objects, listed = whole.objects(), whole.specs()
+    listed, named = whole.specs(), set(whole.metadata.objects)
     for argument, key in (("model", model), ("optimizer", optimizer)):
-        _check_there(str(path), argument, key, [*objects, *listed])
-    scalars = {
-        name: spec for name, spec in listed.items() if name == step or name.startswith(f"{optimizer}.param_groups.")
+        _check_there(str(path), argument, key, [*named, *listed])
+    slots = f"{optimizer}.state."
+    objects = {f"{optimizer}.{name}": each for name, each in DcpDirectory(path, prefix=optimizer).objects().items()}
+    objects |= {step: whole.object_of(step)} if step in named else {}  # the others may be of any class
+    single = {
+        name: spec
+        for name, spec in listed.items()
+        if (name == step or name.startswith(f"{optimizer}.param_groups.")) and spec.shape in ((), (1,))
     }
-    wanted = {
-        name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape))
-        for name, spec in scalars.items()
-        if spec.shape in ((), (1,))
-    }
+    wanted = {name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape)) for name, spec in single.items()}
     objects |= {name: tensor.item() for name, tensor in whole.supply(wanted)}
-    tops = {name.partition(".")[0] for name in (*objects, *listed)}
+    tops = {
+        name.partition(".")[0] for name in (*named, *(listed if model else ()))
+    }  # without a key, a tensor at the top may be a weight
     known = {each.partition(".")[0] for each in (model, optimizer, step)}
-    names = [] if model else list(listed)  # at the top, what is not a weight has no mark
     return Training(
         str(path),
         source,
         DcpDirectory(path, prefix=f"{optimizer}.state"),
-        {
-            name.removeprefix(f"{optimizer}.state."): each
-            for name, each in objects.items()
-            if name.startswith(f"{optimizer}.state.")
-        },
+        {name.removeprefix(slots): each for name, each in objects.items() if name.startswith(slots)},
         _groups_by_name(objects, f"{optimizer}.param_groups."),
         _step(objects.get(step)),
         None,
-        tuple(
-            (name, _ANOTHER) for name in sorted(tops - known) if name not in {each.partition(".")[0] for each in names}
-        ),
+        tuple((name, _ANOTHER) for name in sorted(tops - known)),
     )
 
 

@@ -139,3 +139,20 @@ def test_old_files_and_folders_are_named(tmp_path):
         TorchFile(path).specs()
     with pytest.raises(TrainfoldError, match=r"expected a file of torch\.save, found a directory"):
         TorchFile(tmp_path).specs()
+
+
+def test_what_has_no_end_is_not_waited_for(tmp_path):
+    """U02: a pipe in the place of a file."""
+    os.mkfifo(tmp_path / "x.pt")
+    with OpenFiles(tmp_path) as files, pytest.raises(CheckpointHostile, match="found a directory, a pipe or a device"):
+        files.whole("x.pt")
+
+
+def test_values_of_many_levels_are_refused(tmp_path):
+    """U02: and no error of Python's own depth."""
+    deep = {}
+    for _ in range(150):
+        deep = {"a": [deep]}
+    torch.save(deep, tmp_path / "x.pt")
+    with pytest.raises(CheckpointHostile, match="values of at most 100 levels"):
+        TorchFile(tmp_path / "x.pt").specs()

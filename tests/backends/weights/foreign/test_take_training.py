@@ -33,9 +33,13 @@ def train(model, optimizer, scheduler, batches):
     return model, optimizer, scheduler
 
 
+class Position:
+    """Of another program. It is not read."""
+
+
 def write_dcp(path, model, optimizer, scheduler):
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    cases.save(path, {"model": model_state, "optim": optimizer_state, "step": STEPS, "data": {"at": 3}})
+    cases.save(path, {"model": model_state, "optim": optimizer_state, "step": STEPS, "data": {"at": Position()}})
     return dcp_training(path)
 
 
