@@ -14,6 +14,7 @@ _END_64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR: Final = struct.Struct("<4sLQL")
 _END: Final = struct.Struct("<4s4H2LH")
 _FULL_32: Final = 0xFFFF_FFFF
+_IS_AFTER: Final = 8  # a flag: the sum of a member comes after its data
 _FOLDER: Final = "archive"
 
 
@@ -26,7 +27,7 @@ def archive_around(
         small: the first members, with their contents.
         data: the name and the size of the last member; None if there is no other.
         at: where the archive begins in its file.
-        check_sum: CRC-32 of the data. The sizes of the results do not depend on it.
+        check_sum: CRC-32 of the data. It is in what comes after them, so that they can be written before it is known; the sizes do not depend on it.
 
     Examples:
         >>> head, tail = archive_around([("version", b"3")], ("data/0", 8), at=10)
@@ -42,7 +43,9 @@ def archive_around(
         size = data[1]
         _member(head, listing, (data[0], size, check_sum), at)
     count, first = len(small) + (data is not None), len(head) + size
-    tail = bytes(listing)
+    tail = b"" if data is None else _descriptor(check_sum, size)
+    first += len(tail)
+    tail += bytes(listing)
     tail += _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, len(listing), first)
     tail += _LOCATOR.pack(b"PK\x06\x07", 0, first + len(listing), 1)
     tail += _END.pack(b"PK\x05\x06", 0, 0, count, count, len(listing), min(first, _FULL_32), 0)
@@ -63,7 +66,13 @@ def _member(head: bytearray, listing: bytearray, member: tuple[str, int, int], a
     if at is not None:
         room = -(at + start + _LOCAL.size + len(path) + len(wide) + 4) % ALIGNED
         pad = b"FB" + struct.pack("<H", room) + bytes(room)
-    head += _LOCAL.pack(b"PK\x03\x04", 45, 0, 0, 0, 0x21, check_sum, short, short, len(path), len(wide) + len(pad))
+    flags, early = (_IS_AFTER, 0) if at is not None else (0, check_sum)
+    head += _LOCAL.pack(b"PK\x03\x04", 45, flags, 0, 0, 0x21, early, short, short, len(path), len(wide) + len(pad))
     head += path + wide + pad
-    listing += _ENTRY.pack(b"PK\x01\x02", 45, 45, 0, 0, 0, 0x21, check_sum, short, short, len(path), len(wide), 0, 0, 0, 0, start)  # fmt: skip
+    listing += _ENTRY.pack(b"PK\x01\x02", 45, 45, flags, 0, 0, 0x21, check_sum, short, short, len(path), len(wide), 0, 0, 0, 0, start)  # fmt: skip
     listing += path + wide
+
+
+def _descriptor(check_sum: int, size: int) -> bytes:
+    """What comes after the data of a member whose sum was not known before."""
+    return struct.pack("<4sL2Q" if size >= _FULL_32 else "<4s3L", b"PK\x07\x08", check_sum, size, size)

@@ -1,12 +1,15 @@
 """A directory of distributed checkpoints is there, whole, or not at all; what a killed writer has finished is kept."""
 
 import tracemalloc
+import zipfile
 
 import pytest
 import torch
 from kit.backends import dcp_cases as cases
 
 from trainfold.backends.formats.dcp.dcp_writer import write_dcp
+from trainfold.backends.formats.torch_save.archive import archive_values, read_archive
+from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.core.errors import InvalidState
 from trainfold.core.torch_files.dcp_plan import plan_dcp
 from trainfold.weights import DcpDirectory
@@ -54,3 +57,26 @@ def test_a_directory_of_many_tensors_takes_little_time_and_memory_to_plan():
     tracemalloc.stop()
     assert plan.size_bytes > 300 * 4096 * 4096 * 2
     assert peak < 5_000_000
+
+
+def test_a_tensor_of_more_than_4_gib_is_found_by_all_readers(tmp_path):
+    """M24: sizes of 64 bits; the file has holes, and only what is around the tensor is written."""
+    spec = cases.LeafSpec("bfloat16", (5 << 20, 512))
+    (file,) = plan_dcp({"w": spec}).files
+    (entry,) = file.entries
+    head, tail = entry.around()
+    path = tmp_path / "x.pt"
+    with path.open("wb") as opened:
+        opened.write(head)
+        opened.truncate(len(head) + entry.data_bytes)
+        opened.seek(len(head) + entry.data_bytes)
+        opened.write(tail)
+    assert path.stat().st_size == file.size_bytes > 5 << 30
+    with zipfile.ZipFile(path) as theirs:
+        assert theirs.getinfo("archive/data/0").file_size == 5 << 30
+    assert torch.load(path, mmap=True).shape == spec.shape
+    with OpenFiles(tmp_path) as files:
+        members = read_archive(whole := files.whole("x.pt"))
+        assert members["data/0"].start == len(head)
+        assert members["data/0"].size == 5 << 30
+        assert archive_values(whole, members).shape == spec.shape
