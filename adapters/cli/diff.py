@@ -11,7 +11,7 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.core.format.leaf_texts import cut_otherwise, fingerprints_with, leaf_texts
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.drift import ENVIRONMENT
-from trainfold.core.state.notes import CONVERTED
+from trainfold.core.state.notes import CONVERTED, LINEAGE
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"
@@ -137,7 +137,7 @@ def _promises(manifest: Manifest) -> dict[str, str]:
 
 
 def _is_circumstance(key: str) -> bool:
-    return key == CONVERTED or key.startswith(ENVIRONMENT)
+    return key in (CONVERTED, LINEAGE) or key.startswith(ENVIRONMENT)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, str]:

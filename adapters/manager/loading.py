@@ -271,6 +271,8 @@ class LoadRunner:
         if is_fresh:
             return self._begin(live, initial, follows, "holds no checkpoint: the run starts fresh")
         ignored = () if initial is None else (why_ignored(initial),)
+        if ignored and self.loader.collectives.rank == 0:
+            _LOG.info("%s: initial weights ignored: %s", self.loader.store.url, *ignored)
         return attrs.evolve(self._restored(live), ignored=ignored)
 
     def _begin(self, live: Live, initial: WeightSource | None, follows: Sequence[str], why: str) -> Restored:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kit.adapters.live_cases import Averaged
 from torch import nn
 
+from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -20,6 +21,7 @@ from trainfold.core.errors import (
     HalfRestored,
     InvalidArgument,
     InvalidState,
+    RankFailed,
     RanksDisagree,
     ResumeRefused,
     SourceFailed,
@@ -72,7 +74,7 @@ def another_run(seed=7, steps=3):
 
 
 def test_a_run_begins_with_weights_alone_and_then_with_its_own_checkpoints(caplog):
-    """V07: step 0, no optimizer, streams or counters. V02: relaunched with the same arguments, its own newest wins, and what was ignored is said with the reason."""
+    """V07: step 0, no optimizer, streams or counters. V02: relaunched with the same arguments, its own newest wins, and what was ignored is said with the reason. L03: a resume reads one checkpoint; the other sources are not asked."""
     base, other = another_run()
     store, run = MemoryStore(), Run(1)
     source = CheckpointWeights(base)
@@ -87,11 +89,12 @@ def test_a_run_begins_with_weights_alone_and_then_with_its_own_checkpoints(caplo
         assert "begins with" in str(begun)
         trained = run.train(manager, 2)
     again = Run(2)
-    with CheckpointManager(store, every=1) as manager, caplog.at_level(logging.WARNING):
+    with CheckpointManager(store, every=1) as manager, caplog.at_level(logging.INFO):
         resumed = manager.restore(again.live, initial=HubDirectory("removed/since"))
         assert (resumed.is_fresh, resumed.step, bits(again.model)) == (False, 2, trained)
         assert resumed.ignored == ("HubDirectory('removed/since'): the run has checkpoints of its own",)
         assert "ignored  HubDirectory" in str(resumed)
+    assert "initial weights ignored: HubDirectory('removed/since'): the run has checkpoints of its own" in caplog.text
 
 
 @settings(deadline=None, max_examples=8)
@@ -132,6 +135,23 @@ def test_checkpoints_say_where_each_tensor_came_from_also_after_a_resume():
         assert found["1.running_mean"] == repr(CheckpointWeights(start, step=3))
         assert found["2.weight"] == "ByScript()"
         assert None not in found.values()
+
+
+def test_runs_that_began_with_the_same_weights_elsewhere_are_equal(tmp_path):
+    """V16: where they came from is shown, and compared with nothing: a base may be moved."""
+    base, _ = another_run()
+    moved = tmp_path / "moved"
+    save(take_weights(Run(1).live.capture(), CheckpointWeights(base)), moved)
+    torch.manual_seed(0)
+    for name, source in (("a", CheckpointWeights(base)), ("b", CheckpointWeights(moved))):
+        run = Run(1)
+        with CheckpointManager(tmp_path / name, every=1) as manager:
+            manager.restore(run.live, initial=source)
+            torch.manual_seed(3)
+            run.train(manager, 1)
+    answer = diff_checkpoints(tmp_path / "a", tmp_path / "b")
+    assert answer.error is None
+    assert "weights.from" in str(answer.tables)
 
 
 def test_a_component_follows_the_source_that_was_chosen_for_the_weights():
@@ -216,6 +236,51 @@ def test_weights_that_do_not_fit_change_nothing_and_a_source_that_fails_halfway_
             manager.restore(run.live, initial=Fails())
         with pytest.raises(HalfRestored):
             run.live.capture()
+
+
+def test_each_rank_of_a_run_begins_alike_and_continues_alike():
+    """V02, V07: two ranks with scripts of other seeds; a rank that fails ends the start on both, and nothing is saved of a half."""
+    base, other = another_run(steps=1)
+    store = MemoryStore()
+    runs = [Run(seed) for seed in (1, 2)]
+
+    def start(world, run, source):
+        with CheckpointManager(store, every=1, collectives=world) as manager:
+            restored = manager.restore(run.live, initial=source)
+            if restored.is_fresh:
+                run.live.advance(samples=2)
+                manager.save(run.live)
+            return restored.is_fresh, restored.step, bits(run.model) == bits(other.model)
+
+    assert (
+        run_threads(2, lambda world: start(world, runs[world.rank], CheckpointWeights(base))) == [(True, 0, True)] * 2
+    )
+    again = [Run(seed) for seed in (3, 4)]
+    found = run_threads(2, lambda world: start(world, again[world.rank], CheckpointWeights(base)))
+    assert found == [(False, 1, True)] * 2
+
+    class Fails:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def supply(self, wanted):
+            yield from (
+                (n, torch.zeros(e.shape, dtype=getattr(torch, e.dtype)))
+                for n, e in wanted.items()
+                if self.rank == 0 or n != "2.bias"
+            )
+
+    half = [Run(seed) for seed in (5, 6)]
+
+    def broken(world):
+        run = half[world.rank]
+        with CheckpointManager(MemoryStore(), collectives=world) as manager:
+            with pytest.raises((InvalidState, RankFailed), match=r"nothing for 2\.bias"):
+                manager.restore(run.live, initial=Fails(world.rank))
+            with pytest.raises(HalfRestored):
+                run.live.capture()
+
+    run_threads(2, broken)
 
 
 def test_masters_follow_initial_weights():

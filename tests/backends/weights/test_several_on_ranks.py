@@ -14,6 +14,7 @@ from trainfold.core.state.notes import LINEAGE
 from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.core.transform.naming import rename
 from trainfold.core.weights.source import Wanted
+from trainfold.properties.contracts import check_weight_source
 from trainfold.weights import (
     ByScript,
     Cast,
@@ -122,3 +123,12 @@ def test_a_fault_of_one_of_several_sources_names_that_one():
     state = state_of({name: torch.zeros_like(MODEL[name]) for name in ("0.w", "head.w")})
     with pytest.raises(SourceFailed, match=r"weights from Mine: .*KeyError: 'no.such'"):
         take_weights(state, source)
+
+
+def test_several_sources_keep_the_contract_of_one():
+    """I06: with an overlap that is declared, and a part through a transform."""
+    tensors = {"a.w": torch.arange(6.0).reshape(3, 2), "b.w": torch.ones(2), "c.w": torch.zeros(1)}
+    first = run_with(**{"old.w": tensors["a.w"], "c.w": torch.ones(1)})
+    second = run_with(**{"b.w": tensors["b.w"], "c.w": tensors["c.w"]})
+    renamed = Transformed(first, rename("old.{name}", "a.{name}"))
+    check_weight_source(lambda: SeveralSources([renamed, LoadSpec(second, overrides=True)]), tensors)

@@ -8,6 +8,7 @@ from kit.adapters.fsdp2_cases import sharded, whole
 from safetensors.torch import save_file
 
 from trainfold.adapters.live.attach import attach
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.runs.api import save
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
@@ -27,7 +28,7 @@ from trainfold.core.weights.source import Wanted
 from trainfold.core.weights.wrapped import Cast, Frozen, Renamed
 from trainfold.properties.contracts import ContractBroken, check_weight_source
 from trainfold.ranks import SingleProcess
-from trainfold.weights import FirstRank
+from trainfold.weights import ByScript, FirstRank, LoadSpec, SeveralSources
 
 TENSORS = {
     "h.weight": torch.arange(24.0).view(6, 4),
@@ -240,11 +241,17 @@ def on_ranks(collectives, folder):
             live.take_weights(collectives)
             bits = {key: whole(each.detach()).tolist() for key, each in model.named_parameters()}
             found[name, kind] = bits, live.contract().get("weights.outside")
+    model = sharded(world, seed=6)
+    before = {key: whole(each.detach()).tolist() for key, each in model.named_parameters()}
+    part = LoadSpec(CheckpointWeights(folder), names=["first.{name}", "second.{name}"])
+    with CheckpointManager(f"{folder}-tuned", collectives=collectives) as manager:
+        manager.restore(attach(model), initial=SeveralSources([part, ByScript()]))
+    found["initial"] = before, {key: whole(each.detach()).tolist() for key, each in model.named_parameters()}
     return found
 
 
 def test_ranks_under_fsdp2_take_their_parts_with_one_fingerprint_on_any_number_of_them(processes, tmp_path):
-    """I06, J07: uneven and empty parts; read by each rank, or by rank 0 for all."""
+    """I06, J07: uneven and empty parts; read by each rank, or by rank 0 for all. L01, V07: a run begins with some of them, and its script's for the rest."""
     from kit.adapters.fsdp2_cases import Model
 
     torch.manual_seed(3)
@@ -265,6 +272,8 @@ def test_ranks_under_fsdp2_take_their_parts_with_one_fingerprint_on_any_number_o
                 key: own[key] for key in own if key.startswith(("first", "second"))
             }
             assert bits["last.weight"] != own["last.weight"]
+        before, begun = each["initial"]
+        assert begun == {key: own[key] if key.startswith(("first", "second")) else before[key] for key in own}
 
 
 def test_a_nested_tree_has_no_names_for_a_model():
