@@ -16,6 +16,7 @@ from trainfold.core.format.dtypes import STORED
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.state.spec import dtype_name
+from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.source import Wanted
 
 DTYPES = [name for name in STORED if name not in ("float4_e2m1fn_x2", "float8_e8m0fnu", "uint16", "uint32", "uint64")]
@@ -74,8 +75,7 @@ def load(path, state):
 
 def bits(tensor):
     """The bytes of a tensor, to compare NaNs too."""
-    dense = tensor.detach().contiguous().clone()
-    return dense.dtype, tuple(dense.shape), bytes(dense.reshape(-1).view(torch.uint8).numpy()) if dense.numel() else b""
+    return tensor.dtype, tuple(tensor.shape), bytes(tensor_bytes(tensor))
 
 
 def all_bits(tensors):
