@@ -2,8 +2,10 @@
 
 import json
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from kit.adapters.fsdp2_cases import sharded, whole
 from safetensors.torch import save_file
 
@@ -22,6 +24,7 @@ from trainfold.core.errors import (
     InvalidState,
     TrainfoldError,
 )
+from trainfold.core.layout.slices import whole_box
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.core.weights.source import Wanted
@@ -283,3 +286,24 @@ def test_a_nested_tree_has_no_names_for_a_model():
     save(TrainState(trainer=Progress(step=1), extra={"tree": nested}), store)
     wanted = {"w": Wanted("float32", (1,), ((0, 1),))}
     assert dict(CheckpointWeights(store, component="tree").supply(wanted)) == {}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(flips=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 255)), min_size=1, max_size=3))
+def test_a_changed_file_of_a_hub_is_refused_by_name_or_has_tensors(tmp_path, flips):
+    """U02: nothing but named errors comes of any bytes, and no tensor reaches beyond the file."""
+    folder = hub(tmp_path / "hub")
+    file = folder / "model-0.safetensors"
+    data = bytearray(file.read_bytes())
+    for place, change in flips:
+        data[place % len(data)] ^= change
+    file.write_bytes(data)
+    total, said = 0, "hub"
+    try:
+        specs = HubDirectory(folder).specs()
+        wanted = {name: Wanted(each.dtype, each.shape, whole_box(each.shape)) for name, each in specs.items()}
+        total = sum(each.nbytes for _, each in HubDirectory(folder).supply(wanted))
+    except TrainfoldError as error:
+        said = str(error)
+    assert total <= len(data)
+    assert "hub" in said
