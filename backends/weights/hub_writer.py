@@ -304,4 +304,4 @@ def _check(path: str, file: HubFile) -> None:
         found = error
     if found != {name: (HUB_DTYPES[each.dtype], each.shape) for name, each in file.tensors.items()}:
         shown = found if isinstance(found, Exception) else "others"
-        raise SaveFailed(path, expected=f"the {len(file.tensors)} tensors that were written", found=shown, fix="report this: the file was not committed")  # fmt: skip
+        raise SaveFailed(path, expected="the tensors that were written", found=shown, fix="report this: the file was not committed")  # fmt: skip

@@ -79,7 +79,10 @@ class HubPlan:
         return max((size_bytes(each.dtype, each.shape) for file in self.files for each in file.tensors.values()), default=0)  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"{each.name}: {len(each.tensors)} tensors, {each.size_bytes:,} bytes" for each in self.files]
+        lines = [
+            f"{each.name}: {len(each.tensors)} tensor{'s' * (len(each.tensors) != 1)}, {each.size_bytes:,} bytes"
+            for each in self.files
+        ]
         lines += [f"{name}: {len(data):,} bytes" for name, data in self.beside.items()]
         for reason in dict.fromkeys(self.left_out.values()):
             names = [name for name, each in self.left_out.items() if each == reason]
