@@ -11,10 +11,10 @@ from trainfold.adapters.outside.outside_weights import OutsideWeights
 from trainfold.adapters.sharded.dtensor import leaf_of, named_shards, reshard
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.weights.plan import PlannedWeights
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.notes import LINEAGE
-from trainfold.core.state.state import TrainState
+from trainfold.core.state.state import Progress, TrainState
 from trainfold.core.weights.several.lineage import lineage_of, lineage_source
 from trainfold.core.weights.source import WeightSource
 from trainfold.core.weights.wrapped import ByScript, Frozen
@@ -39,6 +39,11 @@ class TakesWeights:
     @property
     def modules(self) -> Sequence[torch.nn.Module]:
         """The attached modules, the model first."""
+        raise NotImplementedError
+
+    @property
+    def progress(self) -> Progress:
+        """The counters."""
         raise NotImplementedError
 
     def overwrites(self, *, is_over: bool = False) -> None:
@@ -92,9 +97,12 @@ class TakesWeights:
             world: the ranks, all of which call.
 
         Raises:
-            InvalidState: if the weights cannot be taken so; nothing was changed.
+            InvalidState: if the weights cannot be taken so, or the run has steps; nothing was changed.
             HalfRestored: at the next save, if the source failed while it was read.
         """
+        if self.progress.step:
+            raise InvalidState("restore.initial", expected="a run that begins, at step 0", found=f"one at step {self.progress.step}",
+                               fix="call manager.restore(live, initial=...) before the loop")  # fmt: skip
         model, frozen = self.modules[0], frozenset() if self.outside is None else self.outside.frozen
         reshard(model)
         named = named_shards(model)

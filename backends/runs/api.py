@@ -18,6 +18,7 @@ from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot, check_state, describe_state
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import names_given
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
@@ -121,6 +122,9 @@ def plan(  # noqa: PLR0913 - keywords
         3
     """
     check_state(like, "like")
+    if initial is not None and not isinstance(initial, WeightSource):
+        raise InvalidArgument("plan.initial", expected="a WeightSource", found=type(initial).__qualname__,
+                              fix="pass one of trainfold.weights, such as trainfold.weights.HubDirectory(path)")  # fmt: skip
     request = resume_request(step=step, components=components, policy=policy, reset=reset)
     store = open_store(run)
     found = plan_load(store, like=like, request=request, contract=contract, collectives=SingleProcess())

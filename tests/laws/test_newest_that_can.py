@@ -13,7 +13,7 @@ from trainfold.adapters.cli.plan import plan_run
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import open_store
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import CheckpointMissing, InvalidState, ResumeRefused
+from trainfold.core.errors import CheckpointMissing, InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.state.state import Progress
 from trainfold.weights import CheckpointWeights, HubDirectory
 
@@ -92,3 +92,5 @@ def test_the_command_line_and_a_manager_choose_alike(tmp_path):
             assert decision.reason.count("passed over") == 2 - step if components is None else True
     plan = trainfold.plan(run, like=state_at(9), initial=HubDirectory("models/base"))
     assert "note         initial weights ignored: HubDirectory('models/base'): the run has checkpoints of its own" in str(plan)  # fmt: skip
+    with pytest.raises(InvalidArgument, match=r"plan\.initial: expected a WeightSource, found str"):
+        trainfold.plan(run, like=state_at(9), initial="models/base")

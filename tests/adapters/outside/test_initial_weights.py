@@ -17,6 +17,7 @@ from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import save
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.construct import materialize, on_meta
 from trainfold.core.errors import (
     HalfRestored,
     InvalidArgument,
@@ -281,6 +282,37 @@ def test_each_rank_of_a_run_begins_alike_and_continues_alike():
                 run.live.capture()
 
     run_threads(2, broken)
+
+
+def test_a_run_that_has_trained_does_not_begin_again():
+    """V07: its counters, slots and streams would belong to other weights."""
+    base, _ = another_run(steps=1)
+    run = Run(1)
+    with CheckpointManager(MemoryStore(), every=9) as manager:
+        manager.restore(run.live, initial=CheckpointWeights(base))
+        trained = run.train(manager, 1)
+        with pytest.raises(InvalidState, match=r"at step 0, found one at step 1; .*before the loop"):
+            manager.restore(run.live, initial=CheckpointWeights(base))
+        assert bits(run.model) == trained
+
+
+def test_a_model_that_was_built_on_meta_begins_with_initial_weights():
+    """V07, L02: what is left to a script that has made nothing is named, and not saved."""
+    base, other = another_run(steps=1)
+
+    def begun(source):
+        model = on_meta(lambda: network(1))
+        materialize(model, device="cpu")
+        live = attach(model)
+        with CheckpointManager(MemoryStore()) as manager:
+            manager.restore(live, initial=source)
+        live.capture()
+        return bits(model)
+
+    assert begun(CheckpointWeights(base)) == bits(other.model)
+    part = LoadSpec(CheckpointWeights(base), names=["0.{name}", "1.{name}"])
+    with pytest.raises(InvalidState, match=r"2\.weight"):
+        begun(SeveralSources([part, ByScript()]))
 
 
 def test_masters_follow_initial_weights():
