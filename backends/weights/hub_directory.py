@@ -183,7 +183,7 @@ class HubDirectory:
                         str(self._path),
                         expected="each tensor in one file",
                         found=f"{name} in {other.name} and in {file.name}",
-                        fix=f"leave one set of files in the directory, or an {HUB_INDEX}",
+                        fix=f"leave one set of files in the directory, or an {HUB_INDEX}; if they are parts of ranks, use trainfold.weights.DcpDirectory",
                     )
                 if name not in places:
                     raise CheckpointDamaged(

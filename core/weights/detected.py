@@ -42,6 +42,7 @@ _ZIP_START: Final = b"PK\x03\x04"
 _LIGHTNING: Final = b"pytorch-lightning_version"
 _SAFETENSORS_HEADER_BYTES: Final = 100_000_000  # as in the reference implementation
 _SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+_RANK_PART: Final = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 _RANDOM_STATES: Final = re.compile(r"random_states_\d+\.pkl")
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _BESIDE: Final = ("config.json", "adapter_config.json", "trainer_state.json")
@@ -178,6 +179,8 @@ def _tensor_files(files: Sequence[str], *, is_checkpoint: bool) -> tuple[list[st
     random = [name for name in files if _RANDOM_STATES.fullmatch(name)]
     if random:
         return ["accelerate"], [_listed(random), *shown]
+    if tensors and all(map(_RANK_PART.fullmatch, tensors)):
+        return ["dcp"], [f"{_listed(tensors)}: the parts of ranks, as torch's writer for hubs leaves them"]
     if INDEX_FILE in files or _stands_alone(tensors):
         return ["hf"], [*shown, *(name for name in _BESIDE if name in files)]
     return [], [f"{_listed(tensors)}: files of several, without {INDEX_FILE}"] if tensors else []

@@ -17,7 +17,7 @@ import trainfold
 from trainfold.backends.formats import detect
 from trainfold.backends.formats.detect import detect_format
 from trainfold.core.weights.detected import FORMATS, HEAD_BYTES, NameSeen, detected_file, detected_of
-from trainfold.errors import CheckpointForeign, CheckpointHostile, CheckpointMissing
+from trainfold.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, CheckpointMissing
 
 WEIGHTS = {"w": torch.arange(4.0)}
 INDEX = "model.safetensors.index.json"
@@ -105,6 +105,16 @@ def test_files_of_several_without_an_index_are_a_directory_of_a_hub_only_if_none
     """A save that did not finish has such files too, numbered from 0: its optimizer is not the weights of a model."""
     whole = [{f"model-{a:05d}-of-{b:05d}.safetensors" for a in range(1, b + 1)} for b in (2, 3)]
     assert (detected_of("a", [NameSeen(name, "file") for name in names]).format == "hf") == (names in whole)
+
+
+def test_parts_of_ranks_in_safetensors_files_are_not_taken_for_whole_tensors(tmp_path):
+    """A reader of whole tensors would find one of them, and another one for each rank."""
+    names = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    for rank, name in enumerate(names):
+        save_file({"w": WEIGHTS["w"] + rank}, tmp_path / name)
+    assert detect_format(tmp_path).format == "dcp"
+    with pytest.raises(CheckpointDamaged, match="DcpDirectory"):
+        trainfold.weights.HubDirectory(tmp_path).specs()
 
 
 @pytest.mark.parametrize(
