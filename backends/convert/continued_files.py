@@ -38,7 +38,7 @@ class Kept:
     """
 
     size_bytes: int
-    read: Callable[[int, int], bytes]
+    read: Callable[[int, int], bytearray]
 
 
 @final
@@ -57,6 +57,7 @@ class ContinuedWrites:
         self._url = root
         self._plan = plan
         self._finish: list[Callable[[], None]] = []
+        self._known: dict[str, Kept] = {}
         self._opened = ExitStack()
 
     @property
@@ -79,8 +80,13 @@ class ContinuedWrites:
         Args:
             name: of the file, with its directory.
         """
+        if name not in self._known:
+            self._known[name] = self._read_kept(name)
+        return self._known[name]
+
+    def _read_kept(self, name: str) -> Kept:
         directory, last = split_name(name)
-        nothing = Kept(0, lambda start, stop: b"")  # noqa: ARG005
+        nothing = Kept(0, lambda start, stop: bytearray())  # noqa: ARG005
         with named_failures(f"{self._url}/{name}"), suppress(FileNotFoundError):
             parent = self._opened.enter_context(open_directory(self._url, directory))
             noted, digest = _last_note(parent, last, self._plan)
@@ -90,7 +96,7 @@ class ContinuedWrites:
                 fd = os.open(_partial(last), os.O_RDONLY | _OPEN, dir_fd=parent)
                 self._opened.callback(os.close, fd)
                 if _is_plain(fd) and os.fstat(fd).st_size >= noted and _digest(fd, noted) == digest:
-                    return Kept(noted, lambda start, stop: os.pread(fd, stop - start, start))
+                    return Kept(noted, lambda start, stop: _read(fd, start, stop))
         return nothing
 
     def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
@@ -207,6 +213,15 @@ def _digest(fd: int, size_bytes: int) -> str:
     for start in range(0, size_bytes, _READ_BYTES):
         whole.update(os.pread(fd, min(_READ_BYTES, size_bytes - start), start))
     return DIGEST_PREFIX + whole.hexdigest()
+
+
+def _read(fd: int, start: int, stop: int) -> bytearray:
+    """Bytes of a file that are there. One call of the system reads at most 2 GB."""
+    found = bytearray(stop - start)
+    view, done = memoryview(found), 0
+    while done < len(found) and (size := os.preadv(fd, [view[done : done + _READ_BYTES]], start + done)):
+        done += size
+    return found
 
 
 def _is_plain(fd: int) -> bool:

@@ -23,7 +23,7 @@ from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.digest import DIGEST_PREFIX, digest_of
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument
 from trainfold.core.format.dtypes import STORED
-from trainfold.core.format.file_names import MANIFEST, directory_of, index_name, storage_key
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, index_name, storage_key
 from trainfold.core.format.indexes.contributions import contributions_of
 from trainfold.core.format.manifest import (
     INLINE_BYTES,
@@ -76,12 +76,13 @@ def link_to_run(opened: OpenedSource, target: str, *, dry_run: bool, advance: Ad
         for rank, file in enumerate(files)
     )
     store = LocalStore(target)
-    if store.list():
+    if set(store.list()) - {RUN_FILE, directory} or store.size(f"{directory}/{MANIFEST}") is not None:
         raise InvalidArgument(target, expected="a directory that does not exist yet, or is empty", found=f"one with {store.list()[0]}",
                               fix="name another directory; a run is never written into")  # fmt: skip
     if dry_run:
         return LinkedDirectory(target, linked, {})
     with store.lock():
+        store.delete(f"{directory}/")  # of a killed process
         head, _ = begin_checkpoint(store, contents.step)
         Path(target, directory).mkdir()
         with named_failures(target):

@@ -104,6 +104,7 @@ def contents_of_weights(
         tuple(in_order(omitted)),
         {CONVERTED: _note(opened, said)},
         digest_of(canonical_json([weights.identity, said])),
+        weights.check,
     )
 
 

@@ -1,7 +1,7 @@
 """`write_native`: writes a checkpoint from tensors that are read one after the other, and goes on where a killed process stopped."""
 
 from collections.abc import Callable, Mapping
-from typing import Final, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -45,6 +45,7 @@ class NativeContents:
         omitted: components that the source has, or a run would have, and that are left out. A full resume passes such a checkpoint over.
         contract: what must be equal at a resume, and under `CONVERTED` where it comes from.
         identity: of the source, so that what another source has given is not gone on with.
+        check: called before the commit; it raises if what was read may not be what was there when the source was opened.
     """
 
     step: int
@@ -53,6 +54,7 @@ class NativeContents:
     omitted: tuple[str, ...]
     contract: Mapping[str, Json]
     identity: str
+    check: Callable[[], Any] = attrs.field(default=lambda: None, repr=False)
 
     @property
     def plan(self) -> SavePlan:
@@ -85,13 +87,15 @@ def write_native(contents: NativeContents, path: str) -> str:
         return plan.directory
     with store.lock():
         _check_target(store, plan, identity)
-        store.reserve(plan.size_bytes + _ROOM_BYTES)
-        head, _ = begin_checkpoint(store, contents.step)
         with ContinuedWrites(path, identity) as writes:
+            kept = {file.name: writes.kept(f"{plan.directory}/{file.name}") for file in plan.files}
+            store.reserve(plan.size_bytes - sum(each.size_bytes for each in kept.values()) + _ROOM_BYTES)
+            head, _ = begin_checkpoint(store, contents.step)
             records = {}
             for file in plan.files:
-                leaves = _leaves(file, contents, writes.kept(f"{plan.directory}/{file.name}"))
+                leaves = _leaves(file, contents, kept[file.name])
                 records[file.name] = write_file(file, leaves, store=writes, directory=plan.directory)
+            contents.check()
             writes.finish()
         manifest = without_collecting(manifest_of)(
             plan, records, head=head, contract=contract, omitted=contents.omitted, versions=library_versions()
@@ -156,7 +160,6 @@ def _of_file(placed: TensorPlacement, kept: Kept) -> ReadLeaf:
         dtype = torch_dtype(placed.dtype)
         if placed.start == placed.stop:
             return torch.empty(placed.shape, dtype=dtype)
-        data = bytearray(kept.read(placed.start, placed.stop))
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(placed.shape)
+        return torch.frombuffer(kept.read(placed.start, placed.stop), dtype=torch.uint8).view(dtype).view(placed.shape)
 
     return read

@@ -259,6 +259,26 @@ def test_weights_that_go_to_a_checkpoint_and_back_are_the_same_bytes(tmp_path):
     assert weights(CheckpointWeights(tmp_path / "run")).keys() >= {"layers.0.attention.wq.weight"}
 
 
+def test_a_conversion_that_goes_on_needs_room_for_what_is_missing_alone(tmp_path, monkeypatch):
+    """The disk was large enough when it began, and has as much less room as is there already."""
+    hub = a_hub_directory(tmp_path / "hub", {f"w{number}": torch.randn(4096) for number in range(8)})
+    monkeypatch.setattr(continued_files, "NOTE_BYTES", 4096)
+    asked = []
+    monkeypatch.setattr(trainfold.LocalStore, "reserve", lambda _, size_bytes: asked.append(size_bytes))
+    read = []
+
+    def advance(size_bytes):
+        read.append(size_bytes)
+        if len(read) == 5:
+            raise Interrupted
+
+    planned = plan_conversion(open_source(hub), tmp_path / "run", to="native")
+    with pytest.raises(Interrupted):
+        run_conversion(planned, advance=advance)
+    run_conversion(planned, advance=advance)
+    assert asked[1] <= asked[0] - 4 * 4 * 4096
+
+
 def test_another_source_or_another_dtype_does_not_go_on_with_what_is_there(tmp_path):
     """V15: what is begun belongs to one source and one plan."""
     hub = a_hub_directory(tmp_path / "hub", {"w": torch.ones(4)})

@@ -13,7 +13,7 @@ import trainfold
 from trainfold.backends.convert import linked_files
 from trainfold.backends.formats.native.header_check import HeaderCheck
 from trainfold.backends.runs.scan import read_manifest
-from trainfold.errors import CheckpointDamaged
+from trainfold.errors import CheckpointDamaged, CheckpointMissing
 from trainfold.ranks import run_threads
 from trainfold.stores import FilePreference
 from trainfold.weights import CheckpointWeights, HubDirectory
@@ -199,4 +199,8 @@ def test_another_filesystem_is_refused_with_the_next_move(answered, run, hub, tm
     assert error["fix"] == "choose a path on that filesystem, or copy the tensors with trainfold convert"
     assert [each.name for each in tmp_path.iterdir() if "view" in each.name] == []
     answered("link", hub, Path(tmp_path, "new"), code=32)
-    assert trainfold.weights.detect_format(tmp_path / "new").format in ("run", "unknown")
+    with pytest.raises(CheckpointMissing):
+        CheckpointWeights(tmp_path / "new").specs()
+    monkeypatch.undo()
+    answered("link", hub, Path(tmp_path, "new"))
+    answered("verify", tmp_path / "new")
