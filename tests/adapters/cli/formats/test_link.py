@@ -108,7 +108,8 @@ def test_a_directory_of_a_hub_is_shown_as_a_checkpoint_of_a_new_run(answered, hu
 
 def test_a_checkpoint_of_several_ranks_is_shown_if_each_tensor_is_whole_in_one_file(answered, tmp_path):
     """Each file gets a second name, and an index says what is in it."""
-    run_threads(2, lambda world: trainfold.save(cli_cases.state_at(1), tmp_path / "run", collectives=world))
+    state = cli_cases.state_at(1)  # threads share the global generator
+    run_threads(2, lambda world: trainfold.save(state, tmp_path / "run", collectives=world))
     found, _ = answered("link", tmp_path / "run", tmp_path / "view")
     assert [each["name"] for each in found["linked"]] == [
         f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
