@@ -204,7 +204,6 @@ def test_the_step_of_a_checkpoint_goes_to_the_hub_and_back(tmp_path):
 
 def test_a_checkpoint_of_several_ranks_becomes_one_of_a_single_process(tmp_path):
     """K08, K10: leaves that ranks hold in parts are put together; what each rank has of its own is left out, and on record."""
-
     state = trained().capture()  # threads share the global generator
 
     def save(ranks):
