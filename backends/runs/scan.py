@@ -269,18 +269,16 @@ def _run_problem(store: Store, run_id: str | None, names: list[str], entries: tu
 def _not_a_place(store: Store, names: list[str], entries: tuple[Entry, ...]) -> TrainfoldError | None:
     """The error for a place in which no run may start; it names another format, and what reads that."""
     from trainfold.backends.formats.detect import detect_format  # commands that read a run start without it
-    from trainfold.core.weights.detected import FORMATS, NATIVE
+    from trainfold.core.weights.detected import FORMATS, NATIVE, reader_of
 
     error = not_a_place_for_a_run(store.url, names, entries, [name for name in names if _is_run(store, name)])
     found = detect_format(store.url) if isinstance(store, LocalStore) and names else None
     if found is None or found.format not in FORMATS or found.format in NATIVE:
         return error
-    begins = (
-        f"; to begin with its weights, manager.restore(live, initial=trainfold.weights.HubDirectory({store.url!r}))"
-    )
-    return CheckpointForeign(
-        store.url, expected="a run of trainfold", found=f"{FORMATS[found.format]}: {', '.join(found.seen)}",
-        fix=f"use another folder for the run{begins if found.format == 'hf' else ''}")  # fmt: skip
+    reader = reader_of(found)
+    begins = f"; to begin with its weights, manager.restore(live, initial={reader})" if reader else ""
+    return CheckpointForeign(store.url, expected="a run of trainfold", found=f"{FORMATS[found.format]}: {', '.join(found.seen)}",
+                             fix=f"use another folder for the run{begins}")  # fmt: skip
 
 
 def _is_run(store: Store, name: str) -> bool:

@@ -27,6 +27,7 @@ from trainfold.core.resume.compare import saved_ties
 from trainfold.core.resume.reads import ComponentReads, tensor_reads
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.fqn import canonical_name
+from trainfold.core.weights.detected import reader_of
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
@@ -188,8 +189,8 @@ class CheckpointWeights:
 
     def _fix(self, where: str) -> str:
         """What reads the place instead."""
-        is_hub = isinstance(self._store, LocalStore) and detect_format(where).format == "hf"
-        return f"use trainfold.weights.HubDirectory({where!r})" if is_hub else "name another run"
+        found = detect_format(where) if isinstance(self._store, LocalStore) else None
+        return f"use {reader_of(found)}" if found is not None and reader_of(found) else "name another run"
 
     def _table(self, manifest: Manifest) -> tuple[TensorRecord, ...]:
         found = manifest.component(self._component)

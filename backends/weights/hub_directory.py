@@ -13,11 +13,10 @@ from trainfold.backends.formats.detect import detect_format
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import size_bytes
-from trainfold.core.format.file_names import step_of
 from trainfold.core.format.strict_json import strict_json
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
-from trainfold.core.weights.detected import FORMATS, NATIVE
+from trainfold.core.weights.detected import FORMATS, NATIVE, reader_of
 from trainfold.core.weights.hub.file_header import HUB_DTYPES, LENGTH_BYTES
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
 from trainfold.core.weights.hub.hub_plan import HUB_INDEX
@@ -216,20 +215,16 @@ class HubDirectory:
         return found
 
     def _check_foreign(self) -> None:
-        """Raise if it is a run of trainfold, or a checkpoint of one.
+        """Raise if it is a run of trainfold, a checkpoint of one, or a directory of torch.distributed.checkpoint.
 
         Raises:
             CheckpointForeign: with the source that reads it.
         """
         if not self._path.exists():
             return
-        found = detect_format(self._path).format
-        if found in NATIVE:
-            run, step = (
-                (self._path, "") if found == "run" else (self._path.parent, f", step={step_of(self._path.name)}")
-            )
-            raise CheckpointForeign(str(self._path), expected="a directory of a model hub", found=FORMATS[found],
-                                    fix=f"use trainfold.weights.CheckpointWeights({str(run)!r}{step})")  # fmt: skip
+        found = detect_format(self._path)
+        if found.format in (*NATIVE, "dcp"):
+            raise CheckpointForeign(str(self._path), expected="a directory of a model hub", found=FORMATS[found.format], fix=f"use {reader_of(found)}")  # fmt: skip
 
     def _inside(self, name: object) -> Path:
         if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):

@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias, final
 import attrs
 
 from trainfold.core.errors import CheckpointForeign
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, is_data_file
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, is_data_file, step_of
 from trainfold.core.printable import printable
 
 FORMATS: Final[Mapping[str, str]] = {
@@ -129,6 +129,25 @@ class Detected:
         shown = f"{self._names or 'none that is known'} (seen: {'; '.join(self.seen) or 'nothing'})"
         fix = self.fix if not found and asked is None else "name the format that it has" if self.formats else self.fix
         raise CheckpointForeign(self.path, expected=expected, found=shown, fix=fix or "name another path")
+
+
+def reader_of(found: Detected) -> str:
+    """The source that reads the weights of a format, as a script names it; empty if there is none for a directory of it.
+
+    Examples:
+        >>> reader_of(Detected("models/a", ("hf",), ())), reader_of(Detected("runs/a/step-00000007", ("checkpoint",), ()))
+        ("trainfold.weights.HubDirectory('models/a')", "trainfold.weights.CheckpointWeights('runs/a', step=7)")
+    """
+    run, _, name = found.path.rstrip("/").rpartition("/")
+    readers = {
+        "hf": f"HubDirectory({found.path!r})",
+        "dcp": f"DcpDirectory({found.path!r})",
+        "torch": f"TorchFile({found.path!r})",
+        "run": f"CheckpointWeights({found.path!r})",
+        "checkpoint": f"CheckpointWeights({run!r}, step={step_of(name)})",
+    }
+    reader = readers.get(found.format, "")
+    return reader and f"trainfold.weights.{reader}"
 
 
 def detected_of(path: str, entries: Iterable[NameSeen]) -> Detected:

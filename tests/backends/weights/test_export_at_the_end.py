@@ -7,7 +7,7 @@ from torch import nn
 
 import trainfold
 from trainfold.core.errors import InvalidArgument
-from trainfold.transforms import lora, view
+from trainfold.transforms import lora, quantised, view
 from trainfold.weights import (
     CheckpointWeights,
     Frozen,
@@ -131,3 +131,34 @@ def test_a_full_checkpoint_is_never_cast(tmp_path):
     assert {each.dtype for each in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
     found = take_weights(trainfold.attach(plain(4)).capture(), CheckpointWeights(tmp_path / "run"))
     assert all(torch.equal(each, model.state_dict()[name]) for name, each in found.model.params.items())
+
+
+@pytest.mark.parametrize("payload", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_keep_their_bits_in_checkpoints_and_are_multiplied_in_an_export(payload, tmp_path):
+    """K04, K06: a cast of an export leaves payloads as they are, and a run begins with them bit for bit (V16: with their scales)."""
+
+    class Quantised(nn.Module):
+        def __init__(self, fill):
+            super().__init__()
+            self.register_buffer("weight", (torch.arange(6).reshape(2, 3) + fill).to(payload))
+            self.register_buffer("weight_scale", torch.tensor([0.5, 2.0]))
+            self.bias = nn.Parameter(torch.ones(2))
+
+    run, model = tmp_path / "run", Quantised(1)
+    with trainfold.CheckpointManager(run) as manager:
+        live = trainfold.attach(model)
+        manager.restore(live)
+        live.advance(samples=1)
+        manager.finish(live)
+    again = Quantised(0)
+    with trainfold.CheckpointManager(tmp_path / "again") as manager:
+        manager.restore(trainfold.attach(again), initial=CheckpointWeights(run))
+    assert again.weight.dtype == payload
+    assert torch.equal(again.weight.float(), model.weight.float())
+    scales = quantised("weight", "weight_scale", block=(1, None), dtype="float32")
+    write_hub_directory(CheckpointWeights(run), tmp_path / "out", rules=view(scales, "export"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["weight"], model.weight.float() * torch.tensor([[0.5], [2.0]]))
+    write_hub_directory(CheckpointWeights(run), tmp_path / "cast", dtype="bfloat16")
+    cast = load_file(tmp_path / "cast" / "model.safetensors")
+    assert (cast["weight"].dtype, cast["bias"].dtype) == (payload, torch.bfloat16)

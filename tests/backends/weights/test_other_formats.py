@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 import trainfold
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.core.errors import CheckpointForeign, ResumeRefused
-from trainfold.weights import CheckpointWeights, HubDirectory, take_weights
+from trainfold.weights import CheckpointWeights, DcpDirectory, HubDirectory, take_weights, write_dcp_directory
 
 
 def live():
@@ -50,6 +50,18 @@ def test_a_source_of_another_format_names_the_one_that_reads_it(hub, tmp_path):
         take_weights(state, HubDirectory(tmp_path / "run"))
     with pytest.raises(CheckpointForeign, match=r"use trainfold.weights.CheckpointWeights\('.*run', step=0\)"):
         take_weights(state, HubDirectory(tmp_path / "run/step-00000000"))
+
+
+def test_a_directory_of_torch_names_the_source_that_reads_it(tmp_path):
+    """V15."""
+    state, path = live().capture(), tmp_path / "torch"
+    write_dcp_directory(path, state)
+    for source in (CheckpointWeights(path), HubDirectory(path)):
+        with pytest.raises(CheckpointForeign, match=r"use trainfold.weights.DcpDirectory\('.*torch'\)"):
+            take_weights(state, source)
+    with pytest.raises(CheckpointForeign, match=r"initial=trainfold.weights.DcpDirectory\("):
+        trainfold.CheckpointManager(path)
+    take_weights(state, DcpDirectory(path, prefix="model"))
 
 
 def test_an_export_in_a_run_is_not_taken_for_a_checkpoint(hub, tmp_path):
