@@ -278,7 +278,7 @@ def keep_in_cache(folder):
 def in_turns(rounds, names, measure):
     """The results of each name, another one first in each round."""
     found = {name: [] for name in names}
-    for turn in range(rounds):
+    for turn in range(rounds if names else 0):
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             found[name].append(measure(name))
     return found

@@ -24,7 +24,7 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.resume.choose import choose
 from trainfold.core.resume.compare import saved_ties
-from trainfold.core.resume.reads import ComponentReads, tensor_reads
+from trainfold.core.resume.reads import ComponentReads, TensorRead, tensor_reads
 from trainfold.core.resume.request import resume_request
 from trainfold.core.state.fqn import canonical_name
 from trainfold.core.weights.detected import reader_of
@@ -144,10 +144,15 @@ class CheckpointWeights:
         reader = PlanReader(self._store, directory, manifest)
         index_of = {name: index for index, record in enumerate(table) for name in _names(record, {})}
 
-        def read(name: str, box: Box) -> torch.Tensor:
+        def planned(name: str, box: Box) -> dict[int, TensorRead]:
             index = index_of[name]
-            wanted = {index: (name, None if box == whole_box(table[index].shape) else box)}
-            return reader.read(ComponentReads({}, tensor_reads(table, wanted)), {})[index]
+            return tensor_reads(table, {index: (name, None if box == whole_box(table[index].shape) else box)})
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            return reader.read(ComponentReads({}, planned(name, box)), {})[index_of[name]]
+
+        def read_into(name: str, box: Box, memory: torch.Tensor) -> None:
+            reader.read_into([(planned(name, box)[index_of[name]], memory)])
 
         yield OpenWeights(
             {name: LeafSpec(table[index].dtype, table[index].shape) for name, index in index_of.items()},
@@ -156,6 +161,7 @@ class CheckpointWeights:
                 "\n".join(f"{each.path} {shard.digest}" for each in table for shard in each.shards).encode()
             ),
             ties=_ties(manifest, self._component),
+            read_into=read_into,
             buffers=frozenset(name for name, index in index_of.items() if ".buffers[" in table[index].path),
         )
 

@@ -25,6 +25,7 @@ class OpenWeights:
         identity: a text that is another one if the contents are; empty if that is not known.
         ties: another name of a tensor -> its first one, which is in ``specs``.
         buffers: the names of those that are not parameters, if that is known.
+        read_into: the same, into contiguous memory of that dtype and shape; None if ``read`` needs no memory of its own.
         check: raises if what was read may not be what was there at that moment; called when everything is read.
     """
 
@@ -33,6 +34,7 @@ class OpenWeights:
     identity: str = ""
     ties: Mapping[str, str] = attrs.field(factory=dict)
     buffers: frozenset[str] = frozenset()
+    read_into: "Callable[[str, Box, torch.Tensor], None] | None" = None
     check: Callable[[], Any] = attrs.field(default=lambda: None)
 
 

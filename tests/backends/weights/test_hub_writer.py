@@ -364,7 +364,7 @@ def test_a_source_that_fails_leaves_finished_files_to_the_next_call(tmp_path):
             @contextmanager
             def given():
                 with CheckpointWeights(store).opened() as found:
-                    yield attrs.evolve(found, read=lambda name, box: self.read(found, name, box))
+                    yield attrs.evolve(found, read=lambda name, box: self.read(found, name, box), read_into=None)
 
             return given()
 
