@@ -18,7 +18,6 @@ from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, TrainfoldError
 from trainfold.weights import TorchFile
 
-
 CASES = 50_000 if IS_DEEP else 300
 
 
