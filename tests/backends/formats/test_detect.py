@@ -17,7 +17,7 @@ import trainfold
 from trainfold.backends.formats import detect
 from trainfold.backends.formats.detect import detect_format
 from trainfold.core.weights.detected import FORMATS, HEAD_BYTES, NameSeen, detected_file, detected_of
-from trainfold.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, CheckpointMissing
+from trainfold.errors import CheckpointForeign, CheckpointHostile, CheckpointMissing
 
 WEIGHTS = {"w": torch.arange(4.0)}
 INDEX = "model.safetensors.index.json"
@@ -113,7 +113,7 @@ def test_parts_of_ranks_in_safetensors_files_are_not_taken_for_whole_tensors(tmp
     for rank, name in enumerate(names):
         save_file({"w": WEIGHTS["w"] + rank}, tmp_path / name)
     assert detect_format(tmp_path).format == "dcp"
-    with pytest.raises(CheckpointDamaged, match="DcpDirectory"):
+    with pytest.raises(CheckpointForeign, match="DcpDirectory"):
         trainfold.weights.HubDirectory(tmp_path).specs()
 
 
