@@ -16,6 +16,7 @@ from trainfold.core.save.file_layout import Stored, header_of, stored_in
 _CHUNK_BYTES: Final = 16 << 20
 _LENGTH_BYTES: Final = 8
 _METADATA: Final = "__metadata__"
+_LIMIT_BYTES: Final = 100_000_000  # of a header, as in the reference implementation of safetensors
 
 
 @final
@@ -63,7 +64,7 @@ class HeaderCheck:
         assert self._stored is not None, "the caller has filled it"
         stop = min((start for start, *_ in self._stored[index]), default=len(wanted))
         length = int.from_bytes(found[:_LENGTH_BYTES], "little")
-        if length + _LENGTH_BYTES != stop:
+        if length + _LENGTH_BYTES != stop or length > _LIMIT_BYTES:
             return False
         try:
             theirs, mine = (

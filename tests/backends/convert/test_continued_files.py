@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.convert import continued_files
@@ -31,6 +31,7 @@ def small_notes(monkeypatch):
     monkeypatch.setattr(continued_files, "NOTE_BYTES", 16)
 
 
+@settings(max_examples=40)
 @given(
     data=st.binary(min_size=1, max_size=200), size=st.integers(1, 40), stops=st.lists(st.integers(0, 200), max_size=4)
 )

@@ -179,6 +179,10 @@ def test_what_needs_other_bytes_is_refused_with_the_next_move(answered, run, tmp
     elif what == "format":
         source = tmp_path / "file.pt"
         torch.save({"model": {"a": torch.ones(2)}}, source)
+    elif what == "letters":
+        source = tmp_path / "hub"
+        source.mkdir()
+        save_file({"größe": torch.ones(2)}, source / "model.safetensors")
     else:
         source = tmp_path / "hub"
         source.mkdir()
