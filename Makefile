@@ -42,7 +42,7 @@ resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs th
 
 hf: $(DEV)  ## the tests on models of transformers and adapters of peft, which it installs (a minute)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
-	$(PYTEST) -m "" tests/adapters/construct/test_construct_hf.py tests/adapters/outside/test_lora.py tests/core/transform/families/test_hub_rules_hf.py tests/core/transform/converters/test_lora_of_peft.py tests/backends/weights/test_hub_writer_hf.py
+	$(PYTEST) -m "" tests/adapters/bridges/test_trainer_hf.py tests/adapters/construct/test_construct_hf.py tests/adapters/outside/test_lora.py tests/core/transform/families/test_hub_rules_hf.py tests/core/transform/converters/test_lora_of_peft.py tests/backends/weights/test_hub_writer_hf.py
 
 rivals: $(DEV)  ## the tests on checkpoints of accelerate and Lightning, which it installs
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'

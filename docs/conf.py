@@ -58,6 +58,7 @@ TESTERS = (
 )
 BESIDE = (
     "trainfold.adapters.bridges.torchmetrics",
+    "trainfold.adapters.bridges.transformers",
 )  # imports what is not always installed, so that no public module names it
 PLACES = ["trainfold", *(f"trainfold.{name}" for name in trainfold._MODULES)]  # noqa: SLF001 the table is the source of the pages
 

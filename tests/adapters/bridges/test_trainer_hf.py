@@ -1,0 +1,142 @@
+"""A `Trainer` of transformers that is killed and resumed ends with the bits of one that was never killed; `make hf` installs it."""
+
+import json
+import os
+import signal
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainfold
+from trainfold.adapters.bridges.transformers import TrainfoldCallback
+from trainfold.core.state.state import Opaque, TrainState
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.slow(60),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+COUNTERS = TrainState(extra={"trainer_state": Opaque({"json": ""})})
+STEPS = 6  # two epochs of three: of five batches two and two, and one
+
+
+class Kills(transformers.TrainerCallback):
+    """Kills its process within a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def examples(count):
+    drawn = torch.randint(0, 32, (count, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": each, "labels": each} for each in drawn]
+
+
+def trainer_of(run, callbacks, **changed):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                      num_key_value_heads=2, attention_dropout=0.1)  # fmt: skip
+    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "eval_strategy": "epoch",
+            "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "disable_tqdm": True} | changed  # fmt: skip
+    return transformers.Trainer(
+        model=transformers.LlamaForCausalLM(config),
+        args=transformers.TrainingArguments(output_dir=f"{run}-out", **args),
+        train_dataset=examples(10),
+        eval_dataset=examples(4),
+        callbacks=callbacks,
+    )
+
+
+def train(run, die_at=None, **changed):
+    callback = TrainfoldCallback(run, every=1, keep_last=3)
+    trainer = trainer_of(run, [Kills(die_at), callback], **changed)
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+
+
+def forked(function, *arguments, **named):
+    """The exit code of a process of its own, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function(*arguments, **named)
+        except BaseException:  # noqa: BLE001 - a fork of the tests may not return into them
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def last(run):
+    """The fingerprints of the last checkpoint, and its log, without times and the mean loss of this process."""
+    plan = trainfold.plan(run, like=COUNTERS, components=["trainer_state"])
+    counters = json.loads(
+        trainfold.load(run, like=COUNTERS, components=["trainer_state"]).extra["trainer_state"].value["json"]
+    )
+    prints = {each.name: each.fingerprint for each in plan.manifest.components if each.name != "trainer_state"}
+    log = [
+        {k: v for k, v in each.items() if not k.endswith(("runtime", "per_second")) and k != "train_loss"}
+        for each in counters["log_history"]
+    ]
+    return plan.step, prints, log, counters["total_flos"]
+
+
+@pytest.mark.parametrize("sampler", ["of_a_seed", "of_the_streams"])
+def test_a_killed_trainer_resumes_bit_for_bit(sampler, tmp_path):
+    """Within an epoch, at its start and at its end; a sampler may draw from its own seed, or from the global stream."""
+    changed = {"accelerator_config": {"use_seedable_sampler": sampler == "of_a_seed"}}
+    assert forked(train, str(tmp_path / "whole"), **changed) == 0
+    whole = last(tmp_path / "whole")
+    assert whole[0] == STEPS
+    assert {"model", "optimizer", "scheduler", "rng", "trainer_epoch"} <= whole[1].keys()
+    for step in (1, 3, 4, 5):
+        run = str(tmp_path / f"killed-{step}")
+        assert forked(train, run, step, **changed) == -signal.SIGKILL
+        assert trainfold.plan(run, like=COUNTERS, components=["trainer_state"]).step == step
+        assert forked(train, run, **changed) == 0
+        assert last(run) == whole, step
+        assert not Path(f"{run}-out", "trainfold-resume").exists()
+
+
+def test_a_trainer_that_does_not_resume_is_refused(tmp_path):
+    """Without what `resume` returns, a trainer would begin again, and save that over the run."""
+    run = str(tmp_path / "a")
+    assert forked(train, run, 2) == -signal.SIGKILL
+    callback = TrainfoldCallback(run, every=1)
+    trainer = trainer_of(run, [callback])
+    with pytest.raises(trainfold.errors.InvalidState, match="expected a call of resume before train"):
+        trainer.train()
+    callback.resume(trainer)
+    with pytest.raises(trainfold.errors.InvalidState, match="begins at step 2, as the run does, found step 0"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"ignore_data_skip": True}, "ignore_data_skip=False"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=False"),
+    ],
+)
+def test_settings_that_would_change_the_batches_are_refused(changed, expected, tmp_path):
+    callback = TrainfoldCallback(str(tmp_path / "a"))
+    with pytest.raises(trainfold.errors.InvalidArgument, match=expected):
+        callback.resume(trainer_of(tmp_path / "a", [callback], **changed))
+
+
+def test_another_order_of_the_batches_is_refused(tmp_path):
+    run = str(tmp_path / "a")
+    assert forked(train, run, 2) == -signal.SIGKILL
+    assert forked(train, run, data_seed=5) == 1
+    callback = TrainfoldCallback(run, every=1)
+    trainer = trainer_of(run, [callback])
+    torch.manual_seed(7)  # of which the sampler makes its seed
+    at = callback.resume(trainer)
+    with pytest.raises(trainfold.errors.RestoreRefused, match="batches drawn as in the run"):
+        trainer.train(resume_from_checkpoint=at)
