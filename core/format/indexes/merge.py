@@ -162,8 +162,8 @@ def _with_fingerprints(document: Mapping[str, Any], where: str) -> dict[str, Any
         raise hostile(where, f"files of {given.size_bytes} bytes", size)
     components = [each | {"fingerprint": given.fingerprints[each["name"]]} for each in found]
     references = document.get("references", []) if document["schema_version"] >= REFERENCES_VERSION else []
-    referred = {object_of(each, where).get("checkpoint") for each in list_of(references, where)}
-    if [*given.refers] != sorted(text_of(name, where) for name in referred):
+    referred = {text_of(object_of(each, where).get("checkpoint"), where) for each in list_of(references, where)}
+    if [*given.refers] != sorted(referred):
         raise hostile(where, f"files of the checkpoints {[*given.refers][:8]}", shown([*referred][:8]))
     summary = ("size_bytes", "fingerprints", *(["refers"] if document["schema_version"] >= REFERENCES_VERSION else []))
     rest = {name: value for name, value in document.items() if name not in summary}
