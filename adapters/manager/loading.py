@@ -41,6 +41,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
+from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.save.reuse.base import NO_BASE, base_from
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
@@ -77,18 +78,19 @@ class RunLoader:
     descent: ParentCheckpoint | None = attrs.field(default=None, init=False)
     source: tuple[Manifest | None, str] = attrs.field(default=(None, ""), init=False, repr=False)
 
-    def decide(self, run: Live | TrainState, *, step: int | None) -> LoadDecision:
-        """Decide whether there is something to resume; loads nothing."""
+    def decide(self, run: Live | TrainState, *, step: int | None) -> tuple[LoadDecision, bool]:
+        """Decide whether there is something to resume, and return whether there is something that is refused, too; loads nothing."""
         names, like, optional = self._like(run)
         request = resume_request(step=step, components=names, policy=self.policy, reset=_resets(run))
         outcome = plan_load(self.store, like=like, request=request, contract=self.contract, collectives=self.collectives,
                             optional=optional)  # fmt: skip
         mine = load_decision(outcome, step=step)
-        told = self.collectives.gather((mine, decided(outcome)), doing="decide what to load")
-        error = disagreement(self.store.url, [each for _, each in told], outcome)
-        if all(each for each, _ in told) and error is not None:
+        is_refused = isinstance(outcome, Refusal) and not outcome.finds_nothing
+        told = self.collectives.gather((mine, decided(outcome), is_refused), doing="decide what to load")
+        error = disagreement(self.store.url, [each for _, each, _ in told], outcome)
+        if all(each for each, _, _ in told) and error is not None:
             raise error
-        return next((each for each, _ in told if not each), mine)
+        return next(((each, bad) for each, _, bad in told if not each), (mine, False))
 
     def load(
         self, run: Live | TrainState, *, step: int | None, reset: Mapping[str, str] | None, in_place: bool = False
@@ -232,7 +234,9 @@ class LoadRunner:
             decision = LoadDecision(can_load=False, step=step, reason=reason)
         else:
             self.saves.settle()  # what it decides on must be there afterwards, and be the newest
-            decision = self.loader.decide(run, step=step)
+            decision, is_refused = self.loader.decide(run, step=step)
+            if is_refused:  # a loop that asks `if manager.should_load(state)` would begin anew, and never hear why
+                self._warn("%s: %s", self.loader.store.url, decision)
         if not decision and isinstance(run, Live):
             run.meet(self.loader.collectives)  # nothing is restored before the loop
         return decision

@@ -57,6 +57,23 @@ def test_a_manager_says_what_it_can_load_and_loads_it(run):
             manager.load(state_at(0), missing)
 
 
+def test_why_nothing_is_loaded_is_logged_where_checkpoints_are_there(run, tmp_path, caplog):
+    """A loop that asks `if manager.should_load(state)` begins anew where its checkpoints are refused; its first save was refused, rounds later, without the reason."""
+    with CheckpointManager(tmp_path / "new") as manager:
+        assert not manager.should_load(state_at(0))
+        assert not manager.should_load(state_at(0), step=9)
+    assert not caplog.records  # nothing is there: a fresh start is no surprise
+    other = TrainState(trainer=Progress(), extra={"w": torch.zeros(8)})
+    with CheckpointManager(run) as manager:
+        decision = manager.should_load(other)
+    assert not decision
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(run) in record.getMessage()
+    assert str(decision) in record.getMessage()
+    assert "saved float32[64], wanted float32[8]" in record.getMessage()
+
+
 def test_what_is_loaded_is_what_was_decided(run):
     """O01: an outdated decision is refused, and nothing else is loaded in its place."""
     with CheckpointManager(run) as manager:
