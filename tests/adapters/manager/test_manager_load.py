@@ -58,11 +58,11 @@ def test_a_manager_says_what_it_can_load_and_loads_it(run):
 
 
 def test_why_nothing_is_loaded_is_logged_where_checkpoints_are_there(run, tmp_path, caplog):
-    """A loop that asks `if manager.should_load(state)` begins anew where its checkpoints are refused; its first save was refused, rounds later, without the reason."""
+    """A loop that asks `if manager.should_load(state)` starts from scratch where its checkpoints are refused; its first save was refused, rounds later, without the reason."""
     with CheckpointManager(tmp_path / "new") as manager:
         assert not manager.should_load(state_at(0))
         assert not manager.should_load(state_at(0), step=9)
-    assert not caplog.records  # nothing is there: a fresh start is no surprise
+    assert not caplog.records  # nothing is there: a fresh start is expected
     other = TrainState(trainer=Progress(), extra={"w": torch.zeros(8)})
     with CheckpointManager(run) as manager:
         decision = manager.should_load(other)
