@@ -235,7 +235,9 @@ class LoadRunner:
         else:
             self.saves.settle()  # what it decides on must be there afterwards, and be the newest
             decision, is_refused = self.loader.decide(run, step=step)
-            if is_refused:  # a loop that asks `if manager.should_load(state)` would start from scratch, and never hear why
+            if (
+                is_refused
+            ):  # a loop that asks `if manager.should_load(state)` would start from scratch, and never hear why
                 self._warn("%s: %s", self.loader.store.url, decision)
         if not decision and isinstance(run, Live):
             run.meet(self.loader.collectives)  # nothing is restored before the loop
