@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter
-from trainfold.adapters.live.optional import captured_part
 from trainfold.adapters.streams.rng_streams import RngPart, preserved_rng
 from trainfold.core.errors import InvalidState, TrainfoldError, error_text
 from trainfold.core.format.structure.describe import describe
@@ -42,7 +41,7 @@ def dry_capture(
 
 
 def _describe(part: ComponentAdapter, name: str) -> None:
-    captured = captured_part(name, part)
+    captured = part.capture()
     described, _ = describe(captured, name)
     check_kinds(described.node, name)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.core.checks import names_given
-from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError, error_text
+from trainfold.core.errors import InvalidArgument, TrainfoldError, error_text
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.validate import check_kinds
 
@@ -34,9 +34,6 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
     Args:
         parts: the components.
         optional: names of those that need not be saved.
-
-    Raises:
-        InvalidState: for another one whose own code fails, which is the cause.
     """
     found: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -56,22 +53,16 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
 
 
 def captured_part(name: str, part: ComponentAdapter) -> Any:
-    """The value of a component.
-
-    Raises:
-        InvalidState: naming the component, if its own code fails, which is the cause.
-    """
+    """The value of a component. What its own code raises keeps its type, which may be that of an exception of a signal's handler."""
     try:
         return part.capture()
     except TrainfoldError:
         raise
     except Exception as error:
-        raise InvalidState(
-            name,
-            expected="an object that returns its state",
-            found=error_text(error),
-            fix="fix its state_dict() or get function: it must work at every save",
-        ) from error
+        error.add_note(
+            f"raised while {name!r} was captured for a checkpoint; its state_dict() or get function must work at every save"
+        )
+        raise
 
 
 def unfit(parts: Mapping[str, ComponentAdapter], saved: Mapping[str, Any], optional: Collection[str]) -> dict[str, str]:

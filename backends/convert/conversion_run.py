@@ -236,4 +236,9 @@ class _Counted:
                 self.advance(found.nbytes)
                 return found
 
-            yield attrs.evolve(weights, read=read)
+            def read_into(name: str, box: Box, memory: torch.Tensor) -> None:
+                assert weights.read_into is not None
+                weights.read_into(name, box, memory)
+                self.advance(memory.nbytes)
+
+            yield attrs.evolve(weights, read=read, read_into=None if weights.read_into is None else read_into)

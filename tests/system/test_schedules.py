@@ -17,12 +17,14 @@ from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RankFailed, RanksDisagree, SaveFailedElsewhere, TrainfoldError
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.retention import decide_best, load_best, make_best_record, save_best
 
 
 def state_at(step):
-    return TrainState(trainer=Progress(step=step), extra={"w": Leaves({str(i): torch.full((9,), i) for i in range(3)})})
+    model = ModelState(Leaves({"weight": torch.full((3,), float(step))}), Leaves())
+    w = Leaves({str(i): torch.full((9,), i) for i in range(3)})
+    return TrainState(model=model, trainer=Progress(step=step), extra={"w": w})
 
 
 def saves(world, store):
