@@ -106,7 +106,8 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     @property
     def origin(self) -> Origin:
         """The runs it was restored from or saved into, for a manager that saves it."""
-        return Origin(dict(self.saved_in))
+        is_outside = self.outside is not None and self.outside.is_whole
+        return Origin(dict(self.saved_in), outside=frozenset({"model"} if is_outside else ()))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.save.reuse.base import NO_BASE, base_from
+from trainfold.core.state.components import names_to_save
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 from trainfold.core.weights.several.source_text import described, why_ignored
@@ -186,7 +187,7 @@ class RunLoader:
     def _like(self, run: Live | TrainState) -> tuple[tuple[str, ...] | None, TrainState, Mapping[str, str | None]]:
         """The components to load, the state to load them for, and the optional ones with why this rank cannot capture them, if it cannot."""
         if isinstance(run, TrainState):
-            return self.components, run, {}
+            return names_to_save(run, self.components), run, {}
         names = self.names_of(run)
         run.check_selected(names, where=_COMPONENTS)
         run.will_save(names)

@@ -23,7 +23,7 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
-from trainfold.core.state.components import all_of
+from trainfold.core.state.components import all_of, names_to_save
 from trainfold.core.state.state import TrainState
 from trainfold.core.weights.several.source_text import why_ignored
 from trainfold.core.weights.source import WeightSource
@@ -125,7 +125,7 @@ def plan(  # noqa: PLR0913 - keywords
     if initial is not None and not isinstance(initial, WeightSource):
         raise InvalidArgument("plan.initial", expected="a WeightSource", found=type(initial).__qualname__,
                               fix="pass one of trainfold.weights, such as trainfold.weights.HubDirectory(path)")  # fmt: skip
-    request = resume_request(step=step, components=components, policy=policy, reset=reset)
+    request = resume_request(step=step, components=names_to_save(like, components), policy=policy, reset=reset)
     store = open_store(run)
     found = plan_load(store, like=like, request=request, contract=contract, collectives=SingleProcess())
     if initial is None or isinstance(found, Refusal):
@@ -181,7 +181,7 @@ def load(  # noqa: PLR0913 - keywords
         96
     """
     check_state(like, "like")
-    request = resume_request(step=step, components=components, policy=policy, reset=reset)
+    request = resume_request(step=step, components=names_to_save(like, components), policy=policy, reset=reset)
     world = world_given(collectives, os.environ, where="load.collectives")
     loaded = load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state
     return cast("S", loaded)  # it has the type of ``like``

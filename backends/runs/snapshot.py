@@ -26,7 +26,7 @@ from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives
 from trainfold.core.optim.slot_layout import check_layouts
 from trainfold.core.save.replicas import Leaves, Proof, summary
-from trainfold.core.state.components import all_of, components_of, select
+from trainfold.core.state.components import all_of, components_of, names_to_save, select
 from trainfold.core.state.contract import checked_contract, contract_of, is_of_live_run
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 
@@ -155,7 +155,7 @@ def describe_state(
 
     Args:
         state: any state with a trainer component.
-        components: what to save; None for all.
+        components: what to save; None for all that does not come from outside.
         contract: what must be equal at a resume, in addition to the contract of the state.
         describe: the method of a `Describer`, if one run is described repeatedly.
 
@@ -176,6 +176,7 @@ def describe_state(
     step = step_of_state(state)
     if isinstance(state.optimizer, OptimizerState) and state.model is not None and not is_of_live_run(state):
         check_layouts(state.optimizer, state.model.params)
+    components = names_to_save(state, components)
     every, chosen = all_of(state), components_of(select(state, components))
     for torn in torn_pairs(chosen, present=every):
         raise torn

@@ -47,7 +47,8 @@ def resumed_origin(plan: ResumePlan, mine: Origin) -> Origin:
     head = plan.manifest.head
     continues = any(each.name == "trainer" and each.verb not in ("keep", "reset") for each in plan.actions)
     runs = {head.run_id: ParentCheckpoint(head.timeline, head.step, head.forks)} if continues else {}
-    return Origin({**mine.runs, **runs}, frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler))
+    adapts = frozenset(drift.where for drift in plan.drifts if drift.adapts_a_scheduler)
+    return Origin({**mine.runs, **runs}, adapts, outside=mine.outside)
 
 
 def resumed_contract(plan: ResumePlan, like: TrainState, optimizer: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -11,6 +11,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.masters import with_fitting_masters
 from trainfold.core.state.state import OptimizerState, TrainState
 
+S = TypeVar("S")
 _BUILTIN = attrgetter(*BUILTIN_COMPONENTS)
 
 
@@ -68,7 +69,8 @@ def select(state: TrainState, components: Iterable[str] | None) -> TrainState:
         return state
     every = components_of(state)
     part = state_of({name: component for name, component in every.items() if name in chosen})
-    origin = attrs.evolve(state.origin, without=state.origin.without | (every.keys() - {*chosen}))
+    without = state.origin.without | (every.keys() - {*chosen})
+    origin = attrs.evolve(state.origin, without=without, outside=state.origin.outside - {*chosen})
     return part.evolve(contract=state.contract, origin=origin, stage=state.stage)
 
 
@@ -82,6 +84,21 @@ def all_of(state: TrainState) -> tuple[str, ...]:
     """
     held = components_of(state)
     return tuple(in_order([*held, *sorted(state.origin.without - held.keys())]))
+
+
+def names_to_save(state: TrainState, components: S) -> S | tuple[str, ...]:
+    """The names that a save or a load means: those that it selects. Where it selects nothing, they are all (None), without what comes from outside.
+
+    Examples:
+        >>> names_to_save(TrainState(), ["model"]), names_to_save(TrainState(), None)
+        (['model'], None)
+    """
+    outside = state.origin.outside
+    return (
+        components
+        if components is not None or not outside
+        else tuple(name for name in components_of(state) if name not in outside)
+    )
 
 
 def merge(base: TrainState, part: TrainState) -> TrainState:

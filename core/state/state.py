@@ -166,11 +166,13 @@ class Origin:
         runs: the id of a run -> the checkpoint of that run that the state was loaded from, or saved as.
         adapts: keys of the contract for which a policy prefers the value of the resuming run to that of the checkpoint.
         without: components that the whole has and this selection of it does not; a checkpoint of it lists them as left out.
+        outside: components whose values come from outside: a save or load that selects nothing leaves them out.
     """
 
     runs: Mapping[str, ParentCheckpoint] = attrs.field(factory=dict)
     adapts: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
+    outside: frozenset[str] = frozenset()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)

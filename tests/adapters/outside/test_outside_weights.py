@@ -17,6 +17,7 @@ from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, ResumeRefused, SourceFailed
+from trainfold.core.state.state import Progress
 from trainfold.ranks import SingleProcess
 from trainfold.weights import ByScript, Cast, CheckpointWeights, FirstRank, Frozen, take_weights
 
@@ -446,3 +447,24 @@ def test_a_run_killed_anywhere_is_the_run_that_was_not(steps, killed_at, frozen,
             assert bits(again.model) == kept
         if not frozen:
             assert bits(again.model) == bits(model)
+
+
+@pytest.mark.parametrize("door", ["save", "manager.save", "manager.step"])
+def test_a_captured_run_leaves_its_weights_out_by_every_door_too(door):
+    """B03: the state of a run whose model comes from outside had the model, and every save of that state wrote it."""
+    base, _ = base_run()
+    state = Run(1, CheckpointWeights(base), store=MemoryStore()).restored().live.capture()
+    store = MemoryStore()
+    with CheckpointManager(store, every=1, at_end=False) as manager:
+        saved = {"save": lambda: save(state, store, lock=False), "manager.save": lambda: manager.save(state),
+                 "manager.step": lambda: manager.step(state.evolve(trainer=Progress(step=1)))}[door]()  # fmt: skip
+    found = read_manifest(store, f"step-{int(door == 'manager.step'):08d}")
+    assert [each.name for each in found.components] == ["optimizer", "trainer", "rng"]
+    assert found.omitted == ("model",), saved
+    loaded = trainfold.load(store, like=state)
+    assert loaded.model is state.model
+    assert trainfold.plan(store, like=state)
+    named = trainfold.save(state, store, components=["model", "trainer"])  # which may be meant
+    assert named.omitted == ("optimizer", "rng")
+    assert trainfold.save(trainfold.select(state, ["model", "trainer"]), store).omitted == ("optimizer", "rng")
+    assert trainfold.save(loaded, store).omitted == ("model",)
