@@ -22,10 +22,15 @@ def is_extra_name(name: object) -> bool:
     """Whether a user's own component may have this name.
 
     Examples:
-        >>> is_extra_name("ema"), is_extra_name("model"), is_extra_name("a-b")
-        (True, False, False)
+        >>> is_extra_name("ema"), is_extra_name("model"), is_extra_name("a-b"), is_extra_name("é")
+        (True, False, False, False)
     """
-    return isinstance(name, str) and name.isidentifier() and name not in {*BUILTIN_COMPONENTS, "extra", "manifest"}
+    return (
+        isinstance(name, str)
+        and name.isascii()
+        and name.isidentifier()
+        and name not in {*BUILTIN_COMPONENTS, "extra", "manifest"}
+    )
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -127,7 +127,7 @@ def _check_extra_name(name: object) -> None:
     if not is_extra_name(name):
         raise InvalidArgument(
             f"state.extra[{name!r}]",
-            expected="an identifier that is not a built-in component's name",
+            expected="an identifier in ASCII that is not a built-in component's name",
             found=repr(name),
             fix="rename the component: its name becomes a file name and a stable key",
         )

@@ -3,11 +3,15 @@
 import string
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfold.backends.runs.api import save
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.component_names import BUILTIN_COMPONENTS, check_likely
-from trainfold.core.errors import UnknownComponent
+from trainfold.core.errors import InvalidArgument, UnknownComponent
+from trainfold.core.state.state import Progress, TrainState
 
 LONG = [name for name in BUILTIN_COMPONENTS if len(name) > 3]
 PLAUSIBLE = [
@@ -101,3 +105,12 @@ def test_a_slip_is_refused(name):
 def test_no_plausible_name_of_a_users_component_is_refused():
     """B02: a refusal of a right name has no way out."""
     assert check_likely(PLAUSIBLE) == tuple(PLAUSIBLE)
+
+
+@pytest.mark.parametrize("name", ["é", "a·b", "हिन्दी"])
+def test_a_name_that_cannot_be_that_of_a_file_is_refused_before_anything_is_written(name):
+    """It was accepted as an identifier, and a save of many ranks reported its own checkpoint as damaged."""
+    store = MemoryStore()
+    with pytest.raises(InvalidArgument, match="in ASCII"):
+        save(TrainState(trainer=Progress(), extra={name: torch.zeros(1)}), store)
+    assert store.list("") == []
