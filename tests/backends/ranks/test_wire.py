@@ -87,7 +87,9 @@ def test_what_many_ranks_give_comes_back_as_from_each_alone(some, picks):
     """And what can be changed is a copy for each rank, also where ranks give the same."""
     given = [to_wire(some[pick]) for pick in picks if pick < len(some)]
     found = all_from_wire(given)
-    assert [to_wire(each) for each in found] == given
+    alone = [from_wire(each) for each in given]
+    assert found == alone
+    assert types_in(found) == types_in(alone)
     changeable = [id(each) for each in found if isinstance(each, (list, dict, set, Loose))]
     assert len(set(changeable)) == len(changeable)
 
