@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _forked import forked
 from _targets import Target, finish, machine, make_parser
 from stall import settled_bytes
 from step import status_bytes
@@ -173,28 +174,6 @@ def by_transformers(folder):
 
 
 # --- processes ---------------------------------------------------------------------------------------------------------------
-
-
-def forked(action, *arguments):
-    """Return what a function returns in a process of its own."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            warnings.simplefilter("ignore")
-            os.write(write, json.dumps(action(*arguments)).encode())
-            code = 0
-        except BaseException:  # noqa: BLE001 - the child ends here
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    if os.waitpid(child, 0)[1]:
-        raise SystemExit("a measurement failed")
-    return json.loads(text)
 
 
 def on_ranks(world_size, action, *arguments):

@@ -13,19 +13,17 @@ first in each round. Every conversion is durable when it ends, and so is the cop
 """
 
 import importlib.util
-import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from functools import partial
 from pathlib import Path
 
 import torch
+from _forked import forked
 from _targets import Target, cpu_secs, finish, machine, make_parser
 from stall import settled_bytes
 from step import status_bytes
@@ -179,28 +177,6 @@ LOADS = ("trainfold", "trainfold, llama", "load_file", "from_pretrained")
 
 
 # --- processes ---------------------------------------------------------------------------------------------------------------
-
-
-def forked(action):
-    """Return what a function returns in a process of its own."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            warnings.simplefilter("ignore")
-            os.write(write, json.dumps(action()).encode())
-            code = 0
-        except BaseException:  # noqa: BLE001 - the child ends here
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    if os.waitpid(child, 0)[1]:
-        raise SystemExit("a measurement failed")
-    return json.loads(text)
 
 
 def measured(action):

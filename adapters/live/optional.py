@@ -39,7 +39,7 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
     left_out: dict[str, str] = {}
     for name, part in parts.items():
         if name not in optional:
-            found[name] = captured_part(name, part)
+            found[name] = _captured_part(name, part)
             continue
         try:
             value = part.capture()
@@ -52,7 +52,7 @@ def captured(parts: Mapping[str, ComponentAdapter], optional: Collection[str]) -
     return found, left_out
 
 
-def captured_part(name: str, part: ComponentAdapter) -> Any:
+def _captured_part(name: str, part: ComponentAdapter) -> Any:
     """The value of a component. What its own code raises keeps its type, which may be that of an exception of a signal's handler."""
     try:
         return part.capture()
