@@ -7,6 +7,7 @@ import torch
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.weights.account import Account
+from trainfold.core.weights.open_weights import OpenSource
 from trainfold.core.weights.source import Wanted, WeightSource
 from trainfold.properties.differences import ContractBroken
 
@@ -29,7 +30,7 @@ def check_weight_source(factory: Callable[[], WeightSource], tensors: Mapping[st
         >>> check_weight_source(Mine, tensors)
     """
     broken = []
-    for rule in (_all, _a_few, _parts, _others, _again):
+    for rule in (_all, _a_few, _parts, _others, _again, _opened):
         try:
             rule(factory(), tensors)
         except Exception as error:  # noqa: BLE001 - of the user's source: the other rules are checked too
@@ -73,13 +74,18 @@ def _a_few(source: WeightSource, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _parts(source: WeightSource, tensors: Mapping[str, torch.Tensor]) -> None:
     """A rank gets its part: the box that it holds, or the whole tensor to cut it from."""
+    asked = _halves(tensors)
+    cut = {name: each[tuple(slice(*span) for span in asked[name].box)] for name, each in tensors.items()}
+    _check_equal(_supplied(source, asked), cut)
+
+
+def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, Wanted]:
     asked = _asked(tensors)
     for name, each in tensors.items():
         if each.dim() and len(each) > 1:
             box = ((len(each) // 2, len(each)), *whole_box(tuple(each.shape[1:])))
             asked[name] = Wanted(dtype_name(each.dtype), tuple(each.shape), box)
-    cut = {name: each[tuple(slice(*span) for span in asked[name].box)] for name, each in tensors.items()}
-    _check_equal(_supplied(source, asked), cut)
+    return asked
 
 
 def _others(source: WeightSource, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -92,3 +98,20 @@ def _again(source: WeightSource, tensors: Mapping[str, torch.Tensor]) -> None:
     """It can be asked again, as at a second resume."""
     _supplied(source, _asked(tensors))
     _check_equal(_supplied(source, _asked(tensors)), tensors)
+
+
+def _opened(source: WeightSource, tensors: Mapping[str, torch.Tensor]) -> None:
+    """If it can be opened, it gives whole tensors and parts in any order, and puts them into memory of the caller as they are."""
+    if not isinstance(source, OpenSource):
+        return
+    with source.opened() as weights:
+        for asked in (_halves(tensors), _asked(tensors)):
+            for name, each in reversed(asked.items()):
+                first = weights.ties.get(name, name)
+                part = tensors[name][tuple(slice(*span) for span in each.box)]
+                found = {"read": weights.read(first, each.box)}
+                if weights.read_into is not None:
+                    size = part.numel() * part.itemsize
+                    found["read_into"] = torch.full((size,), 0x5A, dtype=torch.uint8).view(part.dtype).view(part.shape)
+                    weights.read_into(first, each.box, found["read_into"])
+                _check_equal(found, dict.fromkeys(found, part))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
-import torch
 
 from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.backends.gc_pause import without_collecting
@@ -17,12 +16,11 @@ from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.backends.weights.opened import opened_weights
+from trainfold.backends.weights.opened import ReusedMemory, opened_weights
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, SaveFailed
-from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import Box, volume, whole_box
+from trainfold.core.layout.slices import whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import TrainState
@@ -256,7 +254,7 @@ def _written(weights: Any, path: str | Path, arguments: Mapping[str, Any]) -> Hu
         work = without_collecting(_planned)(held.enter_context(opened_weights(weights)), **arguments)
         plan = work.plan
         held.callback(release_buffers)
-        memory = _Memory(work.weights)
+        memory = ReusedMemory(work.weights)
         staged = held.enter_context(staged_directory(path, plan=_identity(work), size_bytes=plan.size_bytes))
         if staged.is_committed:
             return plan
@@ -281,29 +279,7 @@ def _identity(work: _Work) -> str:
     return digest_of(json.dumps([weights.identity, plan.rules, headers, beside, list(plan.left_out)]).encode())
 
 
-@final
-class _Memory:
-    """Reads tensors into memory that the next one overwrites: to get fresh memory takes longer than to read into it."""
-
-    def __init__(self, weights: OpenWeights) -> None:
-        self.weights = weights
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        if self.weights.read_into is None:
-            return self.weights.read(name, box)
-        dtype = torch_dtype(self.weights.specs[name].dtype)
-        shape = [stop - start for start, stop in box]
-        size = volume(box) * dtype.itemsize
-        if size > self._memory.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before: both would be there at once
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        found = self._memory[:size].view(dtype).view(shape)
-        self.weights.read_into(name, box, found)
-        return found
-
-
-def _bytes_of(file: HubFile, table: Mapping[str, Expression], memory: _Memory) -> Iterator[Buffer]:
+def _bytes_of(file: HubFile, table: Mapping[str, Expression], memory: ReusedMemory) -> Iterator[Buffer]:
     """The bytes of a file, one tensor after the other."""
     yield file.header
     for name in file.tensors:

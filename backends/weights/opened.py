@@ -1,17 +1,17 @@
-"""`opened_weights`: gives the weights of a source, or of a state, for reading in any order."""
+"""`opened_weights`: gives the weights of a source, or of a state, for reading in any order. `ReusedMemory`: reads them one after the other into the same memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 
 from trainfold.backends.hold.write_watch import WriteWatch
 from trainfold.core.errors import InvalidArgument, InvalidState
-from trainfold.core.format.codec import as_tensor
+from trainfold.core.format.codec import as_tensor, torch_dtype
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.layout.slices import Box, volume, whole_box
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import TrainState
 from trainfold.core.weights.open_weights import OpenSource, OpenWeights
@@ -90,3 +90,30 @@ def _of_listed(source: ListedSource) -> OpenWeights:
         )
 
     return OpenWeights(specs, read)
+
+
+@final
+class ReusedMemory:
+    """Reads tensors into memory that the next one overwrites: to get fresh memory takes longer than to read into it.
+
+    Args:
+        weights: from which it reads.
+    """
+
+    def __init__(self, weights: OpenWeights) -> None:
+        self.weights: Final = weights
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A part of a tensor, until the next call."""
+        if self.weights.read_into is None:
+            return self.weights.read(name, box)
+        dtype = torch_dtype(self.weights.specs[name].dtype)
+        shape = [stop - start for start, stop in box]
+        size = volume(box) * dtype.itemsize
+        if size > self._memory.nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before: both would be there at once
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        found = self._memory[:size].view(dtype).view(shape)
+        self.weights.read_into(name, box, found)
+        return found

@@ -82,8 +82,17 @@ class DcpReader:
         Raises:
             CheckpointDamaged: if a chunk is not what the metadata say.
         """
+        found = torch.empty([stop - start for start, stop in box], dtype=torch_dtype(self.metadata.tensors[name].dtype))
+        self.read_into(files, name, box, found)
+        return found
+
+    def read_into(self, files: OpenFiles, name: str, box: Box, found: torch.Tensor) -> None:
+        """Read a box of a tensor into contiguous memory of its dtype and shape.
+
+        Raises:
+            CheckpointDamaged: as in `read_tensor`.
+        """
         tensor = self.metadata.tensors[name]
-        found = torch.empty([stop - start for start, stop in box], dtype=torch_dtype(tensor.dtype))
         for chunk, stretch in tensor.chunks:
             common = intersect(chunk, box)
             if common is None:
@@ -96,7 +105,6 @@ class DcpReader:
                 tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(common, box, strict=True))
             ]
             read_box(member, stored, inside, part)
-        return found
 
     def read_object(self, files: OpenFiles, name: str) -> Any:
         """A value that is not a tensor: numbers, text, lists and dicts of them.

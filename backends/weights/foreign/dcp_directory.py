@@ -115,6 +115,7 @@ class DcpDirectory:
             yield OpenWeights(
                 {name: specs[name] for name in order},
                 lambda name, box: self._reader.read_tensor(files, self._prefix + name, box),
+                read_into=lambda name, box, into: self._reader.read_into(files, self._prefix + name, box, into),
                 identity=f"{self._reader.path.resolve()} {self._prefix} {files.stats()}",
             )
 

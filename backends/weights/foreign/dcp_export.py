@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.backends.formats.dcp.dcp_writer import write_dcp
-from trainfold.backends.weights.opened import opened_weights
+from trainfold.backends.weights.opened import ReusedMemory, opened_weights
 from trainfold.core.errors import InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.shard import Shard
@@ -81,9 +81,11 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
                 else:
                     others.setdefault(name, value)
 
+        memory = ReusedMemory(weights)
+
         def read(full: str, box: Box) -> torch.Tensor:
             name = paths[full][-1]
-            return slots[full] if full in slots else weights.read(weights.ties.get(str(name), str(name)), box)
+            return slots[full] if full in slots else memory.read(weights.ties.get(str(name), str(name)), box)
 
         # values that are not known again are not gone on with
         identity = weights.identity or os.urandom(16).hex()

@@ -44,8 +44,16 @@ class OpenTorchFile:
             CheckpointDamaged, CheckpointTorn: if its bytes are not there.
         """
         found = torch.empty([stop - start for start, stop in box], dtype=torch_dtype(stored.dtype))
-        read_box(member_of(self.file, self.members, stored), stored, box, found)
+        self.read_into(stored, box, found)
         return found
+
+    def read_into(self, stored: StoredTensor, box: tuple[tuple[int, int], ...], into: torch.Tensor) -> None:
+        """Read a box of a tensor into contiguous memory of its dtype and shape.
+
+        Raises:
+            CheckpointDamaged, CheckpointTorn: as in `read`.
+        """
+        read_box(member_of(self.file, self.members, stored), stored, box, into)
 
 
 @contextmanager
@@ -152,6 +160,7 @@ class TorchFile:
             yield OpenWeights(
                 {name: LeafSpec(each.dtype, each.shape) for name, each in tensors.items()},
                 lambda name, box: opened.read(tensors[name], box),
+                read_into=lambda name, box, into: opened.read_into(tensors[name], box, into),
                 identity=f"{self!r} {self._path.resolve()} {found.st_size} {found.st_mtime_ns}",
             )
 

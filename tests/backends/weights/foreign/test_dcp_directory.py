@@ -89,7 +89,7 @@ def test_it_is_a_source_as_the_others(tmp_path):
 
 
 def test_a_rank_reads_only_the_chunks_that_it_needs(tmp_path, monkeypatch):
-    """P35: of 4 chunks of 1 MiB, a part of one reads that one, and only its rows."""
+    """Of 4 chunks of 1 MiB, a part of one reads that one, and only its rows."""
     tensors = {"w": torch.randn(4096, 256)}
     cases.write_parts(
         tmp_path, tensors, {"w": [((row, row + 1024), (0, 256)) for row in range(0, 4096, 1024)]}, ranks=4
