@@ -291,6 +291,12 @@ def plan(  # noqa: PLR0913 - one for each option
         NAMES,
         Parameter(help="Plan for a program that loads these components alone, such as model."),
     ] = None,
+    initial: Annotated[
+        Path | None,
+        Parameter(
+            help="Where the weights are with which the run begins, if it has no checkpoint: a directory of a model hub, another run, or another format that `convert` reads."
+        ),
+    ] = None,
     mtbf: Annotated[
         float | None,
         DURATION,
@@ -330,7 +336,7 @@ def plan(  # noqa: PLR0913 - one for each option
     from trainfold.adapters.cli.plan import plan_run
 
     costs = {"mtbf_secs": mtbf, "save_secs": save, "step_secs": step_time, "write_secs": write, "restart_secs": restart}
-    return deliver(lambda: plan_run(run, step=step, components=components, costs=costs), as_json=json)
+    return deliver(lambda: plan_run(run, step=step, components=components, costs=costs, initial=initial), as_json=json)
 
 
 @app.command(group=_CHANGE)

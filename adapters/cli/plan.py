@@ -14,7 +14,7 @@ from trainfold.backends.library_versions import library_versions
 from trainfold.backends.runs.one_view import examined
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, TrainfoldError
+from trainfold.core.errors import CheckpointError, InvalidArgument, ResumeRefused, RunEmpty, TrainfoldError
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.described import Described
 from trainfold.core.history.inventory import Inventory
@@ -48,6 +48,7 @@ def plan_run(
     step: int | None = None,
     components: Sequence[str] | None = None,
     costs: Mapping[str, float | None] | None = None,
+    initial: Path | None = None,
 ) -> Answer:
     """Plan a resume from the manifests alone.
 
@@ -56,6 +57,7 @@ def plan_run(
         step: an explicit step, or None for the newest.
         components: what the program loads; None for all.
         costs: the arguments of `advise_cadence`, None for those that were not given.
+        initial: where the weights are with which the run begins if it has no checkpoint.
 
     Returns:
         The plan, or the refusal with every reason; with the advice how often to save, if costs are given, also for a run that
@@ -71,11 +73,30 @@ def plan_run(
     )  # first, because an invalid step is wrong whatever the run holds
     cadence = _advice(costs or {})
     if cadence is None:
-        return _resume(run, request)
+        return _start_or_resume(run, request, initial)
     try:
-        return _advised(_resume(run, request), cadence)
+        return _advised(_start_or_resume(run, request, initial), cadence)
     except CheckpointError as error:
         return _advised(Answer({}, error=error), cadence)
+
+
+def _start_or_resume(run: Path, request: ResumeRequest, initial: Path | None) -> Answer:
+    if initial is None:
+        return _resume(run, request)
+    found = None if request.step is None and not run.exists() else _resume(run, request)
+    if found is None or (request.step is None and isinstance(found.error, RunEmpty)):
+        from trainfold.adapters.cli.formats.initial import plan_initial  # late: it imports torch
+
+        return plan_initial(run, initial)
+    return found if found.error is not None else _ignoring(found, initial)
+
+
+def _ignoring(answer: Answer, initial: Path) -> Answer:
+    """The plan of a resume, with the weights that it does not take."""
+    why = f"{initial}: the run has checkpoints of its own"
+    first, *others = answer.tables
+    data = {**answer.data, "ignored": [why]}
+    return attrs.evolve(answer, data=data, tables=(attrs.evolve(first, rows=(*first.rows, ("ignored", why))), *others))
 
 
 def _resume(run: Path, request: ResumeRequest) -> Answer:

@@ -106,8 +106,12 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     @property
     def origin(self) -> Origin:
         """The runs it was restored from or saved into, for a manager that saves it."""
-        is_outside = self.outside is not None and self.outside.is_whole
-        return Origin(dict(self.saved_in), outside=frozenset({"model"} if is_outside else ()))
+        outside = self.outside
+        if outside is None:
+            return Origin(dict(self.saved_in))
+        return Origin(
+            dict(self.saved_in), outside=frozenset({"model"} if outside.is_whole else ()), frozen=outside.frozen
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

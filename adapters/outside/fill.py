@@ -8,8 +8,9 @@ from trainfold.adapters.components.component import copy_values
 from trainfold.adapters.sharded.parts import memory_of
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.weights.plan import PlannedWeights, planned
-from trainfold.backends.weights.take import asked_of, left_to, received
+from trainfold.backends.weights.take import received
 from trainfold.core.layout.world import Collectives
+from trainfold.core.weights.asked import asked_of, left_to
 from trainfold.core.weights.source import WeightSource
 
 
@@ -38,7 +39,7 @@ def fill(
     Raises:
         InvalidState: for a tensor that is missing, that was not asked for, or has another dtype or shape.
     """
-    wanted = asked_of(leaves, tuple(ties))
+    wanted = asked_of(leaves, ties)
     plan = planned(source, wanted, world)
 
     def write() -> None:

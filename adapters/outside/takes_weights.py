@@ -17,7 +17,7 @@ from trainfold.core.state.notes import LINEAGE
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.core.weights.several.lineage import lineage_of, lineage_source
 from trainfold.core.weights.source import WeightSource
-from trainfold.core.weights.wrapped import ByScript, Frozen
+from trainfold.core.weights.wrapped import check_begins
 
 
 class TakesWeights:
@@ -73,21 +73,7 @@ class TakesWeights:
         Raises:
             InvalidArgument: saying why.
         """
-        if not isinstance(source, WeightSource) or isinstance(source, Frozen | ByScript):
-            raise InvalidArgument(
-                "restore.initial",
-                expected="a WeightSource that supplies what is trained",
-                found=type(source).__qualname__,
-                fix="pass one of trainfold.weights, such as trainfold.weights.HubDirectory(path); what stays frozen and comes from outside at each "
-                "start goes to attach(..., weights=Frozen(source))",
-            )
-        if self.outside is not None and self.outside.is_whole:
-            raise InvalidArgument(
-                "restore.initial",
-                expected="a run whose checkpoints have its model",
-                found="one whose weights come from outside at each start, by attach(..., weights=...)",
-                fix="leave one of the two out: initial= begins a run, whose own checkpoints count from then on",
-            )
+        check_begins(source, where="restore", is_outside=self.outside is not None and self.outside.is_whole)
 
     def take_initial(self, source: WeightSource, world: Collectives) -> PlannedWeights:
         """Begin with the weights of a source: every tensor of the model that checkpoints have. Nothing else changes but masters.

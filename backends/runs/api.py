@@ -5,7 +5,7 @@ The save itself is `save_snapshot` in `trainfold.backends.runs.save`; the load i
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import attrs
 
@@ -15,18 +15,22 @@ from trainfold.backends.ranks.left_out import warn_of_nothing
 from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.runs.load import load_run, plan_load
 from trainfold.backends.runs.save import save_snapshot
+from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import Snapshot, check_state, describe_state
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import names_given
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, TrainfoldError
 from trainfold.core.layout.world import Collectives
+from trainfold.core.problem import problem_of
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.components import all_of, names_to_save
 from trainfold.core.state.state import TrainState
+from trainfold.core.weights.several.fresh_start import FreshStart, plan_start
 from trainfold.core.weights.several.source_text import why_ignored
 from trainfold.core.weights.source import WeightSource
+from trainfold.core.weights.wrapped import check_begins
 
 S = TypeVar("S", bound=TrainState)
 
@@ -87,6 +91,30 @@ def save(  # noqa: PLR0913 - keywords
     )
 
 
+@overload
+def plan(
+    run: Run,
+    *,
+    like: TrainState,
+    step: int | None = None,
+    components: Sequence[str] | None = None,
+    policy: Mapping[str, DriftAction] | None = None,
+    reset: Mapping[str, str] | None = None,
+    contract: Mapping[str, Any] | None = None,
+    initial: None = None,
+) -> ResumePlan | Refusal: ...
+@overload
+def plan(
+    run: Run,
+    *,
+    like: TrainState,
+    step: int | None = None,
+    components: Sequence[str] | None = None,
+    policy: Mapping[str, DriftAction] | None = None,
+    reset: Mapping[str, str] | None = None,
+    contract: Mapping[str, Any] | None = None,
+    initial: WeightSource | None,
+) -> ResumePlan | FreshStart | Refusal: ...
 def plan(  # noqa: PLR0913 - keywords
     run: Run,
     *,
@@ -97,8 +125,8 @@ def plan(  # noqa: PLR0913 - keywords
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
     initial: WeightSource | None = None,
-) -> ResumePlan | Refusal:
-    """Plan a resume: read the manifests, and load nothing.
+) -> ResumePlan | FreshStart | Refusal:
+    """Plan a resume, or a start with weights from elsewhere: read the manifests, and load nothing.
 
     Args:
         run: a directory, or a store.
@@ -108,10 +136,14 @@ def plan(  # noqa: PLR0913 - keywords
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
         reset: component -> why it starts from scratch on purpose.
         contract: the contract of this run, in addition to that of ``like``; it is compared with the saved one.
-        initial: the weights with which the run would begin (``manager.restore(live, initial=...)``); a plan notes that they are ignored.
+        initial: the weights with which the run would begin (``manager.restore(live, initial=...)``). Where the run has no checkpoint they are asked what they have,
+            and the plan says which tensor comes from where. Else they are not asked, and the plan notes that they are ignored.
 
     Returns:
-        A `ResumePlan`, or a `Refusal` with every reason; both print.
+        A `ResumePlan`; a `FreshStart`, with ``initial`` and no checkpoint; or a `Refusal` with every reason. All of them print.
+
+    Raises:
+        InvalidArgument: for an invalid argument, also where ``initial`` would be ignored.
 
     Examples:
         >>> from trainfold.stores import MemoryStore
@@ -122,15 +154,24 @@ def plan(  # noqa: PLR0913 - keywords
         3
     """
     check_state(like, "like")
-    if initial is not None and not isinstance(initial, WeightSource):
-        raise InvalidArgument("plan.initial", expected="a WeightSource", found=type(initial).__qualname__,
-                              fix="pass one of trainfold.weights, such as trainfold.weights.HubDirectory(path)")  # fmt: skip
+    if initial is not None:
+        check_begins(initial, where="plan", is_outside="model" in like.origin.outside)
     request = resume_request(step=step, components=names_to_save(like, components), policy=policy, reset=reset)
     store = open_store(run)
     found = plan_load(store, like=like, request=request, contract=contract, collectives=SingleProcess())
-    if initial is None or isinstance(found, Refusal):
+    if initial is None or (isinstance(found, Refusal) and (step is not None or not found.finds_nothing)):
         return found
-    return attrs.evolve(found, notes=(*found.notes, f"initial weights ignored: {why_ignored(initial)}"))
+    if isinstance(found, ResumePlan):
+        return attrs.evolve(found, notes=(*found.notes, f"initial weights ignored: {why_ignored(initial)}"))
+    if like.model is None:
+        raise InvalidArgument("plan.like", expected="a state with a model, which begins with initial=", found="one without",
+                              fix="pass live.capture() of the run")  # fmt: skip
+    try:
+        check_place(store)
+    except TrainfoldError as error:
+        return Refusal(store.url, None, (problem_of(error),))
+    start = plan_start(store.url, like, initial)
+    return start if isinstance(start, FreshStart) else Refusal(store.url, None, start)
 
 
 def load(  # noqa: PLR0913 - keywords

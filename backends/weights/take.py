@@ -12,15 +12,14 @@ from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.weights.plan import planned
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.notes import LINEAGE
-from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
+from trainfold.core.weights.asked import asked_of, left_to
 from trainfold.core.weights.several.cover import Coverage
 from trainfold.core.weights.source import Wanted, WeightSource, source_name
 from trainfold.core.weights.supplied import part_of, supplied
@@ -136,23 +135,6 @@ def _checked(state: TrainState, source: WeightSource, where: str) -> ModelState:
     return state.model
 
 
-def left_to(wanted: Mapping[str, Wanted], coverage: Coverage) -> dict[str, Wanted]:
-    """What a source is asked for: all but what keeps the values of the script."""
-    kept = frozenset(coverage.by_script)
-    return {name: each for name, each in wanted.items() if (each.tied_to or name) not in kept}
-
-
-def asked_of(leaves: Mapping[str, Any], ties: tuple[tuple[str, str], ...]) -> dict[str, Wanted]:
-    """What a source is asked for: each tensor under all of its names.
-
-    Args:
-        leaves: first name -> this rank's part, which may be a `Shard`.
-        ties: pairs of another name and a first one.
-    """
-    wanted = {name: _wanted(leaf) for name, leaf in leaves.items()}
-    return wanted | {alias: attrs.evolve(wanted[name], tied_to=name) for alias, name in ties if name in wanted}
-
-
 def received(
     source: WeightSource, wanted: Mapping[str, Wanted], *, held: Callable[[str], torch.Tensor]
 ) -> Generator[tuple[str, torch.Tensor]]:
@@ -185,9 +167,3 @@ def received(
     problem = account.problem()
     if problem is not None:
         raise problem
-
-
-def _wanted(leaf: Any) -> Wanted:
-    if isinstance(leaf, Shard):
-        return Wanted(dtype_name(leaf.tensor.dtype), tuple(leaf.shape), leaf.box)
-    return Wanted(dtype_name(leaf.dtype), tuple(leaf.shape), whole_box(tuple(leaf.shape)))

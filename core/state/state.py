@@ -167,12 +167,14 @@ class Origin:
         adapts: keys of the contract for which a policy prefers the value of the resuming run to that of the checkpoint.
         without: components that the whole has and this selection of it does not; a checkpoint of it lists them as left out.
         outside: components whose values come from outside: a save or load that selects nothing leaves them out.
+        frozen: parameters whose values come from outside.
     """
 
     runs: Mapping[str, ParentCheckpoint] = attrs.field(factory=dict)
     adapts: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     outside: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)

@@ -1,4 +1,4 @@
-"""What is made of sources: `Cast` rounds, `Renamed` has other names, `Frozen` is for the frozen parameters alone, and `ByScript` leaves all to the script."""
+"""What is made of sources: `Cast` rounds, `Renamed` has other names, `Frozen` is for the frozen parameters alone, and `ByScript` leaves all to the script. `check_begins`: whether a run can begin with a source."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, final
@@ -125,3 +125,38 @@ class ByScript:
     def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":  # noqa: ARG002 - of the protocol
         """Yield nothing."""
         return iter(())
+
+
+def check_begins(source: object, *, where: str, is_outside: bool) -> None:
+    """Raise if a run cannot begin with the weights of a source.
+
+    Args:
+        source: what was given.
+        where: the call, for the message.
+        is_outside: whether the model of the run comes from outside at each start.
+
+    Raises:
+        InvalidArgument: saying why.
+
+    Examples:
+        >>> check_begins(ByScript(), where="restore", is_outside=False)
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.InvalidArgument: restore.initial: expected a WeightSource that supplies what is trained, found ByScript; pass one of \
+trainfold.weights, such as trainfold.weights.HubDirectory(path); what stays frozen and comes from outside at each start goes to attach(..., weights=Frozen(source))
+    """
+    if not isinstance(source, WeightSource) or isinstance(source, Frozen | ByScript):
+        raise InvalidArgument(
+            f"{where}.initial",
+            expected="a WeightSource that supplies what is trained",
+            found=type(source).__qualname__,
+            fix="pass one of trainfold.weights, such as trainfold.weights.HubDirectory(path); what stays frozen and comes from outside at each "
+            "start goes to attach(..., weights=Frozen(source))",
+        )
+    if is_outside:
+        raise InvalidArgument(
+            f"{where}.initial",
+            expected="a run whose checkpoints have its model",
+            found="one whose weights come from outside at each start, by attach(..., weights=...)",
+            fix="leave one of the two out: initial= begins a run, whose own checkpoints count from then on",
+        )

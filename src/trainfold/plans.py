@@ -18,10 +18,12 @@ from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.save.save_plan import SavePlan, plan_save
+from trainfold.core.weights.several.fresh_start import FreshStart
 
 __all__ = [
     "CheckpointPassedOver",
     "Drift",
+    "FreshStart",
     "Inventory",
     "QuarantineIgnored",
     "Refusal",

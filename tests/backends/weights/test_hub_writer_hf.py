@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import trainfold
-from trainfold.backends.weights.take import asked_of
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.weights.asked import asked_of
 from trainfold.transforms import adapter_rules, hub_rules_of
 from trainfold.weights import CheckpointWeights, HubDirectory, Transformed, write_adapter_directory, write_hub_directory
 

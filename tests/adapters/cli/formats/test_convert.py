@@ -80,3 +80,20 @@ def test_what_is_in_the_way_is_never_written_into(answered, hub, run):
     _, error = answered("convert", hub, run, "--to", "native", code=2)
     assert error["fix"] == "name another directory; a run is never written into"
     assert sorted(each.name for each in run.iterdir()) == before
+
+
+def test_a_plan_names_the_weights_with_which_a_run_would_begin(answered, call, hub, run, tmp_path):
+    """V02: where the run has a checkpoint they are not asked; where something else is, no run begins. V15: the format is that of the files."""
+    found, _ = answered("plan", tmp_path / "new", "--initial", hub)
+    assert (found["resumes"], found["step"], found["initial"]["format"]) == (False, 0, "hf")
+    assert (found["initial"]["tensors"], found["initial"]["dtypes"]) == (2, {"float32": 1, "int64": 1})
+    assert "checkpoints of the run: none; initial: taken" in call("plan", tmp_path / "new", "--initial", hub)[0]
+    found, _ = answered("plan", run, "--initial", tmp_path / "gone")
+    assert (found["step"], found["ignored"]) == (6, [f"{tmp_path}/gone: the run has checkpoints of its own"])
+    for place, code, kind in (
+        (hub, 15, "CheckpointForeign"),
+        (tmp_path / "new", 11, "CheckpointMissing"),
+    ):
+        _, error = answered("plan", place, "--initial", tmp_path / "gone", code=code)
+        assert error["kind"] == kind
+    answered("plan", tmp_path / "new", "--step", 3, "--initial", hub, code=11)
