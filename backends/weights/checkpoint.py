@@ -211,10 +211,15 @@ class CheckpointWeights:
         )
 
 
+def weight_name(path: str) -> str:
+    """The canonical name of a tensor with this leaf path; empty if it is not at the top of its component."""
+    match = _PATH.match(path)
+    return "" if match is None else canonical_name(match["name"])
+
+
 def _names(record: TensorRecord, others: Mapping[str, Sequence[str]]) -> list[str]:
     """The canonical names of a tensor, the first one first; none if it is not at the top of its component."""
-    match = _PATH.match(record.path)
-    name = "" if match is None else canonical_name(match["name"])
+    name = weight_name(record.path)
     return [name, *others.get(name, ())] if name else []
 
 

@@ -15,12 +15,13 @@ from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Buffer
+from trainfold.backends.weights.held_by_ranks import reading_rank_zero
 from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.backends.weights.opened import ReusedMemory, opened_weights
+from trainfold.backends.weights.opened import ReusedMemory, opened_weights, weights_of_state
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, SaveFailed
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import whole_box
+from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.state.state import TrainState
@@ -38,6 +39,7 @@ from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import ListedSource
 
 _PIECE_BYTES: Final = 1 << 20
+_DOING: Final = "write a hub directory"
 _SHARD_BYTES: Final = 5_000_000_000
 _BESIDE: Final = (
     HUB_CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
@@ -80,10 +82,11 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
 ) -> HubPlan:
     """Write weights as model hubs have them: safetensors files, their index, and what is known of the configuration and the tokenizer.
 
-    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on with the files that are missing. Each tensor is in one file. Memory: two of the largest tensor, and buffers.
+    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on with the files that are missing. Each tensor is in one file. Memory: two of the largest tensor, and buffers; on ranks that give their parts, buffers alone.
 
     Args:
-        weights: a source that lists what it has, such as ``CheckpointWeights(run)``, or a state with a model, such as ``live.capture()``.
+        weights: a source that lists what it has, such as ``CheckpointWeights(run)``, or a state with a model, such as ``live.capture()``. Of a state that ranks hold in parts, or in
+            stages of a pipeline, each rank passes its own: rank 0 gets from the others what it writes, and of what all have its own is written.
         path: the directory, which does not exist yet, or is empty.
         rules: from the names of the weights to those of the hub, as `hub_rules_of` makes them; None if they have these names. Tied weights are given to them under each of their names.
         dtype: to which floating parameters are cast that have another one, as a dtype of torch or its name; None for none. Buffers, integers, booleans and quantised numbers keep theirs.
@@ -97,7 +100,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
         What was written, and what was left out.
 
     Raises:
-        InvalidArgument: for something else than weights, or if something is at the path.
+        InvalidArgument: for something else than weights, a part of weights whose other ranks do not call, or if something is at the path.
         InvalidState: if tensors have not the form that the rules need, or weights that are tied differ, or are written to meanwhile.
         CheckpointMissing: and others, from the source.
         SaveFailed: if the directory cannot be written. On the other ranks it is `RankFailed`.
@@ -121,7 +124,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
         "config": config,
         "about": about,
     }
-    return on_rank_zero(world, lambda: _written(weights, path, arguments), doing="write a hub directory")
+    return _on_rank_zero(world, weights, path, arguments)
 
 
 def write_adapter_directory(  # noqa: PLR0913 - keywords
@@ -161,7 +164,7 @@ def write_adapter_directory(  # noqa: PLR0913 - keywords
     world = ALONE if collectives is None else collectives
     names = _Names("adapter_model", "adapter_config.json")
     arguments = {"rules": adapter_rules(adapter), "dtype": dtype, "shard_bytes": None, "like": None, "config": config, "names": names}  # fmt: skip
-    return on_rank_zero(world, lambda: _written(weights, path, arguments), doing="write an adapter")
+    return _on_rank_zero(world, weights, path, arguments)
 
 
 def plan_hub_directory(  # noqa: PLR0913 - keywords
@@ -189,7 +192,12 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
         InvalidArgument: as there.
         InvalidState: as there, but for weights that are tied and differ.
     """
-    with opened_weights(weights) as found:
+    with ExitStack() as held:
+        found = (
+            weights_of_state(weights)
+            if isinstance(weights, TrainState)
+            else held.enter_context(opened_weights(weights))
+        )
         return without_collecting(_planned)(
             found, rules=rules, dtype=dtype, shard_bytes=shard_bytes, like=like, config=config, about=about
         ).plan
@@ -249,15 +257,28 @@ def _planned(  # noqa: PLR0913 - keywords
     return _Work(HubPlan(files, dict(sorted(beside.items())), left_out, said), table, weights)
 
 
-def _written(weights: Any, path: str | Path, arguments: Mapping[str, Any]) -> HubPlan:
+def _on_rank_zero(world: Collectives, weights: Any, path: str | Path, arguments: Mapping[str, Any]) -> HubPlan:
+    """Write on rank 0. Of a state, it gets from the other ranks what they have."""
+    if isinstance(weights, TrainState):
+        return reading_rank_zero(world, weights, lambda found: _written(found, path, arguments), doing=_DOING)
+
+    def from_source() -> HubPlan:
+        with opened_weights(weights) as found:
+            return _written(found, path, arguments)
+
+    return on_rank_zero(world, from_source, doing=_DOING)
+
+
+def _written(weights: OpenWeights, path: str | Path, arguments: Mapping[str, Any]) -> HubPlan:
     with ExitStack() as held:
-        work = without_collecting(_planned)(held.enter_context(opened_weights(weights)), **arguments)
+        work = without_collecting(_planned)(weights, **arguments)
         plan = work.plan
         held.callback(release_buffers)
         memory = ReusedMemory(work.weights)
         staged = held.enter_context(staged_directory(path, plan=_identity(work), size_bytes=plan.size_bytes))
         if staged.is_committed:
             return plan
+        weights.expect(_reads(work))
         for file in plan.files:
             staged.write(file.name, _bytes_of(file, work.table, memory), size_bytes=file.size_bytes)
         for name, data in plan.beside.items():
@@ -289,6 +310,14 @@ def _bytes_of(file: HubFile, table: Mapping[str, Expression], memory: ReusedMemo
         for start in range(0, len(data), _PIECE_BYTES):
             yield data[start : start + _PIECE_BYTES]
         del data
+
+
+def _reads(work: _Work) -> Iterator[tuple[str, Box]]:
+    """What `_bytes_of` reads of all files, in order."""
+    for file in work.plan.files:
+        for name in file.tensors:
+            each = work.table[name]
+            yield from ((source.name, box) for source, box in each.reads(whole_box(each.shape)))
 
 
 def _check(path: str, file: HubFile) -> None:

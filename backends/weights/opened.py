@@ -30,7 +30,9 @@ def opened_weights(weights: Any) -> Iterator[OpenWeights]:
         InvalidArgument: for anything else.
     """
     if isinstance(weights, TrainState):
-        yield _of_state(weights)
+        found = weights_of_state(weights)
+        _check_whole(weights)
+        yield found
     elif isinstance(weights, OpenSource):
         with weights.opened() as found:
             yield found
@@ -42,17 +44,28 @@ def opened_weights(weights: Any) -> Iterator[OpenWeights]:
             found=type(weights).__qualname__, fix="pass CheckpointWeights(run), or live.capture()")  # fmt: skip
 
 
-def _of_state(state: TrainState) -> OpenWeights:
+def _check_whole(state: TrainState) -> None:
+    assert state.model is not None, "checked"
+    leaves = {**state.model.params, **state.model.buffers}
+    if cut := [name for name, each in leaves.items() if isinstance(each, Shard)]:
+        raise InvalidArgument(f"weights: {cut[0]}", expected="a whole tensor", found="the part of it that this rank has",
+                              fix="save it on all ranks, and pass CheckpointWeights(run) on one of them")  # fmt: skip
+
+
+def weights_of_state(state: TrainState) -> OpenWeights:
+    """The weights of a state. Of a tensor that ranks have in parts it can say dtype and shape, and not read it.
+
+    Raises:
+        InvalidArgument: if it has no model, or stages of one.
+    """
     model = state.model
     if model is None or state.stage is not None:
         found = "one without a model" if model is None else "the stages of a pipeline that this rank has"
         raise InvalidArgument("weights", expected="a state with a whole model", found=found,
                               fix="save it, and pass CheckpointWeights(run)")  # fmt: skip
     leaves = {**model.params, **model.buffers}
-    if cut := [name for name, each in leaves.items() if isinstance(each, Shard)]:
-        raise InvalidArgument(f"weights: {cut[0]}", expected="a whole tensor", found="the part of it that this rank has",
-                              fix="save it on all ranks, and pass CheckpointWeights(run) on one of them")  # fmt: skip
-    tensors = {name: as_tensor(each, name) for name, each in leaves.items()}
+    tensors = {name: as_tensor(each.tensor if isinstance(each, Shard) else each, name) for name, each in leaves.items()}
+    shapes = {name: tuple(each.shape) for name, each in leaves.items()}
     watch = WriteWatch({("model", name): each for name, each in tensors.items() if not each.is_inference()})
 
     def read(name: str, box: Box) -> torch.Tensor:
@@ -68,7 +81,7 @@ def _of_state(state: TrainState) -> OpenWeights:
                 fix="save the run, and export the checkpoint: CheckpointWeights(run) has the values of that step, while training goes on")  # fmt: skip
 
     return OpenWeights(
-        {name: LeafSpec(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()},
+        {name: LeafSpec(dtype_name(each.dtype), shapes[name]) for name, each in tensors.items()},
         read,
         ties=dict(model.ties),
         buffers=frozenset(model.buffers),

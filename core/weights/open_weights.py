@@ -1,6 +1,6 @@
 """`OpenWeights`: what a source has, and a way to read it in any order. `OpenSource`: a source that can be opened so."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
@@ -27,6 +27,7 @@ class OpenWeights:
         buffers: the names of those that are not parameters, if that is known.
         read_into: the same, into contiguous memory of that dtype and shape; None if ``read`` needs no memory of its own.
         check: raises if what was read may not be what was there at that moment; called when everything is read.
+        expect: may be called once before `read`, with the parts that it will be called for, in about that order: what comes from elsewhere can come together.
     """
 
     specs: Mapping[str, LeafSpec]
@@ -36,6 +37,7 @@ class OpenWeights:
     buffers: frozenset[str] = frozenset()
     read_into: "Callable[[str, Box, torch.Tensor], None] | None" = None
     check: Callable[[], Any] = attrs.field(default=lambda: None)
+    expect: "Callable[[Iterator[tuple[str, Box]]], Any]" = attrs.field(default=lambda _: None)
 
 
 @runtime_checkable
