@@ -209,6 +209,10 @@ class HiddenState(UserWarning):
     """No component saves this state, which changes with training; it would restart at a resume."""
 
 
+class StaleCopy(UserWarning):
+    """A component is a copy of the model as it was before it got its initial weights."""
+
+
 class OptionalLeftOut(UserWarning):
     """An optional component that cannot be saved or restored is left out; everything else is not."""
 

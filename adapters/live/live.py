@@ -400,6 +400,10 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         """Every attached object by its component, without the schedulers."""
         return self._objects.attached()
 
+    def extra_values(self) -> Mapping[str, Any]:
+        """The values of the components under ``extra`` now; tensors are the live ones."""
+        return self.read(view=False, is_saved=False).state.extra
+
     def check_whole(self) -> None:
         """Raise `InvalidArgument` if an attached object holds only a part of its state on each rank, but looks whole."""
         self._objects.check_whole()

@@ -122,9 +122,9 @@ class DisabledManager:
             return Restored("", live.progress.step, is_fresh=True)
         live.check_initial(initial)
         names = check_follow(live, follow, initial, None)
-        plan = live.take_initial(initial, self._world)
+        plan, copies = live.take_initial(initial, self._world, follows=names)
         take_followers(live, names, plan.source, self._world)
-        return Restored("", live.progress.step, is_fresh=True, weights=plan.coverage)
+        return Restored("", live.progress.step, is_fresh=True, weights=plan.coverage, copies=copies)
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
         """Leave the run as it is."""

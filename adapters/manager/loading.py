@@ -288,10 +288,11 @@ class LoadRunner:
             self._warn("%s %s", self.loader.store.url, why)
             return self._restored(live, is_fresh=True)
         world = self.loader.collectives
-        plan = live.take_initial(initial, world)
+        plan, copies = live.take_initial(initial, world, follows=follows)
         take_followers(live, follows, plan.source, world)
-        self._warn("%s %s, with weights from %s", self.loader.store.url, why, described(plan.source))
-        return attrs.evolve(self._restored(live, is_fresh=True), weights=plan.coverage)
+        also = f"; so has {', '.join(copies)}, which was a copy of the model" if copies else ""
+        self._warn("%s %s, with weights from %s%s", self.loader.store.url, why, described(plan.source), also)
+        return attrs.evolve(self._restored(live, is_fresh=True), weights=plan.coverage, copies=copies)
 
     def load_best(self, run: Live | TrainState) -> TrainState | Restored:
         """Load the weights of the best checkpoint; see `CheckpointManager.load_best`."""

@@ -42,6 +42,7 @@ class Restored:
         is_fresh: whether there was nothing to resume.
         weights: which source each tensor came from, if a fresh start has taken ``initial``; else None.
         ignored: what was offered and not taken, with the reason.
+        copies: the components that were copies of the model, and have its new weights too, such as an average.
 
     Examples:
         >>> print(Restored("runs/a", 120, is_fresh=False, ignored=("HubDirectory('base'): the run has checkpoints of its own",)))
@@ -54,13 +55,15 @@ class Restored:
     is_fresh: bool
     weights: Coverage | None = None
     ignored: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         how = (
             f"resumed at step {self.step}" if not self.is_fresh else "fresh" if self.weights is None else "begins with"
         )
         taken = [] if self.weights is None else [f"weights  {each}" for each in str(self.weights).splitlines()]
-        return "\n".join([f"{self.run}: {how}", *taken, *(f"ignored  {each}" for each in self.ignored)])
+        copies = [f"copy     {each}: it was one of the model, and has these weights too" for each in self.copies]
+        return "\n".join([f"{self.run}: {how}", *taken, *copies, *(f"ignored  {each}" for each in self.ignored)])
 
 
 @attrs.frozen

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainfold.adapters.outside.derived_copies import DerivedCopies, warn_of_copies
 from trainfold.adapters.outside.fill import fill
 from trainfold.adapters.outside.held_masters import HeldMasters
 from trainfold.adapters.outside.outside_weights import OutsideWeights
@@ -41,6 +42,14 @@ class TakesWeights:
         """The attached modules, the model first."""
         raise NotImplementedError
 
+    def attached(self) -> Mapping[str, Any]:
+        """Every attached object, by component."""
+        raise NotImplementedError
+
+    def extra_values(self) -> Mapping[str, Any]:
+        """The values of the components under ``extra``."""
+        raise NotImplementedError
+
     @property
     def progress(self) -> Progress:
         """The counters."""
@@ -64,8 +73,10 @@ class TakesWeights:
             raise InvalidArgument("live.take_weights", expected="a source of weights", found="none",
                                   fix="pass it to attach(..., weights=...)")  # fmt: skip
         masters = HeldMasters(self.optimizers.values())
+        copies = DerivedCopies(self.modules[0], {} if self.progress.step else self.attached(), {})
         self.outside.take(ALONE if collectives is None else collectives)
         masters.refresh()
+        copies.refresh()  # a resume loads them after this
 
     def check_initial(self, source: object) -> None:
         """Raise if this run cannot begin with the weights of a source.
@@ -75,12 +86,18 @@ class TakesWeights:
         """
         check_begins(source, where="restore", is_outside=self.outside is not None and self.outside.is_whole)
 
-    def take_initial(self, source: WeightSource, world: Collectives) -> PlannedWeights:
-        """Begin with the weights of a source: every tensor of the model that checkpoints have. Nothing else changes but masters.
+    def take_initial(
+        self, source: WeightSource, world: Collectives, *, follows: Sequence[str] = ()
+    ) -> tuple[PlannedWeights, tuple[str, ...]]:
+        """Begin with the weights of a source: every tensor of the model that checkpoints have. Nothing else changes but masters and copies of the model.
 
         Args:
             source: of these weights.
             world: the ranks, all of which call.
+            follows: components that come from elsewhere afterwards.
+
+        Returns:
+            What was decided and done, and the components that are copies of the model and have its new weights. Of other copies the user is warned.
 
         Raises:
             InvalidState: if the weights cannot be taken so, or the run has steps; nothing was changed.
@@ -96,11 +113,15 @@ class TakesWeights:
         leaves = {name: leaf_of(each, f"model.params[{name!r}]") for name, each in params.items()}
         leaves |= {name: leaf_of(each, f"model.buffers[{name!r}]") for name, each in named.buffers.items()}
         masters = HeldMasters(self.optimizers.values())
+        attached = {name: each for name, each in self.attached().items() if name not in follows}
+        copies = DerivedCopies(model, attached, self.extra_values())
         plan = fill(leaves, named.ties, source, world, begins=self.overwrites)
         masters.refresh()
+        copies.refresh()
         self.overwrites(is_over=True)
         self.began = plan.sources
-        return plan
+        warn_of_copies(copies.others, world)
+        return plan, copies.followers
 
     def _outside(self) -> dict[str, Any]:
         found = {} if self.outside is None else self.outside.contract()

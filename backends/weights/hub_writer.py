@@ -17,6 +17,7 @@ from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.backends.weights.held_by_ranks import reading_rank_zero
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.hub_files import BESIDE, HubFiles
 from trainfold.backends.weights.opened import ReusedMemory, opened_weights, weights_of_state
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, SaveFailed
@@ -41,11 +42,6 @@ from trainfold.core.weights.source import ListedSource
 _PIECE_BYTES: Final = 1 << 20
 _DOING: Final = "write a hub directory"
 _SHARD_BYTES: Final = 5_000_000_000
-_BESIDE: Final = (
-    HUB_CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-    "chat_template*", "preprocessor_config.json", "processor_config.json", "*.py", "LICENSE*",
-)  # fmt: skip
-"""What the original directory has beside its weights that another one of the same model needs: ``*.py`` is code that its configuration may name."""
 
 
 @final
@@ -75,7 +71,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
     rules: Transform | None = None,
     dtype: Any = None,
     shard_bytes: int | str | None = None,
-    like: str | Path | HubDirectory | None = None,
+    like: str | Path | HubDirectory | HubFiles | None = None,
     config: Mapping[str, Any] | None = None,
     about: Mapping[str, str] | None = None,
     collectives: Collectives | None = None,
@@ -92,6 +88,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
         dtype: to which floating parameters are cast that have another one, as a dtype of torch or its name; None for none. Buffers, integers, booleans and quantised numbers keep theirs.
         shard_bytes: how large a file may be, such as ``"5GB"``. By default as ``like`` has it, or 5 GB.
         like: the directory of the original: its configuration, tokenizer and other files are copied; and each tensor goes into the file that it has there, unless ``shard_bytes`` is given.
+            Or the `HubFiles` of a run, which have no weights.
         config: what is to be in ``config.json``; by default that of ``like``. It says whether the head is tied to the embeddings, and so left out.
         about: more texts for the headers of the files, such as ``{"trainfold.step": "120"}``.
         collectives: the ranks, all of which call: rank 0 writes, and all leave together. None for this process alone.
@@ -173,7 +170,7 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
     rules: Transform | None = None,
     dtype: Any = None,
     shard_bytes: int | str | None = None,
-    like: str | Path | HubDirectory | None = None,
+    like: str | Path | HubDirectory | HubFiles | None = None,
     config: Mapping[str, Any] | None = None,
     about: Mapping[str, str] | None = None,
 ) -> HubPlan:
@@ -214,8 +211,8 @@ def _planned(  # noqa: PLR0913 - keywords
     about: Mapping[str, str] | None = None,
     names: _Names = _MODEL,
 ) -> _Work:
-    original = like if isinstance(like, HubDirectory | None) else HubDirectory(like)
-    beside = {} if original is None else original.beside(_BESIDE)
+    original = like if isinstance(like, HubDirectory | HubFiles | None) else HubDirectory(like)
+    beside = {} if original is None else original.beside(BESIDE)
     found = None
     if config is None and HUB_CONFIG in beside:
         config = found = config_of(beside[HUB_CONFIG], f"{original}: {HUB_CONFIG}")
@@ -236,7 +233,7 @@ def _planned(  # noqa: PLR0913 - keywords
         text = config_text(config, name, dtypes={each.dtype for each in table.values()})
         if config is not found or config_of(text, HUB_CONFIG) != found:
             beside[names.config] = text
-    weight_map = None if shard_bytes is not None or original is None else original.weight_map()
+    weight_map = original.weight_map() if shard_bytes is None and isinstance(original, HubDirectory) else None
     if weight_map is not None:
         gone = [key for key in weight_map if key not in table]
         left_out |= {key: "tied to the embeddings" for key in gone if tied and key.endswith("lm_head.weight")}

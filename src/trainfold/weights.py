@@ -19,6 +19,7 @@ from trainfold.backends.weights.foreign.training import (
     torch_training,
 )
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.hub_files import HubFiles
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_adapter_directory, write_hub_directory
 from trainfold.backends.weights.served import ServedWeights
 from trainfold.backends.weights.server import WeightServer
@@ -42,6 +43,7 @@ __all__ = [
     "FirstRank",
     "Frozen",
     "HubDirectory",
+    "HubFiles",
     "HubPlan",
     "ListedSource",
     "LoadSpec",
