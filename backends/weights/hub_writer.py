@@ -20,7 +20,8 @@ from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_files import BESIDE, HubFiles
 from trainfold.backends.weights.opened import ReusedMemory, opened_weights, weights_of_state
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import InvalidArgument, SaveFailed
+from trainfold.core.errors import InvalidArgument, InvalidState, SaveFailed
+from trainfold.core.json_values import shown
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.layout.world import Collectives
@@ -29,7 +30,7 @@ from trainfold.core.state.state import TrainState
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import is_made_of, table_of
 from trainfold.core.transform.expression import Expression
-from trainfold.core.transform.families.adapter_rules import adapter_rules
+from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
 from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
 from trainfold.core.transform.transform import Transform, compose
 from trainfold.core.transform.values import cast
@@ -51,6 +52,7 @@ class _Names:
 
     stem: str = "model"
     config: str = HUB_CONFIG
+    adapter: str = ""
 
 
 @final
@@ -138,7 +140,7 @@ def write_adapter_directory(  # noqa: PLR0913 - keywords
     Args:
         weights: of a model of peft, as in `write_hub_directory`; a checkpoint with the adapter alone will do.
         path: the directory, as there.
-        config: of the adapter, such as ``model.peft_config["default"].to_dict()``.
+        config: of the adapter, such as ``model.peft_config["default"].to_dict()``. Modules of its ``modules_to_save`` are written too.
         adapter: the name that it has in the model.
         dtype: as there.
         collectives: as there.
@@ -147,8 +149,8 @@ def write_adapter_directory(  # noqa: PLR0913 - keywords
         What was written, and what was left out.
 
     Raises:
-        InvalidState: if the weights have no tensor of such an adapter.
-        InvalidArgument: and others, as from `write_hub_directory`.
+        InvalidState: if the weights have no tensor of such an adapter, or a module that was trained whole and is not of ``modules_to_save``.
+        InvalidArgument: if biases were trained too; and others, as from `write_hub_directory`.
 
     Examples:
         >>> import tempfile, torch, trainfold
@@ -159,8 +161,12 @@ def write_adapter_directory(  # noqa: PLR0913 - keywords
         ['q.lora_A.weight']
     """
     world = ALONE if collectives is None else collectives
-    names = _Names("adapter_model", "adapter_config.json")
-    arguments = {"rules": adapter_rules(adapter), "dtype": dtype, "shard_bytes": None, "like": None, "config": config, "names": names}  # fmt: skip
+    names = _Names("adapter_model", "adapter_config.json", adapter)
+    rules = adapter_rules(adapter, modules_to_save=config.get("modules_to_save"))
+    if config.get("bias", "none") != "none":
+        raise InvalidArgument("config.bias", expected='"none"', found=shown(config["bias"]),
+                              fix='publish the merged weights: write_hub_directory(..., rules=view(lora_of(config), "export")); the biases that were trained are of the base')  # fmt: skip
+    arguments = {"rules": rules, "dtype": dtype, "shard_bytes": None, "like": None, "config": config, "names": names}  # fmt: skip
     return _on_rank_zero(world, weights, path, arguments)
 
 
@@ -219,13 +225,17 @@ def _planned(  # noqa: PLR0913 - keywords
     name = dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)
     rounding = None if name is None else cast(name)
     done = compose() if rules is None else rules
-    table = done.on(with_aliases(table_of(compose(), weights.specs), weights.ties, done))
+    table = with_aliases(table_of(compose(), weights.specs), weights.ties, done)
+    base = dict.fromkeys(
+        (key for key in table if names.adapter and not is_of_adapter(key, names.adapter)), "no part of the adapter"
+    )
+    table = done.on({key: each for key, each in table.items() if key not in base})
     tied = is_tied(config, by_default=None if config is None else tied_by_default(config.get("model_type")))
     table, left_out = by_convention(table, weights.ties, is_tied=tied)
-    if names is not _MODEL and rules is not None:
-        of_adapter = {key for key in table if key not in weights.specs}
-        left_out |= {key: "no part of the adapter" for key in table if key not in of_adapter}
-        table = {key: each for key, each in table.items() if key in of_adapter}
+    left_out |= base
+    if names.adapter and (odd := [key for key in table if key in weights.specs]):
+        raise InvalidState(odd[0], expected="a matrix of low rank, or a module of modules_to_save in the configuration", found="another part of the adapter",
+                           fix="pass the configuration of this adapter; or publish the merged weights")  # fmt: skip
     if rounding is not None:
         cut = rounding.on(table)
         table = {key: table[key] if is_made_of(table[key], weights.buffers) else each for key, each in cut.items()}

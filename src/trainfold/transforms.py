@@ -4,7 +4,7 @@ The names are re-exports, each documented where it lives.
 """
 
 from trainfold.core.transform.apply import PartPlan, plan_parts, transform_specs, transform_stream, transform_tensors
-from trainfold.core.transform.converters.converter import Converter, view
+from trainfold.core.transform.converters.converter import Converter, chain, view
 from trainfold.core.transform.converters.lora import lora, lora_of
 from trainfold.core.transform.converters.quantised import quantised
 from trainfold.core.transform.families.adapter_rules import adapter_rules
@@ -21,6 +21,7 @@ __all__ = [
     "Transform",
     "adapter_rules",
     "cast",
+    "chain",
     "compose",
     "dequantise",
     "dequantise_of",

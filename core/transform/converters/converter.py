@@ -9,7 +9,7 @@ from trainfold.core.checks import choice
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.naming import put
-from trainfold.core.transform.transform import Composed, Table, Transform
+from trainfold.core.transform.transform import Composed, Table, Transform, compose
 
 View: TypeAlias = Literal["full", "base", "owned", "export"]
 """``full``: everything. ``owned``: what the converter has added. ``base``: the rest, by the names that it has without the converter. ``export``: what a program without the converter loads."""
@@ -32,6 +32,63 @@ class Converter(Protocol):
     @property
     def state_dict_transform(self) -> Transform:
         """What makes an export of the full weights: added tensors are merged into those of the base, or left out."""
+
+
+@final
+@attrs.frozen
+class Chained:
+    """See `chain`."""
+
+    converters: tuple[Converter, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.converters)) if self.converters else "nothing"
+
+    @property
+    def state_dict_transform(self) -> Composed:
+        """See `Converter`."""
+        return compose(*(each.state_dict_transform for each in self.converters))
+
+    def key_filter(self, name: str) -> bool:
+        """See `Converter`."""
+        return self._outside(name) is None
+
+    def state_dict_adapter(self, name: str) -> str:
+        """See `Converter`."""
+        found = self._outside(name)
+        return name if found is None else found
+
+    def _outside(self, name: str) -> str | None:
+        """The name of a tensor of the base; None for what a converter has added."""
+        for each in self.converters:
+            if each.key_filter(name):
+                return None
+            name = each.state_dict_adapter(name)
+        return name
+
+
+def chain(*converters: Converter) -> Chained:
+    """Several converters of one model as one, such as adapters on a quantised base.
+
+    Args:
+        converters: in the order in which an export is made. Each has the names that those before it have left: ``chain(quantised(...), lora(...))`` multiplies the scales of the full
+            weights, and then merges.
+
+    Raises:
+        InvalidArgument: for something else than a converter.
+
+    Examples:
+        >>> from trainfold.core.transform.converters.lora import lora
+        >>> from trainfold.core.transform.converters.quantised import quantised
+        >>> both = chain(quantised("{layer*}.weight", "{layer*}.weight_scale"), lora(alpha=2))
+        >>> [name for name in ("q.base_layer.weight", "q.base_layer.weight_scale", "q.lora_A.default.weight") if not both.key_filter(name)]
+        ['q.base_layer.weight']
+        >>> both.state_dict_adapter("q.base_layer.weight")
+        'q.weight'
+    """
+    for each in converters:
+        _check(each, "chain.converters")
+    return Chained(converters)
 
 
 @final
@@ -76,11 +133,15 @@ def view(converter: Converter, which: View) -> Transform:
         >>> {which: list(transform_specs(view(lora(alpha=2), which), specs)) for which in ("base", "owned", "export")}
         {'base': ['q.weight'], 'owned': ['q.lora_A.default.weight', 'q.lora_B.default.weight'], 'export': ['q.weight']}
     """  # fmt: skip
-    if not isinstance(converter, Converter):
-        raise InvalidArgument(
-            "view.converter", expected="an object with key_filter, state_dict_adapter and state_dict_transform", found=repr(converter),
-            fix="pass one of trainfold.transforms, such as lora(alpha=16), or one's own that keeps trainfold.transforms.Converter")  # fmt: skip
+    _check(converter, "view.converter")
     choice("view.which", which, get_args(View), fix="see trainfold.transforms.view")
     if which == "full":
         return Composed(())
     return converter.state_dict_transform if which == "export" else Viewed(converter, which == "owned")
+
+
+def _check(converter: object, where: str) -> None:
+    if not isinstance(converter, Converter):
+        raise InvalidArgument(
+            where, expected="an object with key_filter, state_dict_adapter and state_dict_transform", found=repr(converter),
+            fix="pass one of trainfold.transforms, such as lora(alpha=16), or one's own that keeps trainfold.transforms.Converter")  # fmt: skip

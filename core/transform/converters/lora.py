@@ -1,5 +1,6 @@
 """`lora`: the converter of low-rank adapters, which an export merges into the weights of the base."""
 
+import re
 from collections.abc import Iterator, Mapping
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Final, final
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
 
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _AT_ONCE: Final = 1 << 16  # elements, which stay in a cache while the terms are added
-_OTHER_PARTS: Final = (".lora_", ".modules_to_save.", ".original_module.")  # of peft; merging does not know them
+_OTHER_PARTS: Final = (
+    ".lora_",
+    ".modules_to_save.",
+    ".original_module.",
+)  # of peft, under names that are not known here
+_SAVED: Final = re.compile(
+    r"(.+)\.modules_to_save\.[^.]+\.(.+)", re.DOTALL
+)  # the copy of a whole module that is trained
+_ORIGINAL: Final = re.compile(r"(.+)\.original_module\.(.+)", re.DOTALL)  # and the module that it replaces
+_SLOW_PATTERN: Final = re.compile(r"\)[*+?{]|(?:[*+?{].*){5}", re.DOTALL)  # might look at one name for years
 
 
 @final
@@ -97,9 +107,12 @@ class LoRA:
     wrapped: NameTemplate
     plain: NameTemplate
     prefix: str
+    alphas: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        scale = f"{self.alpha:g} / {'sqrt(rank)' if self.is_rank_stabilised else 'rank'}"
+        own = "".join(f", {alpha:g} for {pattern}" for pattern, alpha in self.alphas)
+        alpha = f"({self.alpha:g}{own})" if own else f"{self.alpha:g}"
+        scale = f"{alpha} / {'sqrt(rank)' if self.is_rank_stabilised else 'rank'}"
         order = ", of weights with their inputs first" if self.is_transposed else ""
         return f"merge {self.b} times {self.a} times {scale} into {self.wrapped}{order}, as {self.plain} (no inverse)"
 
@@ -115,12 +128,13 @@ class LoRA:
 
     def key_filter(self, name: str) -> bool:
         """See `Converter`."""
-        return self.a.match(name) is not None or self.b.match(name) is not None
+        return self.a.match(name) is not None or self.b.match(name) is not None or _SAVED.fullmatch(name) is not None
 
     def state_dict_adapter(self, name: str) -> str:
         """See `Converter`."""
-        captures = self.wrapped.match(name)
-        return (name if captures is None else self.plain.fill(captures)).removeprefix(self.prefix)
+        captures, whole = self.wrapped.match(name), _ORIGINAL.fullmatch(name) or _SAVED.fullmatch(name)
+        plain = ".".join(whole.groups()) if whole else name if captures is None else self.plain.fill(captures)
+        return plain.removeprefix(self.prefix)
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`. A base that lies beside the adapters by its plain names, such as that of a hub, is merged as well."""
@@ -135,15 +149,27 @@ class LoRA:
         merged = dict(base)
         for captures, names in parts.items():
             where = self._weight(captures, table)
-            merged[where] = self._merged(where, {part: table[name] for part, name in names.items()}, base.get(where))
-        return put(str(self), ((self.state_dict_adapter(name), each) for name, each in merged.items()))
+            alpha = self._alpha(dict(captures)["layer"].removeprefix(self.prefix))
+            merged[where] = self._merged(
+                where, {part: table[name] for part, name in names.items()}, base.get(where), alpha
+            )
+        saved = put(
+            str(self), ((self.state_dict_adapter(name), table[name]) for name in table if _SAVED.fullmatch(name))
+        )
+        done = put(str(self), ((self.state_dict_adapter(name), each) for name, each in merged.items()))
+        return {**done, **saved}
 
     def _weight(self, captures: Captures, table: Table) -> str:
         wrapped = self.wrapped.fill((*captures, ("tensor", "weight")))
         plain = self.state_dict_adapter(wrapped)
         return plain if plain in table and wrapped not in table else wrapped
 
-    def _merged(self, where: str, parts: Mapping[str, Expression], base: Expression | None) -> LowRank:
+    def _alpha(self, layer: str) -> float:
+        """That of the first pattern that is a layer's name, or its end from a dot on; as `peft` finds it."""
+        found = (alpha for pattern, alpha in self.alphas if re.match(rf"(.*\.)?({pattern})$", layer))
+        return next(found, self.alpha)
+
+    def _merged(self, where: str, parts: Mapping[str, Expression], base: Expression | None, alpha: float) -> LowRank:
         a, b = parts.get("a"), parts.get("b")
         shape = None if base is None else base.shape[::-1] if self.is_transposed else base.shape
         if (
@@ -161,13 +187,15 @@ class LoRA:
         if base.dtype not in _FLOATS:
             raise InvalidState(
                 where, expected="a floating base", found=base.dtype,
-                fix="dequantise it first: compose(quantised(...).state_dict_transform, lora(...).state_dict_transform)")  # fmt: skip
+                fix="dequantise it first: chain(quantised(...), lora(...))")  # fmt: skip
         rank = a.shape[0]
-        scale = self.alpha / (sqrt(rank) if self.is_rank_stabilised else rank) if rank else 0.0
+        scale = alpha / (sqrt(rank) if self.is_rank_stabilised else rank) if rank else 0.0
         return LowRank(base, a, b, scale, self.is_transposed)
 
     def _check_known(self, base: Table) -> None:
-        odd = [name for name in base if any(part in f".{name}" for part in _OTHER_PARTS)]
+        odd = [
+            name for name in base if any(part in f".{name}" for part in _OTHER_PARTS) and not _ORIGINAL.fullmatch(name)
+        ]
         if odd:
             raise InvalidState(
                 odd[0], expected="matrices of low rank alone, and the base", found=f"other parts of an adapter: {', '.join(odd[:8])}",
@@ -183,10 +211,11 @@ def lora(  # noqa: PLR0913 - keywords
     b: str = "{layer*}.lora_B.default.weight",
     wrapped: str = "{layer*}.base_layer.{tensor}",
     prefix: str = "base_model.model.",
+    alphas: Mapping[str, float] | None = None,
 ) -> LoRA:
     """The converter of low-rank adapters: an export has ``base + b a alpha / rank``, by the names of the base.
 
-    The defaults are the names of `peft` in a model. The rank is that of each pair. Sums are in float32, or float64 for such a base, and rounded once; they may differ
+    The defaults are the names of `peft` in a model. Whole modules that are trained beside the adapters, as its ``modules_to_save`` are, take the place of those of the base. The rank is that of each pair. Sums are in float32, or float64 for such a base, and rounded once; they may differ
     from those of another library in the last bits.
 
     Args:
@@ -197,9 +226,10 @@ def lora(  # noqa: PLR0913 - keywords
         b: those of shape (outputs, rank).
         wrapped: the names of the tensors of a wrapped layer, with ``{layer*}`` and ``{tensor}``.
         prefix: what the names of the model begin with, and those of the base do not.
+        alphas: pattern of names of layers -> the numerator of theirs, as ``alpha_pattern`` of `peft`: a regular expression for the name, or for its end from a dot on. The first one counts.
 
     Raises:
-        InvalidArgument: for a number that is not above 0, and templates with other captures.
+        InvalidArgument: for a number that is not above 0, templates with other captures, and patterns that are no regular expressions, or slow ones.
 
     Examples:
         >>> import torch
@@ -215,7 +245,20 @@ def lora(  # noqa: PLR0913 - keywords
         raise InvalidArgument(
             "lora", expected="{layer*} in a= and b=, and {layer*} and {tensor} in wrapped=", found=f"{a}, {b} and {wrapped}",
             fix="write the names as in the model, such as a='{layer*}.a', wrapped='{layer*}.base_layer.{tensor}'")  # fmt: skip
-    return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, of, template("{layer*}.{tensor}"), prefix)  # fmt: skip
+    numbers = tuple((_pattern(pattern), positive(f"lora.alphas[{pattern!r}]", each, fix="pass alpha_pattern of the adapter")) for pattern, each in (alphas or {}).items())  # fmt: skip
+    return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, of, template("{layer*}.{tensor}"), prefix, numbers)  # fmt: skip
+
+
+def _pattern(text: str) -> str:
+    problem = "a pattern that may take long" if _SLOW_PATTERN.search(text) else ""
+    try:
+        re.compile(text)
+    except re.error as error:
+        problem = str(error)
+    if problem:
+        raise InvalidArgument("lora.alphas", expected="the name of a layer, or a simple regular expression", found=f"{text!r}: {problem}",
+                              fix="write the names out, one entry each")  # fmt: skip
+    return text
 
 
 def lora_of(config: Mapping[str, Any]) -> LoRA:
@@ -234,20 +277,20 @@ def lora_of(config: Mapping[str, Any]) -> LoRA:
     odd = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain}
     if odd:
         raise InvalidArgument(
-            "lora_of.config", expected="an adapter of LoRA whose layers have one scale", found=odd,
+            "lora_of.config", expected="an adapter of LoRA that is a product of two matrices", found=odd,
             fix="merge it with the tools of peft: model.merge_and_unload()")  # fmt: skip
     return lora(
         alpha=config.get("lora_alpha", 8),
         rank_stabilised=bool(config.get("use_rslora", False)),
         fan_in_fan_out=bool(config.get("fan_in_fan_out", False)),
+        alphas=config.get("alpha_pattern"),
     )
 
 
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
+    **dict.fromkeys(("use_dora", "use_qalora", "use_bdlora", "lora_bias"), (False, None)),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "arrow_config"), (None,)),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
 }

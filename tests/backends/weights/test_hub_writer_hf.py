@@ -106,18 +106,23 @@ def test_a_model_of_transformers_is_trained_here_exported_and_trained_on_by_thei
     assert not torch.equal(logits(second), logits(model))
 
 
-def adapted(seed, base):
+def adapted(seed, base, **settings):
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings)
+    model = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config
     )
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each.add_(torch.randn_like(each) if "modules_to_save" in name else 0)
+    return model
 
 
-def test_adapters_go_out_to_peft_and_come_in_again(tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["lm_head", "norm"], "alpha_pattern": {"v_proj": 3}}])
+def test_adapters_go_out_to_peft_and_come_in_again(settings, tmp_path):
     """M39: from a checkpoint that has the adapters alone, and from one that has the base, too; logits and bytes are equal."""
     llama(1).save_pretrained(tmp_path / "base")
-    tuned = adapted(2, tmp_path / "base")
+    tuned = adapted(2, tmp_path / "base", **settings)
     trainfold.save(trainfold.attach(tuned).capture(), tmp_path / "run")
     tuned.save_pretrained(tmp_path / "theirs")
     config = tuned.peft_config["default"].to_dict()
@@ -128,12 +133,14 @@ def test_adapters_go_out_to_peft_and_come_in_again(tmp_path):
     again = peft.PeftModel.from_pretrained(base, tmp_path / "mine")
     assert torch.equal(logits(again), logits(tuned))
 
-    other = adapted(3, tmp_path / "base")
+    other = adapted(3, tmp_path / "base", **settings)
     assert not torch.equal(logits(other), logits(tuned))
-    source = Transformed(HubDirectory(tmp_path / "theirs"), adapter_rules().inverse)
+    source = Transformed(
+        HubDirectory(tmp_path / "theirs"), adapter_rules(modules_to_save=config["modules_to_save"]).inverse
+    )
     own = dict(other.named_parameters())
     wanted = asked_of({name: each for name, each in own.items() if name in source.specs()}, ())
-    assert len(wanted) == 8
+    assert len(wanted) == (8 + 6 if settings else 8)
     with torch.no_grad():
         for name, each in source.supply(wanted):
             own[name].copy_(each)

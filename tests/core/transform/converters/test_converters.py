@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.transform.apply import table_of, transform_specs, transform_tensors
-from trainfold.core.transform.converters.converter import view
+from trainfold.core.transform.converters.converter import chain, view
 from trainfold.core.transform.converters.lora import lora, lora_of
 from trainfold.core.transform.converters.quantised import quantised
 from trainfold.core.transform.naming import drop, rename
@@ -24,7 +24,11 @@ PEFT = "base_model.model."
 def adapted(draw):
     """A model with some wrapped layers, its converter, and what it computes."""
     is_transposed, is_stabilised = draw(st.booleans()), draw(st.booleans())
-    alpha, dtype = draw(st.sampled_from((1.0, 16.0, 3.0))), draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float64)))  # fmt: skip
+    alpha, alphas = (
+        draw(st.sampled_from((1.0, 16.0, 3.0))),
+        draw(st.sampled_from(({}, {"0.q": 5.0}, {r"layers\.\d.q": 2.0, "q": 7.0}))),
+    )
+    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float64)))  # fmt: skip
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
 
     def some(*shape):
@@ -43,17 +47,27 @@ def adapted(draw):
             f"{PEFT}{name}.lora_A.default.weight": a,
             f"{PEFT}{name}.lora_B.default.weight": b,
         }
-        delta = (b.double() @ a.double()) * (alpha / (rank**0.5 if is_stabilised else rank))
+        own = alphas.get("0.q", alpha) if layer == 0 else alpha
+        own = alphas.get(r"layers\.\d.q", own)
+        delta = (b.double() @ a.double()) * (own / (rank**0.5 if is_stabilised else rank))
         wanted |= {
             f"{name}.weight": base.double() + (delta.T if is_transposed else delta),
             f"{name}.bias": bias,
         }
-    return lora(alpha=alpha, rank_stabilised=is_stabilised, fan_in_fan_out=is_transposed), tensors, wanted
+    for name in draw(st.sets(st.sampled_from(("head.weight", "score.dense.bias")))):
+        module, _, inner = name.partition(".")
+        tensors |= {f"{PEFT}{module}.original_module.{inner}": some(2), f"{PEFT}{module}.modules_to_save.default.{inner}": some(2)}  # fmt: skip
+        wanted[name] = tensors[f"{PEFT}{module}.modules_to_save.default.{inner}"]
+    return (
+        lora(alpha=alpha, rank_stabilised=is_stabilised, fan_in_fan_out=is_transposed, alphas=alphas),
+        tensors,
+        wanted,
+    )
 
 
 @given(adapted())
 def test_an_export_of_adapters_is_the_base_with_their_product_by_its_own_names(case):
-    """K03, M39: rank-stabilised scales and weights with their inputs first too; what is not adapted keeps its bits."""
+    """K03, M39: rank-stabilised scales, scales by layer, modules that are trained whole, and weights with their inputs first too; what is not adapted keeps its bits."""
     converter, tensors, wanted = case
     check_converter(converter, tensors)
     found = dict(transform_tensors(converter, tensors))
@@ -109,19 +123,62 @@ def _specs(tensors):
     return {name: LeafSpec(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()}
 
 
-def test_adapters_on_a_quantised_base_are_merged_after_it_is_dequantised():
-    """K03: the converters of one model are put in order."""
+@st.composite
+def adapted_and_quantised(draw):
+    """Layers that are plain, quantised, adapted, or both, and what each of them is in the end."""
+    generator, tensors, wanted = torch.Generator().manual_seed(draw(st.integers(0, 99))), {}, {}
+    kinds = draw(st.lists(st.sampled_from(("plain", "quantised", "adapted", "both")), max_size=3))
+    for layer, kind in enumerate(("both", "plain", *kinds)):
+        base = torch.randint(-9, 9, (3, 2), generator=generator)
+        weight = f"{layer}.base_layer.weight" if kind in ("adapted", "both") else f"{layer}.weight"
+        tensors[weight] = base.to(torch.int8 if kind in ("quantised", "both") else torch.float32)
+        value = base.float()
+        if kind in ("quantised", "both"):
+            tensors[f"{weight}_scale"] = torch.rand(3, 1, generator=generator)
+            value = value * tensors[f"{weight}_scale"]
+        if kind in ("adapted", "both"):
+            a, b = torch.randn(1, 2, generator=generator), torch.randn(3, 1, generator=generator)
+            tensors |= {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
+            value = value + b @ a * 4
+        wanted[f"{layer}.weight"] = value
+    return tensors, wanted
+
+
+SCALES = quantised("{layer*}.weight", "{layer*}.weight_scale", block=(1, None), dtype="float32")
+
+
+@given(adapted_and_quantised(), st.permutations(range(12)))
+def test_a_chain_of_converters_is_a_converter(case, order):
+    """K03: its views partition the weights, and its export is that of the adapters on the weights that the scales give."""
+    tensors, wanted = case
+    names = [name for _, name in sorted(zip(order * 2, tensors, strict=False))]
+    tensors = {name: tensors[name] for name in names}
+    both = chain(SCALES, lora(alpha=4))
+    check_converter(both, tensors)
+    found = dict(transform_tensors(view(both, "export"), tensors))
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each)
+    one_by_one = compose(view(SCALES, "export"), view(lora(alpha=4), "export"))
+    assert {name: each.tolist() for name, each in transform_tensors(one_by_one, tensors)} == {name: each.tolist() for name, each in found.items()}  # fmt: skip
+    for same in (chain(chain(SCALES), lora(alpha=4)), chain(SCALES, chain(lora(alpha=4)), chain())):
+        assert [*map(same.key_filter, names)] == [*map(both.key_filter, names)]
+        assert [*map(same.state_dict_adapter, names)] == [*map(both.state_dict_adapter, names)]
+        assert str(view(same, "export")) == str(view(both, "export"))
+
+
+def test_a_chain_in_the_wrong_order_says_what_comes_first():
+    """K09: integers have nothing to add to."""
     tensors = {
         "q.base_layer.weight": torch.tensor([[1, 2], [3, 4]], dtype=torch.int8),
-        "q.base_layer.weight_scale": torch.tensor(0.5),
+        "q.base_layer.weight_scale": torch.ones(2, 1),
         "q.lora_A.default.weight": torch.ones(1, 2),
         "q.lora_B.default.weight": torch.ones(2, 1),
     }
-    scales = quantised("{layer*}.weight", "{layer*}.weight_scale", block=(None, None), dtype="float32")
-    both = compose(view(scales, "export"), view(lora(alpha=1), "export"))
-    assert dict(transform_tensors(both, tensors))["q.weight"].tolist() == [[1.5, 2], [2.5, 3]]
-    with pytest.raises(InvalidState, match=r"expected a floating base, found int8.*dequantise it first"):
-        transform_specs(lora(alpha=1), _specs({n: e for n, e in tensors.items() if "scale" not in n}))
+    with pytest.raises(
+        InvalidState, match=r"expected a floating base, found int8.*dequantise it first: chain\(quantised"
+    ):
+        transform_specs(view(chain(lora(alpha=1), SCALES), "export"), _specs(tensors))
 
 
 def test_a_scale_of_fewer_dimensions_than_blocks_need_is_refused():
@@ -157,7 +214,7 @@ def test_a_part_of_a_large_merge_has_the_bits_of_the_whole():
         ({"q.base_layer.weight": None}, "found nothing, .*export the base together with its adapters"),
         ({"q.base_layer.weight": (2, 3)}, "fan_in_fan_out=True"),
         ({"q.lora_magnitude_vector.default.weight": (3,)}, "other parts of an adapter"),
-        ({"head.modules_to_save.default.weight": (3, 3)}, "other parts of an adapter"),
+        ({"lora_embedding_A.default": (3, 3)}, "other parts of an adapter"),
         ({"q.weight": (3, 2)}, "two that would be q.weight"),
     ],
 )
@@ -176,10 +233,17 @@ def test_what_cannot_be_merged_is_named_from_dtypes_and_shapes(change, said):
         (lambda: lora(alpha=1, a="{layer*}.a", b="{other*}.b"), "expected the captures"),
         (lambda: lora(alpha=1, wrapped="{layer*}.base_layer.weight"), "{layer\\*} and {tensor} in wrapped="),
         (
-            lambda: lora_of({"peft_type": "LORA", "use_dora": True, "alpha_pattern": {"q": 3}}),
-            "use_dora.*alpha_pattern",
+            lambda: lora_of({"peft_type": "LORA", "use_dora": True, "lora_bias": True}),
+            "use_dora.*lora_bias",
         ),
         (lambda: lora_of({"peft_type": "IA3"}), "IA3"),
+        (
+            lambda: lora_of({"peft_type": "LORA", "alpha_pattern": {"q": 0}}),
+            r"lora.alphas\['q'\]: expected a finite number > 0",
+        ),
+        (lambda: lora(alpha=1, alphas={"(": 1}), "missing \\)"),
+        (lambda: lora(alpha=1, alphas={"(a+)+b": 1}), "may take long; write the names out"),
+        (lambda: chain(lora(alpha=1), "quantised"), "chain.converters: expected an object with key_filter"),
         (lambda: quantised("{layer*}.weight", "{layer*}.scale", block=(0, 1)), "dequantise.block"),
         (lambda: view(lora(alpha=1), "adapters"), "view.which: expected one of"),
         (lambda: view(object(), "base"), "view.converter"),

@@ -35,6 +35,15 @@ CASES = {
     "plain": (llama, {"target_modules": ["q_proj", "v_proj"]}),
     "rank-stabilised": (llama, {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "lora_alpha": 7}),
     "rank by layer": (llama, {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 4}}),
+    "alpha by layer": (
+        llama,
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "alpha_pattern": {"layers.1.self_attn.q_proj": 5, "v_proj": 3},
+            "rank_pattern": {"v_proj": 4},
+        },
+    ),
+    "modules to save": (llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "inputs first": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
 }
 
@@ -48,6 +57,9 @@ def test_adapters_are_merged_as_peft_merges_them(case, tmp_path):
     names = before.state_dict().keys()
     config = peft.LoraConfig(r=2, init_lora_weights=False, **settings)
     model = peft.get_peft_model(before, config)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each.add_(torch.randn_like(each) * 0.1 if "modules_to_save" in name else 0)
     config.save_pretrained(tmp_path)
     converter = lora_of(peft.LoraConfig.from_pretrained(tmp_path).to_dict())
     tensors = {name: each.detach().clone() for name, each in model.state_dict().items()}
