@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 
 from trainfold import __version__
 from trainfold.adapters.cli.completion import Shell, script_of
-from trainfold.adapters.cli.formats.commands import AnyPath, convert, link
+from trainfold.adapters.cli.formats.commands import AnyPath, Key, convert, link
 from trainfold.adapters.cli.locate import has_other_format
 from trainfold.adapters.cli.misuse import no_command, package_missing, usage_error
 from trainfold.adapters.cli.terminal.given_options import (
@@ -194,16 +194,17 @@ def inspect(
     *,
     tensors: Annotated[bool, Parameter(negative=(), help="List every tensor too.")] = False,
     components: Components = None,
+    key: Key = None,
     json: Json = False,
 ) -> int:
     """Show what a checkpoint holds: components, fingerprints, tensors, files, the contract of its run."""
     from trainfold.adapters.cli.inspect import inspect_checkpoint
 
     def answer() -> Answer:
-        if components is None and has_other_format(checkpoint):
+        if key is not None or (components is None and has_other_format(checkpoint)):
             from trainfold.adapters.cli.formats.inspect_format import inspect_format
 
-            return inspect_format(checkpoint, tensors=tensors)
+            return inspect_format(checkpoint, tensors=tensors, key=key)
         return inspect_checkpoint(checkpoint, tensors=tensors, components=components)
 
     return deliver(answer, as_json=json)
@@ -232,6 +233,7 @@ def diff(  # noqa: PLR0913 - one for each option
         Path | None,
         Parameter(help="The config.json that --rules needs; by default the one in the directory of the hub."),
     ] = None,
+    key: Key = None,
     json: Json = False,
 ) -> int:
     """Compare two checkpoints: components, then each leaf that differs, then the contracts of their runs.
@@ -244,10 +246,10 @@ def diff(  # noqa: PLR0913 - one for each option
     from trainfold.adapters.cli.diff import diff_checkpoints
 
     def answer() -> Answer:
-        if rules is not None or like is not None or has_other_format(a) or has_other_format(b):
+        if rules is not None or like is not None or key is not None or has_other_format(a) or has_other_format(b):
             from trainfold.adapters.cli.formats.diff_format import diff_formats
 
-            return diff_formats(a, b, rules=rules, like=like)
+            return diff_formats(a, b, rules=rules, like=like, key=key)
         return diff_checkpoints(a, b, components=components, values=values)
 
     return deliver(answer, as_json=json)
@@ -261,16 +263,17 @@ def verify(
         bool, Parameter(negative=(), help="Show fingerprints that do not depend on the number of ranks too.")
     ] = False,
     components: Components = None,
+    key: Key = None,
     json: Json = False,
 ) -> int:
     """Read every byte of a checkpoint and compare all digests; every damaged file is named."""
     from trainfold.adapters.cli.verify import verify_checkpoint
 
     def answer() -> Answer:
-        if components is None and has_other_format(checkpoint):
+        if key is not None or (components is None and has_other_format(checkpoint)):
             from trainfold.adapters.cli.formats.verify_format import verify_format
 
-            return verify_format(checkpoint)
+            return verify_format(checkpoint, key=key)
         return verify_checkpoint(checkpoint, contents=contents, components=components)
 
     return deliver(answer, as_json=json)

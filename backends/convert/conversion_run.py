@@ -1,6 +1,6 @@
 """`plan_conversion` and `run_conversion`: between the formats, a tensor at a time. What is planned is what is carried out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -15,7 +15,7 @@ from trainfold.backends.convert.native_contents import (
     contents_of_weights,
 )
 from trainfold.backends.convert.native_target import NativeContents, write_native
-from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource
+from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource, with_adapter
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
@@ -24,7 +24,14 @@ from trainfold.core.component_names import in_order
 from trainfold.core.errors import CheckpointMissing
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
-from trainfold.core.transform.conversion import Conversion, checked_target, dtype_of, rules_for
+from trainfold.core.transform.conversion import (
+    Conversion,
+    check_without_adapters,
+    checked_target,
+    dtype_of,
+    rules_for,
+    with_converters,
+)
 from trainfold.core.transform.transform import Transform
 from trainfold.core.transform.values import cast
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
@@ -61,6 +68,8 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     dtype: str | None = None,
     rules: str | None = None,
     like: str | Path | None = None,
+    lora: str | Path | None = None,
+    dequantise: bool = False,
 ) -> PlannedConversion:
     """Plan a conversion on names, dtypes and shapes; no tensor is read.
 
@@ -72,6 +81,8 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         rules: a family of `hub_rules`, if names are translated. The optimizer is left out then.
         like: the directory of the original model, or its ``config.json``: it has the numbers that rules need, and for a target of a hub what is beside the weights.
             By default the source, if it is one of a hub.
+        lora: the configuration of an adapter of peft, or its directory: the adapter is merged. The optimizer is left out then.
+        dequantise: whether quantised weights become what the configuration says. The optimizer is left out then.
 
     Raises:
         InvalidArgument: for what cannot be done.
@@ -81,12 +92,17 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     checked_target(to)
     name = dtype_of(dtype)
     original, config = like_of(opened, like)
-    found = rules_for(opened.format, to, rules, config)
+    opened, adapter = (opened, None) if lora is None else with_adapter(opened, lora)
+    found = with_converters(
+        rules_for(opened.format, to, rules, config), adapter=adapter, quantised=(config or {}) if dequantise else None
+    )
     said = "\n".join(str(each) for each in (found, None if name is None else cast(name)) if each is not None)
     first = Conversion(opened.where, opened.format, str(target), to, opened.step, said, {}, {}, ("model",), (), {})
     planned = PlannedConversion(first, opened, found, name, original if to == "hf" else None, config)
     if to == "hf":
-        return attrs.evolve(planned, plan=_hub_plan(planned))
+        done = attrs.evolve(planned, plan=_hub_plan(planned))
+        check_without_adapters(done.plan.after, to)
+        return done
     if to == "native":
         return attrs.evolve(planned, plan=_native_plan(planned))
     return attrs.evolve(planned, plan=_dcp_plan(planned))
@@ -127,6 +143,7 @@ def _native_plan(planned: PlannedConversion) -> Conversion:
             after={} if model is None else model.tensors,
             components=tuple(contents.described),
             left_out=contents.omitted,
+            tensors_left_out=_reasons(planned, contents.omitted),
             files={file.name: file.size_bytes for file in contents.plan.files},
         )
 
@@ -162,8 +179,22 @@ def _hub_plan(planned: PlannedConversion) -> Conversion:
         after=tensors,
         left_out=tuple(in_order(planned.opened.others)),
         files=files,
-        tensors_left_out=plan.left_out,
+        tensors_left_out={**_reasons(planned, planned.opened.others), **plan.left_out},
     )
+
+
+def _reasons(planned: PlannedConversion, left_out: Iterable[str]) -> dict[str, str]:
+    """Why the optimizer is left out, and what takes it."""
+    opened, name = planned.opened, "optimizer"
+    if name not in left_out or name not in opened.others:
+        return {}
+    if planned.plan.to == "hf":
+        return {name: "a directory of a hub has none"}
+    if opened.checkpoint is None:
+        return {
+            name: f"{opened.format} does not say its class; trainfold.weights.take_training takes it where a program has it"
+        }
+    return {name: "its state is never cast, and has the names of its parameters"}
 
 
 @contextmanager
@@ -182,7 +213,7 @@ def _dcp_plan(planned: PlannedConversion) -> Conversion:
             components=contents.components,
             left_out=contents.left_out,
             files={**files, ".metadata": len(contents.plan.metadata)},
-            tensors_left_out=contents.reasons,
+            tensors_left_out={**_reasons(planned, contents.left_out), **contents.reasons},
         )
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import attrs
 
@@ -18,12 +18,15 @@ from trainfold.backends.weights.foreign.torch_file import TorchFile
 from trainfold.backends.weights.foreign.training import accelerate_training
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.transformed import Transformed
-from trainfold.core.errors import CheckpointForeign, CheckpointMissing, TrainfoldError
+from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument, TrainfoldError
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import current_head
+from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
 from trainfold.core.transform.naming import drop
 from trainfold.core.weights.detected import Detected
+from trainfold.core.weights.hub.hub_config import config_of
+from trainfold.core.weights.several.several_sources import SeveralSources
 from trainfold.core.weights.source import ListedSource
 
 _TRAINER_STATE: Final = "trainer_state.json"
@@ -31,9 +34,12 @@ _TRAINER_STATE_BYTES: Final = 256 << 20
 STEP_TEXT: Final = "trainfold.step"
 """What the step of a checkpoint is called in the headers of files that are made of it."""
 
+_ADAPTER: Final = "adapter_model.safetensors"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 _STEP_DIGITS: Final = 17  # of the largest step of a checkpoint
 _MODEL_KEYS: Final = ("model", "state_dict", "model_state_dict", "module")
 _STEPS: Final = ("step", "train_state.step", "global_step")
+_WITH_KEYS: Final = ("dcp", "torch")
 _BESIDE_MODEL: Final = {
     "optim": "optimizer", "optimizer": "optimizer", "optimizer_states": "optimizer", "lr_scheduler": "scheduler", "lr_schedulers": "scheduler",
     "scheduler": "scheduler", "dataloader": "dataset", "train_state": "trainer",
@@ -93,12 +99,15 @@ def open_source(path: str | Path, *, asked: str | None = None, key: str | None =
         key: in what torch has written, the keys under which the model is, with dots between them; empty if its names are at the top. None to look for the usual ones.
 
     Raises:
+        InvalidArgument: for keys in a format that has none.
         CheckpointForeign: if the format is not known, not the one asked for, or not one that is read.
         CheckpointMissing: if there is nothing.
         CheckpointError: the matching subclass, if a run has no checkpoint that can be used.
     """
     detected = detect_format(path)
     found, place = detected.agreed(asked), Path(local_path(str(path)))
+    if key is not None and found not in _WITH_KEYS:
+        raise InvalidArgument("key", expected=f"a source with keys: {' or '.join(_WITH_KEYS)}", found=f"{found} at {path}", fix="leave out --key")  # fmt: skip
     if found in ("run", "checkpoint"):
         return _native(place, detected, found)
     if found == "safetensors":
@@ -106,6 +115,43 @@ def open_source(path: str | Path, *, asked: str | None = None, key: str | None =
     if found == "hf":
         return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place))
     return attrs.evolve(_FOREIGN[found](place, key), detected=detected)
+
+
+def has_keys(path: str | Path) -> bool:
+    """Whether what is at a path may have a model under a key."""
+    return detect_format(path).format in _WITH_KEYS
+
+
+def with_adapter(opened: OpenedSource, path: str | Path) -> tuple[OpenedSource, Mapping[str, Any]]:
+    """A source with the adapter of peft that is at a path, and the configuration of the adapter.
+
+    Args:
+        opened: a source that has the tensors of the adapter; or one without, which gets them from the path.
+        path: an ``adapter_config.json``, or the directory with it.
+
+    Raises:
+        CheckpointMissing: if there is no configuration, or no adapter.
+        InvalidArgument: if both have an adapter.
+    """
+    place = Path(local_path(str(path)))
+    file = place / _ADAPTER_CONFIG if place.is_dir() else place
+    if not file.is_file():
+        raise CheckpointMissing(str(file), expected="the configuration of an adapter of peft", found="nothing", fix="correct the path")  # fmt: skip
+    config = config_of(file.read_bytes(), str(file))
+    has_own = any(is_of_adapter(name) for name in opened.model.specs())
+    has_tensors = place.is_dir() and (place / _ADAPTER).is_file()
+    if has_own and has_tensors:
+        raise InvalidArgument("convert.lora", expected="one adapter", found=f"one in {opened.where}, and one in {place}",
+                              fix=f"pass {file} for the first, or a source without adapters")  # fmt: skip
+    if has_own:
+        return opened, config
+    if not has_tensors:
+        raise CheckpointMissing(
+            str(place), expected=f"the tensors of an adapter, in {opened.where} or beside the configuration", found="none",
+            fix=f"pass the directory with {_ADAPTER}, or a source with adapters under the names of peft")  # fmt: skip
+    rules = adapter_rules(modules_to_save=config.get("modules_to_save")).inverse
+    adapter = Transformed(HubDirectory(place), rules)
+    return attrs.evolve(opened, model=SeveralSources([opened.model, adapter])), config
 
 
 def _native(place: Path, detected: Detected, found: str) -> OpenedSource:

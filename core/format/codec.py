@@ -64,7 +64,7 @@ def as_tensor(leaf: Any, path: str) -> torch.Tensor:
             raise _loses_its_type(path, leaf)
         return torch.from_numpy(leaf if leaf.flags.writeable and leaf.flags.c_contiguous else leaf.copy(order="C"))
     if type(leaf) not in DENSE and hasattr(type(leaf), "__tensor_flatten__"):
-        raise _unsupported(path, f"{with_article(type(leaf).__name__)}, which is made of other tensors")
+        raise _made_of_others(path, leaf)
     found: torch.Tensor = leaf.detach() if leaf.requires_grad else leaf
     if found.layout is torch.strided and found.dtype in _PLAIN and not found.is_meta and not found.is_nested:
         return found  # nearly every leaf of a model: one check each, because there are 1e5 of them
@@ -134,6 +134,15 @@ def _loses_its_type(path: str, leaf: Any) -> UnsupportedLeaf:
         fix = "save leaf.as_subclass(torch.Tensor), and make it what it was after the load"
     plain = "array" if isinstance(leaf, np.ndarray) else "tensor"
     return UnsupportedLeaf(path, expected=f"a plain {plain}", found=f"{with_article(name)}", fix=fix)
+
+
+def _made_of_others(path: str, leaf: Any) -> UnsupportedLeaf:
+    """As quantised weights and the slots of optimizers in 8 bits are."""
+    names = ", ".join(leaf.__tensor_flatten__()[0])
+    return UnsupportedLeaf(
+        path, expected="a tensor with values of its own", found=f"{with_article(type(leaf).__name__)}, which is made of other tensors: {names}",
+        fix="train plain tensors that forward quantises, as float8 training does, with an optimizer whose slots are plain; in a state of your own, store the tensors that it is made of",
+    )  # fmt: skip
 
 
 def _unsupported(path: str, found: str) -> UnsupportedLeaf:

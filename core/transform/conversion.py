@@ -1,6 +1,6 @@
 """`Conversion`: what a conversion will read and write, as a value that prints; and what its options mean."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, final
 
 import attrs
@@ -8,8 +8,10 @@ import attrs
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.transform.families.hub_rules import hub_rules, hub_rules_of
-from trainfold.core.transform.transform import Transform
+from trainfold.core.transform.converters.lora import lora_of
+from trainfold.core.transform.families.adapter_rules import is_of_adapter
+from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
+from trainfold.core.transform.transform import Transform, compose
 
 TARGETS: Final = ("native", "hf", "dcp")
 """What can be written."""
@@ -108,6 +110,51 @@ def rules_for(source_format: str, to: str, family: str | None, config: Mapping[s
                               found=f"{source_format} to {to}", fix="leave out --rules: both sides have the same names")  # fmt: skip
     whole = hub_rules(family) if config is None else _of_config(family, config)
     return whole if to == "hf" else _inverse(whole)
+
+
+def with_converters(
+    rules: Transform | None, *, adapter: Mapping[str, object] | None, quantised: Mapping[str, object] | None
+) -> Transform | None:
+    """Rules after what makes plain weights: scales are multiplied, then adapters are merged.
+
+    Args:
+        rules: for the names of plain weights; None for none.
+        adapter: the configuration of an adapter of peft; None for none.
+        quantised: the model's ``config.json``, if it says how weights are quantised that are to be plain; None to leave them.
+
+    Raises:
+        InvalidArgument: for a configuration that is not known.
+
+    Examples:
+        >>> print(with_converters(None, adapter=None, quantised={"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
+        dequantise {path*}.weight by {path*}.weight_scale_inv in blocks of [128, 128] to bfloat16 (no inverse)
+    """
+    found: list[Transform] = [] if quantised is None else [dequantise_of(quantised)]
+    if quantised is not None and quantised.get("quantization_config") is None:
+        raise InvalidArgument(
+            "convert.dequantise", expected="quantization_config in the config.json of the model", found="none",
+            fix="give the config.json with --like; for other scales write a transform, with trainfold.transforms.quantised")  # fmt: skip
+    found += [each for each in (None if adapter is None else lora_of(adapter), rules) if each is not None]
+    return compose(*found) if len(found) > 1 else next(iter(found), None)
+
+
+def check_without_adapters(names: Iterable[str], to: str) -> None:
+    """Refuse what programs would not find in a directory of a hub.
+
+    Args:
+        names: of what is written.
+        to: one of `TARGETS`.
+
+    Raises:
+        InvalidArgument: for the names of layers that adapters wrap.
+    """
+    odd = next(
+        (name for name in names if to == "hf" and (".base_layer." in name or is_of_adapter(name, "default"))), None
+    )
+    if odd is not None:
+        raise InvalidArgument(
+            "convert", expected="the names of a model without adapters", found=odd,
+            fix="merge them: --lora adapter_config.json. Adapters alone are written by trainfold.weights.write_adapter_directory")  # fmt: skip
 
 
 def is_of_hub(source_format: str) -> bool:

@@ -14,6 +14,12 @@ AnyPath = Annotated[
         help="A checkpoint or run, a directory of a model hub or of torch.distributed.checkpoint, or a file of weights."
     ),
 ]
+Key = Annotated[
+    str | None,
+    Parameter(
+        help="In what torch has written: the keys under which the model is, such as state_dict; '' if its names are at the top."
+    ),
+]
 NewPath = Annotated[
     Path, Parameter(help="The path that is written. It does not exist yet, or was begun by the same command.")
 ]
@@ -39,18 +45,26 @@ def convert(  # noqa: PLR0913 - one for each option
             help="The directory of the original model, or its config.json: it has the numbers that --rules needs, and what a hub has beside the weights. By default SRC, if it is one of a hub."
         ),
     ] = None,
+    lora: Annotated[
+        Path | None,
+        Parameter(
+            help="Merge an adapter of peft: its adapter_config.json if SRC has its tensors, or else its directory. The optimizer is left out then."
+        ),
+    ] = None,
+    dequantise: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Multiply quantised weights by their scales, as the config.json of the model says. The optimizer is left out then.",
+        ),
+    ] = False,
     source_format: Annotated[
         str | None,
         Parameter(
             name="--from", help="The format of SRC, if it shows two: native, hf, safetensors, dcp, torch or accelerate."
         ),
     ] = None,
-    key: Annotated[
-        str | None,
-        Parameter(
-            help="In what torch has written: the keys under which the model is, such as state_dict; '' if its names are at the top."
-        ),
-    ] = None,
+    key: Key = None,
     dry_run: Annotated[bool, Parameter(negative=(), help="Print the plan, and write nothing.")] = False,
     json: Json = False,
 ) -> int:
@@ -65,7 +79,17 @@ def convert(  # noqa: PLR0913 - one for each option
 
     return deliver(
         lambda: convert_path(
-            src, dst, to=to, dtype=dtype, rules=rules, like=like, asked=source_format, key=key, dry_run=dry_run
+            src,
+            dst,
+            to=to,
+            dtype=dtype,
+            rules=rules,
+            like=like,
+            lora=lora,
+            dequantise=dequantise,
+            asked=source_format,
+            key=key,
+            dry_run=dry_run,
         ),
         as_json=json,
     )

@@ -21,6 +21,8 @@ def convert_path(  # noqa: PLR0913 - keywords
     dtype: str | None = None,
     rules: str | None = None,
     like: Path | None = None,
+    lora: Path | None = None,
+    dequantise: bool = False,
     asked: str | None = None,
     key: str | None = None,
     dry_run: bool = False,
@@ -34,6 +36,8 @@ def convert_path(  # noqa: PLR0913 - keywords
         dtype: to which floating weights are cast; None for none.
         rules: the family whose names are translated; None for none.
         like: the directory of the original model, or its ``config.json``; None for the source.
+        lora: the configuration of an adapter that is merged, or its directory; None for none.
+        dequantise: whether quantised weights become plain.
         asked: the format of the source, if it shows two.
         key: under which the model is in what torch has written; None to look for it.
         dry_run: whether nothing is written.
@@ -46,7 +50,14 @@ def convert_path(  # noqa: PLR0913 - keywords
         CheckpointError: the matching subclass, if something cannot be read or written.
     """
     planned = plan_conversion(
-        open_source(source, asked=asked, key=key), target, to=to, dtype=dtype, rules=rules, like=like
+        open_source(source, asked=asked, key=key),
+        target,
+        to=to,
+        dtype=dtype,
+        rules=rules,
+        like=like,
+        lora=lora,
+        dequantise=dequantise,
     )
     plan, written = planned.plan, None
     if not dry_run:

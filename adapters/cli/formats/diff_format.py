@@ -9,7 +9,7 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.adapters.cli.terminal.reading import reading
 from trainfold.backends.convert.compare_sources import ComparedTensor, ReadTable, compare_sources
 from trainfold.backends.convert.conversion_run import like_of
-from trainfold.backends.convert.opened_source import OpenedSource, open_source
+from trainfold.backends.convert.opened_source import OpenedSource, has_keys, open_source
 from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import size_bytes
@@ -21,7 +21,9 @@ from trainfold.core.transform.transform import compose
 _SHOWN = 100
 
 
-def diff_formats(a: Path, b: Path, *, rules: str | None = None, like: Path | None = None) -> Answer:
+def diff_formats(
+    a: Path, b: Path, *, rules: str | None = None, like: Path | None = None, key: str | None = None
+) -> Answer:
     """Compare the weights at two paths, of any two formats, bit by bit.
 
     Args:
@@ -29,6 +31,7 @@ def diff_formats(a: Path, b: Path, *, rules: str | None = None, like: Path | Non
         b: the other.
         rules: the family whose names are translated to those of the hub, where one side has these and the other has not; None if both have the same names.
         like: the ``config.json`` that rules need; None for the one of the side that is of a hub.
+        key: under which the model is in what torch has written; None to look for it.
 
     Returns:
         Each tensor that differs; with `Different` if any does.
@@ -37,7 +40,8 @@ def diff_formats(a: Path, b: Path, *, rules: str | None = None, like: Path | Non
         InvalidArgument: for rules between two sides that have the same names.
         CheckpointError: the matching subclass, if something cannot be read.
     """
-    one, other = open_source(a), open_source(b)
+    is_of_one = key is not None and has_keys(a) != has_keys(b)
+    one, other = (open_source(each, key=key if not is_of_one or has_keys(each) else None) for each in (a, b))
     tables: list[ReadTable] = []
     with ExitStack() as held:
         tables += [_table(each, side, rules, like, held) for each, side in ((one, other), (other, one))]

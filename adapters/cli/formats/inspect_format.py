@@ -7,17 +7,18 @@ from trainfold.backends.convert.opened_source import open_source
 from trainfold.core.format.dtypes import size_bytes
 
 
-def inspect_format(path: Path, *, tensors: bool = False) -> Answer:
+def inspect_format(path: Path, *, tensors: bool = False, key: str | None = None) -> Answer:
     """Describe what is at a path, from its headers.
 
     Args:
         path: a file or directory.
+        key: under which the model is in what torch has written; None to look for it.
         tensors: whether the tables list every tensor; the JSON always does.
 
     Raises:
         CheckpointError: the matching subclass, if its format is not known or it cannot be read.
     """
-    opened = open_source(path)
+    opened = open_source(path, key=key)
     sizes = {name: size_bytes(each.dtype, each.shape) for name, each in opened.model.specs().items()}
     specs = opened.model.specs()
     facts = [

@@ -22,11 +22,12 @@ _CHUNK_BYTES = 16 << 20
 _NO_DIGESTS = "whether the values are those that were written: this format has no digests"
 
 
-def verify_format(path: Path) -> Answer:
+def verify_format(path: Path, *, key: str | None = None) -> Answer:
     """Check that what is at a path is whole, and read all of it.
 
     Args:
         path: a file or directory.
+        key: under which the model is in what torch has written; None to look for it.
 
     Returns:
         What was checked, what could not be, and a digest of each file; with the first problem as the error.
@@ -34,7 +35,7 @@ def verify_format(path: Path) -> Answer:
     Raises:
         CheckpointError: the matching subclass, if its format is not known.
     """
-    opened = open_source(path)
+    opened = open_source(path, key=key)
     files: list[tuple[str, int, str]] = []
     if isinstance(opened.model, HubDirectory):
         problems, found = hub_problems(opened.model)

@@ -229,7 +229,7 @@ def lora(  # noqa: PLR0913 - keywords
         alphas: pattern of names of layers -> the numerator of theirs, as ``alpha_pattern`` of `peft`: a regular expression for the name, or for its end from a dot on. The first one counts.
 
     Raises:
-        InvalidArgument: for a number that is not above 0, templates with other captures, and patterns that are no regular expressions, or slow ones.
+        InvalidArgument: for a number that is not above 0, templates with other captures, and patterns that are not regular expressions, or slow ones.
 
     Examples:
         >>> import torch

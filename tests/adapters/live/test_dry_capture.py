@@ -124,3 +124,41 @@ def test_the_trial_copies_and_digests_nothing():
     with Recorder():
         live.advance(samples=2)
     assert kernels <= {"aten.detach.default", "aten.lift_fresh.default"}  # a view; the state of a stream
+
+
+class Scaled(torch.Tensor):
+    """A quantised weight as libraries have them: integers and a scale, which compute as floats."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data, scale):
+        self.data_, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale"], {}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, size, stride):
+        return cls(inner["data_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data_, args[0].scale)
+        plain = [each.data_ * each.scale if isinstance(each, cls) else each for each in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_a_weight_that_is_made_of_other_tensors_is_refused_before_the_first_step_with_what_it_is_made_of():
+    """K09: its own memory has no values. A save of it would be a checkpoint without weights."""
+    model = torch.nn.Linear(2, 2)
+    weight = Scaled(torch.ones(2, 2, dtype=torch.int8), torch.tensor(0.5))
+    model.weight = torch.nn.Parameter(weight, requires_grad=False)
+    live = attach(model)
+    with pytest.raises(
+        CaptureRefused,
+        match=r"model.params\['weight'\].*a Scaled, which is made of other tensors: data_, scale; train plain tensors",
+    ):
+        live.advance(samples=1)

@@ -19,9 +19,10 @@ from trainfold.backends.convert.opened_source import open_source
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
+from trainfold.core.torch_files.dcp_plan import plan_dcp
 from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.families.hub_rules import hub_rules
-from trainfold.errors import CheckpointForeign, InvalidArgument, ResumeRefused
+from trainfold.errors import CheckpointForeign, CheckpointMissing, InvalidArgument, ResumeRefused
 from trainfold.ranks import run_threads
 from trainfold.weights import CheckpointWeights, HubDirectory
 
@@ -342,7 +343,9 @@ import os, signal, sys
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
 from trainfold.backends.convert import continued_files
+from trainfold.core.torch_files.dcp_plan import plan_dcp
 continued_files.NOTE_BYTES = 4096
+plan_dcp.__kwdefaults__["file_bytes"] = int(sys.argv[4])
 read = []
 def advance(size_bytes):
     read.append(size_bytes)
@@ -353,9 +356,9 @@ run_conversion(plan_conversion(open_source(sys.argv[1]), sys.argv[2], to=sys.arg
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("to", ["native", "hf"])
-def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with(tmp_path, to):
-    """SIGKILL: no handler runs, and no exit. A hub has several files, of which the finished one stays; a run goes on inside of its file."""
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with(tmp_path, to, monkeypatch):
+    """SIGKILL: no handler runs, and no exit. Directories of a hub and of torch have several files, of which the finished one stays; a run goes on inside of its file."""
     tensors = {f"w{number}": torch.randn(1024) for number in range(10)}
     hub, files = tmp_path / "hub", {}
     hub.mkdir()
@@ -366,17 +369,18 @@ def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with
         files |= dict.fromkeys(mine, name)
     (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     target = tmp_path / "target"
-    done = subprocess.run([sys.executable, "-c", KILLED, hub, target, to], check=False)
+    file_bytes = 22_000  # of torch: four of these tensors, with what is around them
+    monkeypatch.setitem(plan_dcp.__kwdefaults__, "file_bytes", file_bytes)
+    done = subprocess.run([sys.executable, "-c", KILLED, hub, target, to, str(file_bytes)], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert (
-        not target.exists()
-        if to == "hf"
-        else trainfold.weights.detect_format(target / "step-00000000").format == "unknown"
-    )
+    if to == "native":
+        assert trainfold.weights.detect_format(target / "step-00000000").format == "unknown"
+    else:
+        assert not target.exists()
     read = []
     run_conversion(plan_conversion(open_source(hub), target, to=to), advance=read.append)
     assert len(read) <= 6
-    assert weights(CheckpointWeights(target) if to == "native" else HubDirectory(target)) == bytes_of(tensors)
+    assert weights(open_source(target).model) == bytes_of(tensors)
 
 
 PEAK = """
@@ -404,3 +408,98 @@ def test_a_conversion_needs_the_memory_of_a_tensor_and_not_of_the_model(tmp_path
         [sys.executable, "-c", PEAK, hub, tmp_path / "run", dtype], check=True, capture_output=True, text=True
     )
     assert int(done.stdout) <= 2 * leaf_bytes + (128 << 20)
+
+
+def an_adapter(path, *, alpha=4.0, **settings):
+    """An adapter of peft for the layer `q`, and its tensors under the names of a model."""
+    tensors = {
+        "base_model.model.q.lora_A.weight": torch.randn(2, 6),
+        "base_model.model.q.lora_B.weight": torch.randn(4, 2),
+    }
+    if "modules_to_save" in settings:
+        tensors["base_model.model.head.weight"] = torch.randn(3)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": alpha, **settings}))
+    return tensors
+
+
+@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["head"]}])
+@pytest.mark.parametrize("to", ["hf", "native", "dcp"])
+def test_an_adapter_beside_its_base_is_merged(tmp_path, to, settings):
+    """K03, K10: of two directories, as peft leaves them, and of a run that has all of it, the same weights."""
+    base = {"q.weight": torch.randn(4, 6), "head.weight": torch.randn(3)}
+    hub, adapter = a_hub_directory(tmp_path / "base", base), an_adapter(tmp_path / "adapter", **settings)
+    a, b = adapter["base_model.model.q.lora_A.weight"], adapter["base_model.model.q.lora_B.weight"]
+    converted(hub, tmp_path / "merged", to=to, lora=tmp_path / "adapter")
+    with open_source(tmp_path / "merged").model.opened() as found:
+        torch.testing.assert_close(found.read("q.weight", ((0, 4), (0, 6))), base["q.weight"] + b @ a * 2)
+    merged = weights(open_source(tmp_path / "merged").model)
+    assert merged["head.weight"] == bytes(
+        tensor_bytes(adapter.get("base_model.model.head.weight", base["head.weight"]))
+    )
+    whole = {
+        "base_model.model.q.base_layer.weight": base["q.weight"],
+        "base_model.model.q.lora_A.default.weight": a,
+        "base_model.model.q.lora_B.default.weight": b,
+        ("base_model.model.head.original_module.weight" if settings else "base_model.model.head.weight"): base[
+            "head.weight"
+        ],
+    }
+    if settings:
+        whole["base_model.model.head.modules_to_save.default.weight"] = adapter["base_model.model.head.weight"]
+    converted(a_hub_directory(tmp_path / "whole", whole), tmp_path / "run")
+    converted(tmp_path / "run", tmp_path / "again", to=to, lora=tmp_path / "adapter/adapter_config.json")
+    assert weights(open_source(tmp_path / "again").model) == merged
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, InvalidArgument, "found q.base_layer.weight; merge them: --lora adapter_config.json"),
+        ({"lora": "adapter"}, InvalidArgument, "one in .*whole, and one in .*adapter; pass .*adapter_config.json"),
+        ({"lora": "nothing"}, CheckpointMissing, "the configuration of an adapter"),
+        ({"dequantise": True}, InvalidArgument, "expected quantization_config in the config.json"),
+    ],
+)
+def test_adapters_and_scales_that_are_not_merged_are_refused(tmp_path, options, error, message):
+    """K09: a directory of a hub with their names would be loaded without them, and without the layers that they wrap."""
+    an_adapter(tmp_path / "adapter")
+    whole = {
+        "q.base_layer.weight": torch.ones(4, 6),
+        "q.lora_A.default.weight": torch.ones(2, 6),
+        "q.lora_B.default.weight": torch.ones(4, 2),
+    }
+    source = open_source(a_hub_directory(tmp_path / "whole", whole))
+    if "lora" in options:
+        options = {"lora": tmp_path / options["lora"]}
+    with pytest.raises(error, match=message):
+        plan_conversion(source, tmp_path / "b", to="hf", **options)
+    with pytest.raises(CheckpointMissing, match=r"the tensors of an adapter, in .*base or beside the configuration"):
+        plan_conversion(open_source(a_hub_directory(tmp_path / "base", {"q.weight": torch.ones(4, 6)})), tmp_path / "b", to="hf", lora=tmp_path / "adapter/adapter_config.json")  # fmt: skip
+
+
+def test_quantised_weights_become_what_their_configuration_says(tmp_path):
+    """K06."""
+    tensors = {"q.weight": torch.ones(4, 6).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.full((2, 3), 0.5)}
+    hub = a_hub_directory(tmp_path / "a", tensors)
+    (hub / "config.json").write_text(json.dumps({"torch_dtype": "float32", "quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 2]}}))  # fmt: skip
+    converted(hub, tmp_path / "b", to="hf", dequantise=True)
+    assert torch.equal(load_file(tmp_path / "b/model.safetensors")["q.weight"], torch.full((4, 6), 0.5))
+    assert "quantization_config" not in json.loads((tmp_path / "b/config.json").read_text())
+
+
+def test_why_an_optimizer_is_left_out_is_said_with_what_takes_it(tmp_path):
+    """K10: where it could be taken, what takes it is named."""
+    live = trained()
+    trainfold.save(live.capture(), tmp_path / "run")
+    torch.save({"model": live.attached()["model"].state_dict(), "optimizer": {"state": {}}}, tmp_path / "a.pt")
+    for source, options, words in (
+        (tmp_path / "a.pt", {"to": "native"}, "take_training takes it where a program has it"),
+        (tmp_path / "run", {"to": "native", "dtype": "bf16"}, "never cast"),
+        (tmp_path / "run", {"to": "dcp", "dtype": "bf16"}, "never cast"),
+        (tmp_path / "run", {"to": "hf"}, "a directory of a hub has none"),
+    ):
+        plan = plan_conversion(open_source(source), tmp_path / "b", **options).plan
+        assert words in plan.tensors_left_out["optimizer"]
+    assert plan_conversion(open_source(tmp_path / "run"), tmp_path / "b", to="native").plan.tensors_left_out == {}

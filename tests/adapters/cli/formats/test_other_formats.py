@@ -199,3 +199,32 @@ def test_what_torch_has_written_is_inspected_verified_and_compared(answered, run
     part.write_bytes(part.read_bytes()[:-1000])
     _, error = answered("verify", tmp_path / "dcp", code=13)
     assert "__0_0.distcp" in error["where"]
+
+
+def test_a_file_with_several_models_is_looked_at_under_the_key_that_is_asked_for(answered, hub, tmp_path):
+    """As by `convert`: of inspect, verify and diff, which compares it with a side that has no keys."""
+    torch.save({"model": {"a": torch.zeros(4)}, "teacher": {"net": WEIGHTS}}, tmp_path / "both.pt")
+    found, _ = answered("inspect", tmp_path / "both.pt", "--key", "teacher.net")
+    assert {each["name"] for each in found["tensors"]} == set(WEIGHTS)
+    assert answered("verify", tmp_path / "both.pt", "--key", "teacher.net")[0]["verified"]
+    assert answered("diff", tmp_path / "both.pt", hub, "--key", "teacher.net")[0]["same"]
+    assert answered("diff", hub, tmp_path / "both.pt", "--key", "teacher.net")[0]["same"]
+    assert not answered("diff", hub, tmp_path / "both.pt", code=3)[0]["same"]
+    for command in (("inspect", hub), ("verify", hub), ("diff", hub, hub), ("convert", hub, tmp_path / "b", "--to", "native")):  # fmt: skip
+        _, error = answered(*command, "--key", "model", code=2)
+        assert "leave out --key" in json.dumps(error)
+
+
+def test_an_adapter_is_merged_by_the_command(answered, call, tmp_path):
+    """Its plan shows the merge, and does it."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    save_file({"q.weight": torch.zeros(2, 2)}, base / "model.safetensors")
+    save_file({"base_model.model.q.lora_A.weight": torch.ones(1, 2), "base_model.model.q.lora_B.weight": torch.ones(2, 1)}, adapter / "adapter_model.safetensors")  # fmt: skip
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 3, "r": 1}')
+    found, _ = answered("convert", base, tmp_path / "merged", "--to", "hf", "--lora", adapter)
+    assert "times 3 / rank into" in found["transforms"][0]
+    assert torch.equal(load_file(tmp_path / "merged/model.safetensors")["q.weight"], torch.full((2, 2), 3.0))
+    _, error = answered("convert", base, tmp_path / "plain", "--to", "hf", "--dequantise", code=2)
+    assert "quantization_config" in json.dumps(error)
