@@ -8,6 +8,8 @@ import torch
 from trainfold.core.tensor_memory import byte_view
 
 _CHUNK: Final = 1 << 20  # elements
+_LEAST: Final = -(2**63)
+_WIDE: Final = {torch.int64, torch.uint64}  # float64 has not all of their values
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -21,7 +23,7 @@ class Distance:
         total: how many there are.
         max_ulps: the most representable numbers from one to the other, of floating elements that are numbers on both sides; None for other dtypes, and if
             none differ. 0 if only signs of zeros do.
-        max_abs: the largest difference of values, in float64; None for complex numbers and if no numbers differ.
+        max_abs: the largest difference of values, rounded to float64; None for complex numbers and if no numbers differ.
         nans: differing elements of which one is not a number.
     """
 
@@ -77,12 +79,16 @@ def _added(found: Distance, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
         are_numbers = ~(x.isnan() | y.isnan())
         nans = count - int(are_numbers.sum())
         if nans < count:
-            apart = (x - y).abs()[are_numbers]
-            apart = torch.where(apart.isnan(), 0.0, apart)  # infinities of one sign have other bits in no dtype
-            size = max(size or 0.0, float(apart.max()))
+            if dtype in _WIDE:
+                most = float(_farthest(_in_order(left), _in_order(right)))
+            else:
+                apart = (x - y).abs()[are_numbers]
+                most = float(
+                    torch.where(apart.isnan(), 0.0, apart).max()
+                )  # infinities of one sign have other bits in no dtype
+            size = max(size or 0.0, most)
         if dtype.is_floating_point and nans < count and dtype.itemsize in _WORDS:
-            steps = (_in_order(left) - _in_order(right)).abs()[are_numbers]
-            ulps = max(ulps or 0, int(steps.max()))
+            ulps = max(ulps or 0, _farthest(_in_order(left)[are_numbers], _in_order(right)[are_numbers]))
     return Distance(found.differing + count, found.total, ulps, size, found.nans + nans)
 
 
@@ -90,10 +96,19 @@ def _of_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return data.clone().view(dtype)  # a part may lie at any address
 
 
-def _in_order(floats: torch.Tensor) -> torch.Tensor:
-    """Whole numbers in the order of floats, one apart where the floats are neighbours; those of float64 are rounded to 53 bits."""
-    word = _WORDS[floats.element_size()]
-    bits = floats.view(word).to(torch.int64)
-    least = -(2 ** (8 * floats.element_size() - 1))
-    ordered = torch.where(bits < 0, least - bits, bits)
-    return ordered.to(torch.float64) if word is torch.int64 else ordered
+def _in_order(values: torch.Tensor) -> torch.Tensor:
+    """Whole numbers in the order of the values, one apart where floats are neighbours, and of integers their difference apart."""
+    bits = values.view(_WORDS[values.element_size()]).to(torch.int64)
+    if values.dtype == torch.uint64:
+        return bits ^ _LEAST
+    if not values.is_floating_point():
+        return bits
+    least = -(2 ** (8 * values.element_size() - 1))
+    return torch.where(bits < 0, least - bits, bits)
+
+
+def _farthest(one: torch.Tensor, other: torch.Tensor) -> int:
+    """The largest difference of 64-bit numbers. It may need one bit more than they have, so differences wrap, and negative ones are the largest."""
+    apart = torch.where(one >= other, one - other, other - one)
+    wrapped = apart[apart < 0]
+    return int(wrapped.max()) + 2**64 if wrapped.numel() else int(apart.max())

@@ -25,7 +25,10 @@ NAMES_OF_VALUES: Final = frozenset({
     "torch.Size", "torch.device", "torch.serialization._get_layout",
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
 })  # fmt: skip
+_SEEN_AS: Final = ("conj", "neg")
 _DEPTH: Final = 100
+_SHARED: Final = 16  # names for each value that there is, at most: a few dicts that hold one another have more names than there are atoms
+_LETTERS: Final = 1 << 28
 _LIMIT: Final = 2**62
 _FIX: Final = "write it again with torch.save of the tensors alone"
 
@@ -42,6 +45,8 @@ class StoredTensor:
         strides: in elements.
         start: the element of the storage that is its first.
         storage_bytes: the size of the storage.
+        is_conjugate: whether the elements are the conjugates of those of the storage.
+        is_negative: whether they are the negatives.
     """
 
     storage: str
@@ -50,6 +55,8 @@ class StoredTensor:
     strides: tuple[int, ...]
     start: int
     storage_bytes: int
+    is_conjugate: bool = False
+    is_negative: bool = False
 
     @property
     def is_contiguous(self) -> bool:
@@ -192,7 +199,15 @@ class _Values:
         are_sizes = type(shape) is type(strides) is tuple and len(shape) == len(strides) and all(_is_count(each) for each in (start, *shape, *strides))  # fmt: skip
         if not are_sizes or dtype not in STORED:
             raise self._refused(value)
-        found = StoredTensor(key, dtype, shape, strides, start, size_bytes)
+        bits = args[6 + (kind == "tensor_v3") :]  # torch's views that stand for other numbers than their storage has
+        seen_as = bits[0] if bits and bits[0] is not None else {}
+        if type(seen_as) is not dict or not all(
+            key in _SEEN_AS and type(each) is bool for key, each in seen_as.items()
+        ):
+            raise self._refused(value)
+        found = StoredTensor(
+            key, dtype, shape, strides, start, size_bytes, *(seen_as.get(each, False) for each in _SEEN_AS)
+        )
         self._check(found)
         return found
 
@@ -233,18 +248,48 @@ def flattened(value: Mapping[Any, Any], where: str, *, prefix: str = "") -> dict
 
     Raises:
         CheckpointDamaged: if two values get one name.
+        CheckpointHostile: if there are too many of them.
 
     Examples:
         >>> flattened({"model": {"a.weight": 1, "b": {0: 2}}, "step": 3}, "x.pt")
         {'model.a.weight': 1, 'model.b.0': 2, 'step': 3}
     """
+    known: dict[int, tuple[int, int]] = {}
+    names = _names(value, known)
+    if names > _SHARED * (values := sum(each for _, each in known.values())):
+        raise _too_many(where, f"{names:,} for {values:,}")
     found: dict[str, Any] = {}
-    for key, each in value.items():
-        name = f"{prefix}{key}"
-        inner = flattened(each, where, prefix=f"{name}.") if isinstance(each, Mapping) and each else {name: each}
-        for twice in inner.keys() & found.keys():
-            raise CheckpointDamaged(
-                where, expected="another name for each value", found=f"{printable(twice)} twice", fix=_FIX
-            )
-        found |= inner
+    letters, open_ones = 0, [(prefix, iter(value.items()))]
+    while open_ones:
+        start, rest = open_ones[-1]
+        for key, each in rest:
+            name = f"{start}{key}"
+            if isinstance(each, Mapping) and each:
+                open_ones.append((f"{name}.", iter(each.items())))
+                break
+            if name in found:
+                raise CheckpointDamaged(where, expected="another name for each value", found=f"{printable(name)} twice", fix=_FIX)  # fmt: skip
+            found[name] = each
+            letters += len(name)
+            if letters > _LETTERS:
+                raise _too_many(where, f"more than {_LETTERS:,} characters")
+        else:
+            open_ones.pop()
     return found
+
+
+def _names(value: Mapping[Any, Any], known: dict[int, tuple[int, int]]) -> int:
+    """How many names the values in nested dicts get; ``known`` has that and the length of each dict, which is looked at once."""
+    if id(value) not in known:
+        inner = [_names(each, known) if isinstance(each, Mapping) and each else 1 for each in value.values()]
+        known[id(value)] = sum(inner), len(inner)
+    return known[id(value)][0]
+
+
+def _too_many(where: str, found: str) -> CheckpointHostile:
+    return CheckpointHostile(
+        where,
+        expected=f"at most {_SHARED} names for each value",
+        found=f"{found}: dicts that are in several others",
+        fix=_FIX,
+    )

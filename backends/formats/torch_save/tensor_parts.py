@@ -42,6 +42,16 @@ def read_box(member: ByteRange, stored: StoredTensor, box: Box, into: torch.Tens
         raise CheckpointTorn(
             member.name, expected=f"{last} bytes", found=member.size, fix="copy it again; the copy is not whole"
         )
+    _read(member, stored, box, into, first)
+    if stored.is_conjugate:
+        into.conj_physical_()
+    if stored.is_negative:
+        into.neg_()
+
+
+def _read(member: ByteRange, stored: StoredTensor, box: Box, into: torch.Tensor, first: int) -> None:
+    """Read the bits, from a storage whose part begins at byte ``first``."""
+    itemsize = STORED[stored.dtype].itemsize
     if not stored.is_contiguous:
         _strided(member, stored, into, box)
         return
