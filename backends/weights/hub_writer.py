@@ -31,6 +31,7 @@ from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import is_made_of, table_of
 from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
+from trainfold.core.transform.families.hub_rules import check_experts_apart
 from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
 from trainfold.core.transform.transform import Transform, compose
 from trainfold.core.transform.values import cast
@@ -233,6 +234,8 @@ def _planned(  # noqa: PLR0913 - keywords
     tied = is_tied(config, by_default=None if config is None else tied_by_default(config.get("model_type")))
     table, left_out = by_convention(table, weights.ties, is_tied=tied)
     left_out |= base
+    if config is not None:
+        check_experts_apart(config, table)
     if names.adapter and (odd := [key for key in table if key in weights.specs]):
         raise InvalidState(odd[0], expected="a matrix of low rank, or a module of modules_to_save in the configuration", found="another part of the adapter",
                            fix="pass the configuration of this adapter; or publish the merged weights")  # fmt: skip

@@ -16,6 +16,8 @@ from trainfold.core.transform.transform import Transform, compose
 TARGETS: Final = ("native", "hf", "dcp")
 """What can be written."""
 
+_TRANSFORMERS: Final = "transformers"  # as a family: the one that the configuration names, in the names of that library
+
 DTYPES: Final = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
     **{name: name for name in ("bfloat16", "float16", "float32", "float64")},
@@ -92,7 +94,7 @@ def rules_for(source_format: str, to: str, family: str | None, config: Mapping[s
     Args:
         source_format: of what is read; see `FORMATS` of `core.weights.detected`.
         to: one of `TARGETS`.
-        family: one of `hub_rules`; None for no rules. They lead to the names of the hub where the target is ``hf``, and from them otherwise.
+        family: one of `hub_rules`, or ``transformers`` for the modules of that library; None for no rules. They lead to the names of the hub where the target is ``hf``, and from them otherwise.
         config: the model's ``config.json``, which has the numbers that rules need.
 
     Raises:
@@ -108,6 +110,8 @@ def rules_for(source_format: str, to: str, family: str | None, config: Mapping[s
     if is_of_hub(source_format) == (to == "hf"):
         raise InvalidArgument("convert.rules", expected="one side with the names of a hub, and one with those of the reference code",
                               found=f"{source_format} to {to}", fix="leave out --rules: both sides have the same names")  # fmt: skip
+    if family == _TRANSFORMERS and config is None:
+        raise InvalidArgument("convert.rules", expected="the config.json of the model, which names its family", found="none", fix="give it with --like")  # fmt: skip
     whole = hub_rules(family) if config is None else _of_config(family, config)
     return whole if to == "hf" else _inverse(whole)
 
@@ -186,6 +190,8 @@ def dtype_of(name: str | None) -> str | None:
 
 def _of_config(rules: str, config: Mapping[str, object]) -> Transform:
     family = config.get("model_type")
+    if rules == _TRANSFORMERS:
+        return hub_rules_of(config, code="transformers")
     if family != rules:
         raise InvalidArgument("convert.rules", expected=f"the family of the config, {family}", found=rules, fix="give that family, or the config.json of this model")  # fmt: skip
     return hub_rules_of(config)

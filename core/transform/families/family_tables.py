@@ -11,7 +11,7 @@ SplitRow: TypeAlias = tuple[Literal["split"], str, tuple[str, ...], tuple[str, .
 UnstackRow: TypeAlias = tuple[Literal["unstack"], str, str, str]
 TieRow: TypeAlias = tuple[Literal["tie"], str, str]
 Row: TypeAlias = RenameRow | RearrangeRow | SplitRow | UnstackRow | TieRow
-"""A function of `trainfold.transforms`, and its arguments. A size or a share is a number, or the name of one: ``heads``, ``kv_heads``, ``head_dim``, ``half_head``."""
+"""A function of `trainfold.transforms`, and its arguments. No shares are equal ones. A size or a share is a number, or the name of one: ``heads``, ``kv_heads``, ``head_dim``, ``half_head``."""
 
 
 @final
@@ -104,6 +104,42 @@ _GEMMA: Final[tuple[Row, ...]] = (
     ("rename", "embedder.weight", "model.embed_tokens.weight"),
 )
 
+# Since version 5, modules of transformers have all experts of a layer in two tensors; files of the hub have them apart.
+_FUSED_MIXTRAL: Final[tuple[Row, ...]] = (
+    ("rename", "model.layers.{i}.mlp.gate.weight", "model.layers.{i}.block_sparse_moe.gate.weight"),
+    (
+        "unstack",
+        "model.layers.{i}.mlp.experts.gate_up_proj",
+        "model.layers.{i}.block_sparse_moe.experts.{e}.gate_up_proj",
+        "e",
+    ),
+    (
+        "split",
+        "model.layers.{i}.block_sparse_moe.experts.{e}.gate_up_proj",
+        (
+            "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
+            "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
+        ),
+        (),
+    ),
+    (
+        "unstack",
+        "model.layers.{i}.mlp.experts.down_proj",
+        "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
+        "e",
+    ),
+)
+_FUSED_QWEN: Final[tuple[Row, ...]] = (
+    ("unstack", "model.layers.{i}.mlp.experts.gate_up_proj", "model.layers.{i}.mlp.experts.{e}.gate_up_proj", "e"),
+    (
+        "split",
+        "model.layers.{i}.mlp.experts.{e}.gate_up_proj",
+        ("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "model.layers.{i}.mlp.experts.{e}.up_proj.weight"),
+        (),
+    ),
+    ("unstack", "model.layers.{i}.mlp.experts.down_proj", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "e"),
+)
+
 _LLAMA: Final = Family(_IN_HALVES + _DECODER + _FEED_FORWARD, is_tied=False)
 _QWEN: Final = Family(_DECODER + _HEAD_NORMS + _FEED_FORWARD, is_tied=False)
 
@@ -120,3 +156,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_moe": Family(_DECODER + _HEAD_NORMS + _FEED_FORWARD + _QWEN_EXPERTS, is_tied=False),
 }
 """By the ``model_type`` that a configuration of the hub names."""
+
+IN_TRANSFORMERS: Final[Mapping[str, tuple[Row, ...]]] = {
+    **dict.fromkeys(FAMILIES, ()),
+    "mixtral": _FUSED_MIXTRAL,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe"), _FUSED_QWEN),
+}
+"""From the names of modules of transformers to those of the hub, by ``model_type``; nothing for families whose names are the same."""

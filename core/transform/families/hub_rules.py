@@ -1,17 +1,19 @@
 """`hub_rules`, `hub_rules_of` and `dequantise_of`: the transform from the names of reference code to those of a model hub, for a family and the numbers of a model."""
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal, TypeVar
 
 from trainfold.core.checks import choice, count
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.json_values import shown
-from trainfold.core.transform.families.family_tables import FAMILIES, Family, Row
+from trainfold.core.transform.families.family_tables import FAMILIES, IN_TRANSFORMERS, Family, Row
 from trainfold.core.transform.fusing import split, unstack
+from trainfold.core.transform.name_template import template
 from trainfold.core.transform.naming import rename, tie
 from trainfold.core.transform.transform import Composed, Invertible, InvertibleComposed, compose
 from trainfold.core.transform.values import dequantise, rearrange
 
+T = TypeVar("T")
 _OF_HEAD: Final = {"half_head": "head_dim"}
 """A number in the tables -> the one that it is made of."""
 
@@ -44,7 +46,7 @@ def hub_rules(
         tie lm_head.weight to transformer.wte.weight
         rearrange transformer.h.{i}.attn.c_attn.weight, transformer.h.{i}.attn.c_proj.weight, transformer.h.{i}.mlp.c_fc.weight, transformer.h.{i}.mlp.c_proj.weight: o i -> i o
     """
-    table = _family("hub_rules.family", family)
+    table = _family("hub_rules.family", family, FAMILIES)
     given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     needed = _needed(table)
     wanted = {name: value for name, value in {**given, "tied": tied}.items() if name in needed}
@@ -71,12 +73,16 @@ def hub_rules(
     return compose(*(_transform(row, numbers) for row in table.rows if row[0] != "tie" or tied))
 
 
-def hub_rules_of(config: Mapping[str, object]) -> InvertibleComposed:
+def hub_rules_of(
+    config: Mapping[str, object], *, code: Literal["reference", "transformers"] = "reference"
+) -> InvertibleComposed:
     """Make the rules of a model from the configuration that the hub has beside its weights.
 
     Args:
         config: what is in ``config.json``. ``model_type`` is the family. As in the hub's own code, heads of keys and values that are not mentioned are as many as those of queries, and the
             size of a head is that of the model over its heads. A number that is wrong for the weights is an error when they are transformed.
+        code: whose names the model has. Since version 5, models of ``transformers`` have the experts of a layer in two tensors, and there are rules for mixtral, qwen2_moe, qwen3_moe, olmoe,
+            deepseek_v3 and glm4_moe. Other families have the names of the hub in it, and so have all before version 5.
 
     Raises:
         InvalidArgument: for an unknown family, and numbers that it needs and are missing.
@@ -85,9 +91,15 @@ def hub_rules_of(config: Mapping[str, object]) -> InvertibleComposed:
         >>> rules = hub_rules_of({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2})
         >>> rules == hub_rules("llama", heads=4, kv_heads=2, head_dim=16, tied=False)
         True
+        >>> print(hub_rules_of({"model_type": "qwen3_moe"}, code="transformers").parts[-1])
+        unstack model.layers.{i}.mlp.experts.down_proj = model.layers.{i}.mlp.experts.{e}.down_proj.weight over e
     """
+    choice("hub_rules_of.code", code, ("reference", "transformers"), fix="say whose names the model has")
+    if code == "transformers":
+        rows = _family("config.model_type", config.get("model_type"), IN_TRANSFORMERS)
+        return compose(*(_transform(row, {}) for row in rows))
     family = config.get("model_type")
-    table = _family("config.model_type", family)
+    table = _family("config.model_type", family, FAMILIES)
     needed = _needed(table)
     tied = config.get("tie_word_embeddings", table.is_tied)
     choice("config.tie_word_embeddings", tied, (True, False), fix="pass the config.json of the model")
@@ -102,6 +114,26 @@ def hub_rules_of(config: Mapping[str, object]) -> InvertibleComposed:
             "head_dim": _number(config, "head_dim") if has_dim else _number(config, "hidden_size") // heads,
         }
     return hub_rules(str(family), **numbers, tied=bool(tied))
+
+
+def check_experts_apart(config: Mapping[str, object], names: Iterable[str]) -> None:
+    """Check that experts are apart where the hub's files of a family have them so.
+
+    Args:
+        config: what is in ``config.json``.
+        names: of what is written.
+
+    Raises:
+        InvalidState: for experts in one tensor, as modules of ``transformers`` have them in memory.
+    """
+    family = config.get("model_type")
+    rows = IN_TRANSFORMERS.get(family, ()) if isinstance(family, str) else ()
+    fused = [template(row[1]) for row in rows if row[0] == "unstack"]
+    odd = next((name for name in names if any(each.match(name) for each in fused)), None)
+    if odd is not None:
+        raise InvalidState(
+            odd, expected=f"the experts of this {family} apart, as files of the hub have them", found="all of them in one tensor",
+            fix='pass rules=hub_rules_of(config, code="transformers"), or --rules transformers')  # fmt: skip
 
 
 def dequantise_of(config: Mapping[str, object]) -> Composed:
@@ -130,10 +162,10 @@ def dequantise_of(config: Mapping[str, object]) -> Composed:
     return compose(dequantise("{path*}.weight", "{path*}.weight_scale_inv", block=block, dtype=str(dtype)))
 
 
-def _family(where: str, family: object) -> Family:
-    found = FAMILIES.get(family) if isinstance(family, str) else None
+def _family(where: str, family: object, families: Mapping[str, T]) -> T:
+    found = families.get(family) if isinstance(family, str) else None
     if found is None:
-        raise InvalidArgument(where, expected=f"one of {', '.join(FAMILIES)}", found=shown(family),
+        raise InvalidArgument(where, expected=f"one of {', '.join(families)}", found=shown(family),
                               fix="write the rules of this family with the functions of trainfold.transforms; "
                               "of a model of text and images, pass the configuration of its text")  # fmt: skip
     return found
@@ -167,6 +199,6 @@ def _transform(row: Row, numbers: Mapping[str, int]) -> Invertible:
         case "rearrange", names, pattern, sizes:
             return rearrange(names, pattern, **{axis: size if isinstance(size, int) else numbers[size] for axis, size in sizes.items()})  # fmt: skip
         case "split", whole, parts, shares:
-            return split(whole, parts, shares=[numbers[each] for each in shares])
+            return split(whole, parts, shares=[numbers[each] for each in shares] or None)
         case "unstack", whole, each, over:
             return unstack(whole, each, over=over)

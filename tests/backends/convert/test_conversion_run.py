@@ -22,7 +22,7 @@ from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.torch_files.dcp_plan import plan_dcp
 from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.families.hub_rules import hub_rules
-from trainfold.errors import CheckpointForeign, CheckpointMissing, InvalidArgument, ResumeRefused
+from trainfold.errors import CheckpointForeign, CheckpointMissing, InvalidArgument, InvalidState, ResumeRefused
 from trainfold.ranks import run_threads
 from trainfold.weights import CheckpointWeights, HubDirectory
 
@@ -503,3 +503,28 @@ def test_why_an_optimizer_is_left_out_is_said_with_what_takes_it(tmp_path):
         plan = plan_conversion(open_source(source), tmp_path / "b", **options).plan
         assert words in plan.tensors_left_out["optimizer"]
     assert plan_conversion(open_source(tmp_path / "run"), tmp_path / "b", to="native").plan.tensors_left_out == {}
+
+
+def test_experts_in_one_tensor_go_to_the_hub_apart_and_come_back(tmp_path):
+    """K02, K08: as modules of transformers 5 have them; the configuration names the family."""
+    at = "model.layers.0.mlp"
+    fused = {
+        f"{at}.experts.gate_up_proj": torch.randn(3, 4, 2),
+        f"{at}.experts.down_proj": torch.randn(3, 2, 2),
+        f"{at}.gate.weight": torch.randn(3, 2),
+    }
+    model = a_hub_directory(tmp_path / "model", fused)
+    converted(model, tmp_path / "run")
+    with pytest.raises(InvalidArgument, match=r"the config.json of the model.*give it with --like"):
+        plan_conversion(open_source(tmp_path / "run"), tmp_path / "hub", to="hf", rules="transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    with pytest.raises(InvalidState, match=r"_proj: expected the experts of this mixtral apart.*--rules transformers"):
+        plan_conversion(open_source(tmp_path / "run"), tmp_path / "hub", to="hf", like=tmp_path / "config.json")
+    converted(tmp_path / "run", tmp_path / "hub", to="hf", rules="transformers", like=tmp_path / "config.json")
+    apart = load_file(tmp_path / "hub/model.safetensors")
+    assert len(apart) == 3 * 3 + 1
+    assert torch.equal(
+        apart["model.layers.0.block_sparse_moe.experts.1.w3.weight"], fused[f"{at}.experts.gate_up_proj"][1, 2:]
+    )
+    converted(tmp_path / "hub", tmp_path / "back", rules="transformers")
+    assert weights(CheckpointWeights(tmp_path / "back")) == bytes_of(fused)

@@ -253,3 +253,35 @@ def test_logits_differ_where_rows_stay_or_gates_are_exchanged(family, tmp_path):
     model = published(tmp_path, config, SPOILED[family](rules_of(tmp_path, config)), weights)
     with torch.no_grad():
         assert (model(input_ids=TOKENS).logits - reference(family, weights, sizes)).abs().max() > 0.1
+
+
+MOE = {
+    "mixtral": lambda: hf.MixtralConfig(**SHARED, num_local_experts=3, num_experts_per_tok=2),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SHARED, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=8),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SHARED, head_dim=6, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
+    "olmoe": lambda: hf.OlmoeConfig(**SHARED, num_experts=3, num_experts_per_tok=2),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**{**SHARED, "num_key_value_heads": 4}, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=20, first_k_dense_replace=1, kv_lora_rank=4, q_lora_rank=4, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(**SHARED, head_dim=6, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, first_k_dense_replace=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_modules_of_transformers_with_experts_in_one_tensor_become_their_files_and_come_back(family, tmp_path):
+    """K02, K08: the files that `save_pretrained` writes, byte for byte in each tensor; and `from_pretrained` makes the same of both."""
+    torch.manual_seed(3)
+    config = MOE[family]()
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    assert any(name.endswith("experts.gate_up_proj") for name in model.state_dict()), "of version 5"
+    model.save_pretrained(tmp_path / "theirs")
+    rules = hub_rules_of(config.to_dict(), code="transformers")
+    state = TrainState(model=ModelState(Leaves({name: each.detach() for name, each in model.state_dict().items()}), Leaves()), trainer=Progress())  # fmt: skip
+    write_hub_directory(state, tmp_path / "ours", rules=rules, config=json.loads((tmp_path / "theirs/config.json").read_text()))  # fmt: skip
+    theirs, ours = (safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(each, ours[name]) for name, each in theirs.items())
+    with torch.no_grad():
+        one, other = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("ours", "theirs"))
+        assert torch.equal(one(TOKENS).logits, other(TOKENS).logits)
+        torch.testing.assert_close(one(TOKENS).logits, model(TOKENS).logits)
+    back = dict(transform_tensors(rules.inverse, theirs))
+    assert all(torch.equal(back[name], each) for name, each in model.state_dict().items())
