@@ -6,12 +6,12 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 
-from trainfold.backends.hold.write_watch import WriteWatch
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.alike.stages import check_several
 from trainfold.backends.weights.checkpoint import weight_name
+from trainfold.backends.weights.opened import unchanged
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.codec import as_tensor, torch_dtype
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.format.structure.describe import describe
@@ -88,7 +88,7 @@ class _Ranks:
     """
 
     def __init__(self, world: Collectives, state: TrainState) -> None:
-        self._world, self._state = world, state
+        self._world = world
         self.is_broken = False
         self._leaves: Mapping[str, Any] = {}
         texts: list[bytes] = []
@@ -116,9 +116,7 @@ class _Ranks:
         self._holders.check()
         self._paths = {weight_name(path): path for path in self._model.tensors}
         self._tensors = {path: _local(leaf, path) for path, leaf in self._leaves.items()}
-        watched = {(_MODEL, path): tensor for path, tensor in self._tensors.items() if not tensor.is_inference()}
-        # an optimizer writes to the local part of a DTensor without moving its version counter
-        self._watch = WriteWatch(watched, by_bytes=True)
+        self._check_mine = unchanged(state)
 
     def opened(self) -> OpenWeights:
         """The weights, for rank 0."""
@@ -216,19 +214,6 @@ class _Ranks:
     def _check_all(self) -> None:
         self.broadcast(())
         self.check()
-
-    def _check_mine(self) -> None:
-        assert self._state.model is not None, "as at the call"
-        _ = [
-            *self._state.model.params.values(),
-            *self._state.model.buffers.values(),
-        ]  # a step that took their memory is named
-        self._watch.end()
-        if self._watch.written:
-            path = min(self._watch.written)[1]
-            raise InvalidState(
-                f"weights: {weight_name(path)}", expected="the values that it had at the call", found="a write to it while it was read",
-                fix="save the run, and export the checkpoint: CheckpointWeights(run) has the values of that step, while training goes on")  # fmt: skip
 
     def size_bytes(self, name: str, box: Box) -> int:
         """Of a part."""

@@ -1,9 +1,10 @@
 """`opened_weights`: gives the weights of a source, or of a state, for reading in any order. `ReusedMemory`: reads them one after the other into the same memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, final
 
+import attrs
 import torch
 
 from trainfold.backends.hold.write_watch import WriteWatch
@@ -20,11 +21,12 @@ from trainfold.core.weights.supplied import supplied
 
 
 @contextmanager
-def opened_weights(weights: Any) -> Iterator[OpenWeights]:
+def opened_weights(weights: Any, *, beside: Mapping[str, torch.Tensor] | None = None) -> Iterator[OpenWeights]:
     """Give weights for reading in any order, until the block ends.
 
     Args:
         weights: a source that lists what it has, or a state with a model.
+        beside: what else is read of a state, and may not be written to meanwhile.
 
     Raises:
         InvalidArgument: for anything else.
@@ -32,7 +34,7 @@ def opened_weights(weights: Any) -> Iterator[OpenWeights]:
     if isinstance(weights, TrainState):
         found = weights_of_state(weights)
         _check_whole(weights)
-        yield found
+        yield attrs.evolve(found, check=unchanged(weights, beside))
     elif isinstance(weights, OpenSource):
         with weights.opened() as found:
             yield found
@@ -66,27 +68,42 @@ def weights_of_state(state: TrainState) -> OpenWeights:
     leaves = {**model.params, **model.buffers}
     tensors = {name: as_tensor(each.tensor if isinstance(each, Shard) else each, name) for name, each in leaves.items()}
     shapes = {name: tuple(each.shape) for name, each in leaves.items()}
-    watch = WriteWatch({("model", name): each for name, each in tensors.items() if not each.is_inference()})
 
     def read(name: str, box: Box) -> torch.Tensor:
         return tensors[name][tuple(slice(*each) for each in box)]
-
-    def check() -> None:
-        _ = [*model.params.values(), *model.buffers.values()]  # a step that took their memory is named
-        watch.look()
-        if watch.written:
-            name = min(watch.written)[1]
-            raise InvalidState(
-                f"weights: {name}", expected="the values that it had at the call", found="a write to it while it was read",
-                fix="save the run, and export the checkpoint: CheckpointWeights(run) has the values of that step, while training goes on")  # fmt: skip
 
     return OpenWeights(
         {name: LeafSpec(dtype_name(each.dtype), shapes[name]) for name, each in tensors.items()},
         read,
         ties=dict(model.ties),
         buffers=frozenset(model.buffers),
-        check=check,
     )
+
+
+def unchanged(state: TrainState, others: Mapping[str, torch.Tensor] | None = None) -> Callable[[], None]:
+    """What raises if the model of a state has been written to since. Its bytes are read now and then, because a fused optimizer, ``tensor.data`` and numpy move no version counter.
+
+    Args:
+        state: of which this rank has a part, or all.
+        others: more tensors that are watched, by their names.
+    """
+    model = state.model
+    leaves = {} if model is None else {**model.params, **model.buffers}
+    tensors = {name: as_tensor(each.tensor if isinstance(each, Shard) else each, name) for name, each in leaves.items()}
+    watched = {("", name): each.detach() for name, each in {**tensors, **(others or {})}.items()}
+    watch = WriteWatch(watched, but={name for name, each in watched.items() if each.is_inference()}, by_bytes=True)
+
+    def check() -> None:
+        if model is not None:
+            _ = [*model.params.values(), *model.buffers.values()]  # a step that took their memory is named
+        watch.end()
+        if watch.written:
+            name = min(watch.written)[1]
+            raise InvalidState(
+                f"weights: {name}", expected="the values that it had at the call", found="a write to it while it was read",
+                fix="save the run, and export the checkpoint: CheckpointWeights(run) has the values of that step, while training goes on")  # fmt: skip
+
+    return check
 
 
 def _of_listed(source: ListedSource) -> OpenWeights:

@@ -13,11 +13,12 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box
+from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.spec import dtype_name
-from trainfold.core.state.state import OptimizerState, TrainState
+from trainfold.core.state.state import ModelState, OptimizerState, TrainState
 from trainfold.core.torch_files.dcp_metadata import PathInState
 from trainfold.core.torch_files.dcp_plan import plan_dcp
-from trainfold.core.weights.source import ListedSource, Wanted
+from trainfold.core.weights.source import ListedSource
 
 _FILE_BYTES: Final = 1 << 30
 
@@ -62,25 +63,24 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
         (['model.bias', 'model.weight'], 0)
     """
     top = (model,) if model else ()
-    with opened_weights(
-        contents if not isinstance(contents, TrainState) or contents.model is not None else _Nothing()
-    ) as weights:
+    beside = dict(_beside_model(contents, optimizer)) if isinstance(contents, TrainState) else {}
+    slots = {_dotted(keys): each.detach() for keys, each in beside.items() if isinstance(each, torch.Tensor)}
+    if isinstance(contents, TrainState) and contents.model is None:
+        contents = contents.evolve(model=ModelState(Leaves({}), Leaves({}), ()))
+    with opened_weights(contents, beside=slots) as weights:
         listed = {name: weights.specs[name] for name in weights.specs} | {
             alias: weights.specs[name] for alias, name in weights.ties.items()
         }
         paths: dict[str, PathInState] = {".".join((*top, name)): (*top, name) for name in listed}
         specs = {full: listed[str(path[-1])] for full, path in paths.items()}
-        others, slots = dict(objects or {}), dict[str, torch.Tensor]()
-        if isinstance(contents, TrainState):
-            for keys, value in _beside_model(contents, optimizer):
-                name = ".".join(map(str, keys))
-                paths[name] = keys
-                if isinstance(value, torch.Tensor):
-                    slots[name] = value.detach()
-                    specs[name] = LeafSpec(dtype_name(value.dtype), tuple(value.shape))
-                else:
-                    others.setdefault(name, value)
-
+        others = dict(objects or {})
+        for keys, value in beside.items():
+            name = _dotted(keys)
+            paths[name] = keys
+            if name in slots:
+                specs[name] = LeafSpec(dtype_name(value.dtype), tuple(value.shape))
+            else:
+                others.setdefault(name, value)
         memory = ReusedMemory(weights)
 
         def read(full: str, box: Box) -> torch.Tensor:
@@ -98,14 +98,8 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
         )
 
 
-class _Nothing:
-    """A source of a state without a model."""
-
-    def specs(self) -> Mapping[str, LeafSpec]:
-        return {}
-
-    def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ARG002 - of the protocol
-        return iter(())
+def _dotted(keys: PathInState) -> str:
+    return ".".join(map(str, keys))
 
 
 def _beside_model(state: TrainState, optimizer: str) -> Iterator[tuple[PathInState, Any]]:
