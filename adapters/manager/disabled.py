@@ -18,6 +18,7 @@ from trainfold.backends.ranks.launcher import world_given
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.triggers import Verdict, make_triggers
 from trainfold.core.state.state import TrainState
+from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.source import WeightSource
 
 
@@ -115,9 +116,10 @@ class DisabledManager:
         in_place: bool = False,
         initial: WeightSource | None = None,
         follow: Sequence[str] = (),
+        transform: Transform | None = None,
     ) -> Restored:
         """Leave the run as it is, but for the weights with which it begins."""
-        del step, reset, in_place
+        del step, reset, in_place, transform
         if initial is None:
             return Restored("", live.progress.step, is_fresh=True)
         live.check_initial(initial)

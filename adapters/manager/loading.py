@@ -46,6 +46,7 @@ from trainfold.core.save.reuse.base import NO_BASE, base_from
 from trainfold.core.state.components import names_to_save
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
+from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.several.source_text import described, why_ignored
 from trainfold.core.weights.source import WeightSource
 
@@ -94,7 +95,13 @@ class RunLoader:
         return next(((each, bad) for each, _, bad in told if not each), (mine, False))
 
     def load(
-        self, run: Live | TrainState, *, step: int | None, reset: Mapping[str, str] | None, in_place: bool = False
+        self,
+        run: Live | TrainState,
+        *,
+        step: int | None,
+        reset: Mapping[str, str] | None,
+        in_place: bool = False,
+        transform: Transform | None = None,
     ) -> TrainState:
         """Load a state, and write it into a live run.
 
@@ -103,6 +110,7 @@ class RunLoader:
             step: an explicit step; None for the newest.
             reset: component -> why it starts fresh on purpose.
             in_place: whether the tensors of a live run are read straight into its memory; the result has meta tensors for them.
+            transform: gives the tensors of the checkpoint other names.
 
         Raises:
             HalfRestored: if a read in place fails.
@@ -114,7 +122,7 @@ class RunLoader:
             run.check_resets(reset or ())
         names, like, optional = self._like(run)
         request = resume_request(
-            step=step, components=names, policy=self.policy, reset=_resets(run) | dict(reset or {})
+            step=step, components=names, policy=self.policy, reset=_resets(run) | dict(reset or {}), transform=transform
         )
         share = share_of_rank(run, self.collectives) if isinstance(run, Live) else None
         unread = run.may_stay_unread(names) if isinstance(run, Live) and in_place else None
@@ -128,7 +136,7 @@ class RunLoader:
                 if self.proves and self.collectives.world_size > 1:
                     prove_alike(lambda: describe_state(run.read(view=False).state, components=names), self.collectives)
         self.descent = loaded.descent
-        self.source = loaded.manifest, loaded.checkpoint
+        self.source = (loaded.manifest if transform is None else None), loaded.checkpoint
         return loaded.state
 
     @contextmanager
@@ -259,6 +267,7 @@ class LoadRunner:
         in_place: bool = False,
         initial: WeightSource | None = None,
         follows: Sequence[str] = (),
+        transform: Transform | None = None,
     ) -> Restored:
         """Restore a live run, or start fresh; see `CheckpointManager.restore`."""
         if initial is not None:
@@ -267,7 +276,7 @@ class LoadRunner:
         if self.first.start_over:
             return self._start_over(live, step, reset, initial, follows)
         try:
-            self._load(live, step, mapping_given("reset", reset), in_place=in_place)
+            self._load(live, step, mapping_given("reset", reset), in_place=in_place, transform=transform)
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 raise
@@ -329,13 +338,19 @@ class LoadRunner:
         return None
 
     def _load(
-        self, run: Live | TrainState, step: int | None, reset: Mapping[str, str] | None, *, in_place: bool = False
+        self,
+        run: Live | TrainState,
+        step: int | None,
+        reset: Mapping[str, str] | None,
+        *,
+        in_place: bool = False,
+        transform: Transform | None = None,
     ) -> TrainState:
         self.saves.settle()
         if self.rehearsal is not None:
             self.rehearsal.watch(run)
         try:
-            state = self.loader.load(run, step=step, reset=reset, in_place=in_place)
+            state = self.loader.load(run, step=step, reset=reset, in_place=in_place, transform=transform)
         except ResumeRefused as refused:
             if step is not None or not refused.refusal.finds_nothing:
                 self.events.report("refused", step=step, detail=str(refused))

@@ -31,6 +31,7 @@ from trainfold.core.save.retention import Retention
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
+from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.source import WeightSource
 
 S = TypeVar("S", bound=TrainState)
@@ -298,7 +299,7 @@ class CheckpointManager:
         return self._loads.load(run, decision)
 
     def restore(self, live: Live, *, step: int | None = None, reset: Mapping[str, str] | None = None, in_place: bool = False,  # noqa: PLR0913
-                initial: WeightSource | None = None, follow: Sequence[str] = ()) -> Restored:  # fmt: skip
+                initial: WeightSource | None = None, follow: Sequence[str] = (), transform: Transform | None = None) -> Restored:  # fmt: skip
         """Restore a live run from its newest whole checkpoint. If there is none, leave the run as it is, but for ``initial``, and log a warning.
 
         Args:
@@ -308,7 +309,8 @@ class CheckpointManager:
             in_place: read parameters, buffers and slots straight into their memory; if that fails, they hold two states, and the process must end.
             initial: the weights with which the run begins, such as ``trainfold.weights.HubDirectory(path)``; all else is as the script has it, at step 0, and masters
                 are made of these weights. Once the run has a checkpoint of its own, it is ignored, and not asked.
-            follow: names under ``extra`` that then come from the checkpoint that these weights come from, such as a tokenizer.
+            follow: names under ``extra`` that then come from where these weights come from, such as a tokenizer.
+            transform: rules that give the tensors of the checkpoint the names that they have now; see ``trainfold.load``.
 
         Raises:
             InvalidArgument: for an invalid argument. InvalidState: if ``initial`` does not have the weights of this model; with every reason.
@@ -318,7 +320,7 @@ class CheckpointManager:
         """
         self._check()
         self._check_run(live, kinds=Live)
-        return self._loads.restore(live, step, reset, in_place=given.flag("restore.in_place", in_place), initial=initial, follows=follow)  # fmt: skip
+        return self._loads.restore(live, step, reset, in_place=given.flag("restore.in_place", in_place), initial=initial, follows=follow, transform=transform)  # fmt: skip
 
     @overload
     def load_best(self, run: Live) -> Restored: ...

@@ -27,6 +27,7 @@ from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.components import all_of, names_to_save
 from trainfold.core.state.state import TrainState
+from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.several.fresh_start import FreshStart, plan_start
 from trainfold.core.weights.several.source_text import why_ignored
 from trainfold.core.weights.source import WeightSource
@@ -101,6 +102,7 @@ def plan(
     policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
+    transform: Transform | None = None,
     initial: None = None,
 ) -> ResumePlan | Refusal: ...
 @overload
@@ -113,6 +115,7 @@ def plan(
     policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
+    transform: Transform | None = None,
     initial: WeightSource | None,
 ) -> ResumePlan | FreshStart | Refusal: ...
 def plan(  # noqa: PLR0913 - keywords
@@ -124,6 +127,7 @@ def plan(  # noqa: PLR0913 - keywords
     policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
+    transform: Transform | None = None,
     initial: WeightSource | None = None,
 ) -> ResumePlan | FreshStart | Refusal:
     """Plan a resume, or a start with weights from elsewhere: read the manifests, and load nothing.
@@ -136,6 +140,7 @@ def plan(  # noqa: PLR0913 - keywords
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
         reset: component -> why it starts from scratch on purpose.
         contract: the contract of this run, in addition to that of ``like``; it is compared with the saved one.
+        transform: rules that give the tensors of the checkpoint the names that they have now, as for `load`.
         initial: the weights with which the run would begin (``manager.restore(live, initial=...)``). Where the run has no checkpoint they are asked what they have,
             and the plan says which tensor comes from where. Else they are not asked, and the plan notes that they are ignored.
 
@@ -156,7 +161,9 @@ def plan(  # noqa: PLR0913 - keywords
     check_state(like, "like")
     if initial is not None:
         check_begins(initial, where="plan", is_outside="model" in like.origin.outside)
-    request = resume_request(step=step, components=names_to_save(like, components), policy=policy, reset=reset)
+    request = resume_request(
+        step=step, components=names_to_save(like, components), policy=policy, reset=reset, transform=transform
+    )
     store = open_store(run)
     found = plan_load(store, like=like, request=request, contract=contract, collectives=SingleProcess())
     if initial is None or (isinstance(found, Refusal) and (step is not None or not found.finds_nothing)):
@@ -183,6 +190,7 @@ def load(  # noqa: PLR0913 - keywords
     policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
     contract: Mapping[str, Any] | None = None,
+    transform: Transform | None = None,
     collectives: Collectives | None = None,
 ) -> S:
     """Load the newest whole checkpoint of the current timeline, or that of a given step, into a new state.
@@ -198,6 +206,8 @@ def load(  # noqa: PLR0913 - keywords
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``.
         reset: component -> why it starts from scratch on purpose.
         contract: the contract of this run, in addition to that of ``like``.
+        transform: rules that give the tensors of the checkpoint the names that they have now, such as ``trainfold.transforms.rename(old, new)``. The optimizer's
+            state goes with them, and so do copies of the model under ``extra``. Rules that find nothing do nothing, so they may stay in the script.
         collectives: the world; every rank calls. None for a single process, which is refused if there are several ranks: alone, each rank could
             find another newest checkpoint, or load the streams and the data position of another rank. Pass ``SingleProcess()`` if this rank
             loads alone on purpose.
@@ -222,7 +232,9 @@ def load(  # noqa: PLR0913 - keywords
         96
     """
     check_state(like, "like")
-    request = resume_request(step=step, components=names_to_save(like, components), policy=policy, reset=reset)
+    request = resume_request(
+        step=step, components=names_to_save(like, components), policy=policy, reset=reset, transform=transform
+    )
     world = world_given(collectives, os.environ, where="load.collectives")
     loaded = load_run(open_store(run), like=like, request=request, contract=contract, collectives=world).state
     return cast("S", loaded)  # it has the type of ``like``

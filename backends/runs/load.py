@@ -143,7 +143,7 @@ def plan_load(  # noqa: PLR0913 - keywords
     target = resume_target(like, contract, collectives)
     request, target, wanted, lacking, _ = _requested(request, target, optional, like.stage, collectives)
     request = _without(request, texts_of_left_out(lacking))
-    view = view_for_all(store, request, collectives, wanted=wanted, needs=_needs(like, collectives))
+    view = view_for_all(store, request, collectives, wanted=wanted, needs=_needs(like, request, collectives))
     return _planned(view.inventory, target, request, collectives, warns=False)[0]
 
 
@@ -180,7 +180,7 @@ def load_run(  # noqa: PLR0913 - keywords
         request, target, optional, like.stage, world, shares=shares
     )
     request = _without(request, _warned(lacking, world))
-    needs = _needs(like, world)
+    needs = _needs(like, request, world)
     view = view_for_all(store, request, world, wanted=wanted, needs=needs)
     inventory, relistings = view.inventory, 0
     while True:
@@ -222,9 +222,14 @@ def load_run(  # noqa: PLR0913 - keywords
         inventory = examine_for_all(store, without, request, world, wanted=wanted, needs=needs)
 
 
-def _needs(like: TrainState, world: Collectives) -> Needs | None:
+def _needs(like: TrainState, request: ResumeRequest, world: Collectives) -> Needs | None:
     here = World(world.rank, world.world_size)
-    return None if world.world_size == 1 else needs_of(components_of(like), here, is_stage=like.stage is not None)
+    is_renamed = request.transform is not None  # then its names are not those of the checkpoint
+    return (
+        None
+        if world.world_size == 1 or is_renamed
+        else needs_of(components_of(like), here, is_stage=like.stage is not None)
+    )
 
 
 @without_collecting

@@ -232,6 +232,7 @@ class Manifest:
         indexes: the indexes of the ranks that have a file of their own for it.
         opened: the ranks whose shards and structures are in it, if a rank has opened only the indexes that it needs; None for all.
         others: the shards of these ranks that it does not need. The tables are without them.
+        written: as it was written, if its tensors have other names here; the headers of its files have the names that were written.
     """
 
     head: Head
@@ -244,6 +245,7 @@ class Manifest:
     indexes: tuple[IndexRecord, ...] = ()
     opened: frozenset[int] | None = None
     others: tuple[OtherShards, ...] = ()
+    written: "Manifest | None" = attrs.field(default=None, eq=False, repr=False)
 
     def component(self, name: str) -> ComponentRecord | None:
         """The component of that name, or None."""

@@ -107,7 +107,7 @@ def compare_component(  # noqa: PLR0911, PLR0913 - one return for each way to ta
     if have and want and not set(have) & set(want):
         findings.problems.append(
             Problem("SpecMismatch", name, f"leaves such as {next(iter(want))}", f"only others, such as {next(iter(have))}",
-                    "this is another model; load it with a transform or choose another checkpoint", 20)
+                    "this is another model: choose another checkpoint; or if its modules have other names now, pass transform=trainfold.transforms.rename(old, new)", 20)
         )  # fmt: skip
         return "load", {}, ()
     for alias, said in _parted_ties(name, saved.tensors[part], wanted).items():

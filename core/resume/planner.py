@@ -10,7 +10,7 @@ import attrs
 
 from trainfold.core.checks import nearest
 from trainfold.core.component_names import BUILTIN_COMPONENTS, torn_pairs
-from trainfold.core.errors import UnknownComponent
+from trainfold.core.errors import InvalidState, UnknownComponent
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import ComponentRecord, Manifest
 from trainfold.core.format.structure.described import Described
@@ -46,6 +46,7 @@ from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
 from trainfold.core.state.contract_kinds import contract_kind, prefix_of_optimizer, step_contract
+from trainfold.core.transform.renamed_manifest import renamed_manifest
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
 _OF_RANKS: Mapping[str, tuple[str, str]] = {
@@ -89,6 +90,13 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
     if not isinstance(manifest, Manifest):
         return Refusal(inventory.run, None, manifest)
     _check_names(manifest, target, request)
+    chosen, renamed = manifest, ""
+    if request.transform is not None:
+        try:
+            manifest, renaming = renamed_manifest(manifest, request.transform)
+        except InvalidState as error:
+            return Refusal(inventory.run, f"step-{manifest.head.step:08d}", (problem_of(error),))
+        renamed = f"{renaming.changed} tensors of the model have other names here, by {request.transform}"
     findings = Findings(request.policy)
     there = {*target.components, *(each.name for each in manifest.components)}
     findings.problems.extend(map(problem_of, torn_pairs(request.components, present=there)))
@@ -111,7 +119,7 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
     actions = tuple(_with_targets_choices(action, findings.drifts) for action in actions)
     refused = sorted((drift for drift in findings.drifts if drift.verdict == "refuse"), key=lambda each: each.follows)
     is_newest = request.step is None
-    partial = newer_without_components(inventory, manifest, target, request) if is_newest else ()
+    partial = newer_without_components(inventory, chosen, target, request) if is_newest else ()
     checkpoint = f"step-{manifest.head.step:08d}"
     if refused or findings.problems:
         return Refusal(inventory.run, checkpoint, (*findings.problems, *refused, *partial))
@@ -121,8 +129,8 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
         manifest,
         actions,
         tuple(findings.drifts),
-        (*partial, *newer_with_problems(inventory, manifest)) if is_newest else (),
-        left_behind(inventory, manifest),
+        (*partial, *newer_with_problems(inventory, chosen)) if is_newest else (),
+        (*left_behind(inventory, chosen), *([renamed] if renamed else [])),
         _carried_contract(manifest, actions, request),
         _fresh_masters(actions),
     )

@@ -10,6 +10,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.structure.described import Described
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import DriftAction, check_policy
+from trainfold.core.transform.transform import Transform
 
 
 @final
@@ -43,6 +44,7 @@ class ResumeRequest:
         policy: drift kind -> verdict, to replace a default.
         reset: component -> why it starts from scratch on purpose.
         optional: components that the run can do without; they may be reset although neither the run nor the checkpoint has them.
+        transform: gives the tensors of a checkpoint other names; None for none.
         new_streams: whether the streams of some rank belong to another share of the data than it reads, so that every rank derives new ones.
     """
 
@@ -52,6 +54,7 @@ class ResumeRequest:
     reset: Mapping[str, str] = attrs.field(factory=dict)
     optional: frozenset[str] = frozenset()
     new_streams: bool = False
+    transform: Transform | None = None
 
 
 def resume_request(
@@ -60,6 +63,7 @@ def resume_request(
     components: Sequence[str] | None = None,
     policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
+    transform: Transform | None = None,
 ) -> ResumeRequest:
     """Return a checked request.
 
@@ -68,6 +72,7 @@ def resume_request(
         components: the components to load; None for all.
         policy: drift kind -> ``refuse``, ``warn`` or ``adapt``; see `KINDS` for the kinds and their defaults.
         reset: component -> why it starts from scratch; the plan keeps the reason.
+        transform: rules that give the tensors of a checkpoint the names that they have now; None for none.
 
     Raises:
         InvalidArgument: for a negative step, an unknown kind, an empty reason, or an argument that is neither a mapping nor a list of names.
@@ -87,4 +92,11 @@ def resume_request(
                 found=repr(reason),
                 fix="write why it starts from scratch",
             )
-    return ResumeRequest(step, names_given(components), check_policy(policy), reasons)
+    if transform is not None and not isinstance(transform, Transform):
+        raise InvalidArgument(
+            "transform",
+            expected="a transform, such as trainfold.transforms.rename(old, new)",
+            found=type(transform).__qualname__,
+            fix="put several in order with trainfold.transforms.compose(...)",
+        )
+    return ResumeRequest(step, names_given(components), check_policy(policy), reasons, transform=transform)

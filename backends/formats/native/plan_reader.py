@@ -34,7 +34,7 @@ class PlanReader:
         self._store: Final = store
         self._directory: Final = directory
         self._files: Final = manifest.files
-        self._headers: Final = HeaderCheck(store, directory, manifest)
+        self._headers: Final = HeaderCheck(store, directory, manifest.written or manifest)
 
     def read(
         self,
