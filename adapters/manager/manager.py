@@ -315,8 +315,7 @@ class CheckpointManager:
         Raises:
             InvalidArgument: for an invalid argument. InvalidState: if ``initial`` does not have the weights of this model; with every reason.
             HalfRestored: with ``in_place``, on every rank, if a read failed: end the process. The next one passes over a damaged checkpoint.
-            ResumeRefused: with every reason why a resume would not be exact. RestoreRefused: if the live objects cannot take the state.
-            SaveFailed: if a save was under way and failed.
+            ResumeRefused: with every reason why a resume would not be exact. RestoreRefused: if the live objects cannot take the state. SaveFailed: if a save was under way and failed.
         """
         self._check()
         self._check_run(live, kinds=Live)

@@ -1,4 +1,4 @@
-"""`detect_format`: which format a path has, from names and first bytes. Nothing is run or trusted, and no file is read whole."""
+"""`detect_format`: which format a path has, from names and first bytes. Nothing is run or trusted, and no file is read whole. `check_format`: that it is the one that is read."""
 
 import os
 import stat
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from trainfold.backends.stores.place import local_path
-from trainfold.core.errors import CheckpointHostile, CheckpointMissing
+from trainfold.core.errors import CheckpointForeign, CheckpointHostile, CheckpointMissing
 from trainfold.core.weights.detected import (
+    FORMATS,
     HEAD_BYTES,
     READ_HEADS,
     Detected,
@@ -16,6 +17,7 @@ from trainfold.core.weights.detected import (
     NameSeen,
     detected_file,
     detected_of,
+    reader_of,
 )
 
 _ENTRIES: Final = 200_000
@@ -59,6 +61,23 @@ def detect_format(path: str | Path) -> Detected:
         raise CheckpointMissing(
             str(path), expected="a file or directory that can be read", found=error, fix="correct the path"
         ) from error
+
+
+def check_format(path: Path, reads: str) -> None:
+    """Raise if a path shows another format than the one that the caller reads; what shows no format is left to the caller.
+
+    Args:
+        path: a file or a directory; it need not be there.
+        reads: the format.
+
+    Raises:
+        CheckpointForeign: with what reads it.
+    """
+    found = detect_format(path) if path.exists() else None
+    if found is not None and found.format in FORMATS and found.format != reads:
+        reader = reader_of(found)
+        raise CheckpointForeign(str(path), expected=FORMATS[reads], found=FORMATS[found.format],
+                                fix=f"use {reader}" if reader else "name another path")  # fmt: skip
 
 
 def _entries(directory: Path) -> Iterator[NameSeen]:

@@ -170,7 +170,7 @@ class CheckpointWeights:
             return self._chosen
         request = resume_request(step=self._step, components=[self._component])
         inventory = read_inventory(self._store)
-        if self._step is None:
+        if self._step is None and inventory.problem is None:
             inventory = with_quarantined(inventory, quarantined(self._store))
         inventory = examined(self._store, inventory, request, [self._component])
         chosen = choose(inventory, request, [self._component])

@@ -196,6 +196,7 @@ class HubDirectory:
     def _files(self) -> dict[Path, list[str] | None]:
         """Each file, with the tensors that are taken from it; None for all."""
         if self._path.is_file():
+            self._check_foreign()
             return {self._path: None}
         index = self._path / HUB_INDEX
         if not index.is_file():
@@ -215,7 +216,7 @@ class HubDirectory:
         return found
 
     def _check_foreign(self) -> None:
-        """Raise if it is a run of trainfold, a checkpoint of one, or a directory of torch.distributed.checkpoint.
+        """Raise if it is a run of trainfold, a checkpoint of one, or what torch has written.
 
         Raises:
             CheckpointForeign: with the source that reads it.
@@ -223,8 +224,8 @@ class HubDirectory:
         if not self._path.exists():
             return
         found = detect_format(self._path)
-        if found.format in (*NATIVE, "dcp"):
-            raise CheckpointForeign(str(self._path), expected="a directory of a model hub", found=FORMATS[found.format], fix=f"use {reader_of(found)}")  # fmt: skip
+        if found.format in (*NATIVE, "dcp", "torch"):
+            raise CheckpointForeign(str(self._path), expected="a directory of a model hub, or a safetensors file", found=FORMATS[found.format], fix=f"use {reader_of(found)}")  # fmt: skip
 
     def _inside(self, name: object) -> Path:
         if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):

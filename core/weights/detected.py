@@ -142,7 +142,9 @@ def reader_of(found: Detected) -> str:
     readers = {
         "hf": f"HubDirectory({found.path!r})",
         "dcp": f"DcpDirectory({found.path!r})",
+        "safetensors": f"HubDirectory({found.path!r})",
         "torch": f"TorchFile({found.path!r})",
+        "accelerate": f"accelerate_training({found.path!r}).model",
         "run": f"CheckpointWeights({found.path!r})",
         "checkpoint": f"CheckpointWeights({run!r}, step={step_of(name)})",
     }

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.backends.formats.dcp.safetensors_shards import shards_metadata
+from trainfold.backends.formats.detect import check_format
 from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
@@ -41,12 +42,14 @@ class DcpReader:
 
         Raises:
             CheckpointMissing: if there is neither `.metadata` nor a safetensors file that says where its parts belong.
+            CheckpointForeign: if it has another format.
             CheckpointHostile, CheckpointDamaged: as `read_dcp_metadata` raises them.
         """
         if not (self.path / METADATA).is_file():
             shards = shards_metadata(self.path)
             if shards is not None:
                 return shards
+            check_format(self.path, "dcp")
             alone = sorted(each.name for each in self.path.glob("__*.metadata"))
             found = f"{alone[0]}, which one rank has written for itself" if alone else "none"
             raise CheckpointMissing(

@@ -8,6 +8,7 @@ from typing import Any, final
 import attrs
 import torch
 
+from trainfold.backends.formats.detect import check_format
 from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
@@ -62,15 +63,17 @@ def open_torch_file(path: Path) -> Iterator[OpenTorchFile]:
 
     Raises:
         CheckpointMissing: if it is not there.
-        CheckpointForeign: if it is not an archive, as torch has written since 1.6.
+        CheckpointForeign: if it is not an archive, as torch has written since 1.6, or has another format.
         CheckpointHostile: if its pickle names what plain state does not need; the message says what.
         CheckpointDamaged: if it is cut off.
     """
     if not path.is_file():
+        check_format(path, "torch")
         raise CheckpointMissing(str(path), expected="a file of torch.save", found="a directory" if path.is_dir() else "nothing", fix="correct the path")  # fmt: skip
     with OpenFiles(path.parent) as files:
         file = files.whole(path.name)
         if not is_archive(file):
+            check_format(path, "torch")
             raise CheckpointForeign(
                 str(path),
                 expected="an archive, as torch.save has written since torch 1.6",

@@ -6,6 +6,7 @@ from typing import Any, Final, final
 
 import attrs
 
+from trainfold.backends.formats.detect import check_format
 from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
 from trainfold.backends.weights.foreign.torch_file import TorchFile
 from trainfold.backends.weights.hub_directory import HubDirectory
@@ -207,6 +208,7 @@ def accelerate_training(path: str | Path) -> Training:
     top = Path(path)
     names = sorted(each.name for each in top.iterdir()) if top.is_dir() else []
     if "optimizer.bin" not in names:
+        check_format(top, "accelerate")
         raise CheckpointMissing(str(path), expected="a directory with optimizer.bin, as Accelerator.save_state writes it",
                                 found=", ".join(map(printable, names[:_SHOWN])) or "nothing", fix="name the directory checkpoint_N")  # fmt: skip
     weights: ListedSource = TorchFile(top / "pytorch_model.bin") if "pytorch_model.bin" in names else HubDirectory(top)

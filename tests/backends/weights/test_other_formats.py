@@ -6,8 +6,19 @@ from safetensors.torch import save_file
 
 import trainfold
 from trainfold.backends.runs.load import CheckpointPassedOver
-from trainfold.core.errors import CheckpointForeign, ResumeRefused
-from trainfold.weights import CheckpointWeights, DcpDirectory, HubDirectory, take_weights, write_dcp_directory
+from trainfold.core.errors import CheckpointError, CheckpointForeign, ResumeRefused
+from trainfold.weights import (
+    CheckpointWeights,
+    DcpDirectory,
+    HubDirectory,
+    TorchFile,
+    accelerate_training,
+    dcp_training,
+    lightning_training,
+    take_weights,
+    torch_training,
+    write_dcp_directory,
+)
 
 
 def live():
@@ -76,3 +87,58 @@ def test_an_export_in_a_run_is_not_taken_for_a_checkpoint(hub, tmp_path):
     with pytest.warns(CheckpointPassedOver, match="step-00000007"):
         trainfold.load(run, like=state)
     take_weights(state, HubDirectory(run / "step-00000000/export"))
+
+
+READS = {
+    CheckpointWeights: {"run"},
+    HubDirectory: {"hub", "file"},
+    DcpDirectory: {"dcp"},
+    TorchFile: {"torch"},
+    dcp_training: {"dcp"},
+    torch_training: {"torch"},
+    lightning_training: {"lightning"},
+    accelerate_training: set(),
+}
+USE = {
+    "run": "CheckpointWeights('{}')",
+    "checkpoint": "CheckpointWeights('{parent}', step=0)",
+    "hub": "HubDirectory('{}')",
+    "file": "HubDirectory('{}')",
+    "dcp": "DcpDirectory('{}')",
+    "torch": "TorchFile('{}')",
+}
+
+
+def listed(reader, path):
+    opened = reader(path)
+    return getattr(opened, "model", opened).specs()
+
+
+@pytest.mark.parametrize("reader", READS, ids=lambda each: each.__name__)
+def test_each_reader_names_the_one_for_each_other_format(hub, tmp_path, reader):
+    """V15: what is on disk must agree with what was asked, at every door to another program's weights."""
+    model = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters())
+    state = trainfold.attach(model, sgd).capture()
+    trainfold.save(state, tmp_path / "run")
+    write_dcp_directory(tmp_path / "dcp", state)
+    saved = {"model": model.state_dict(), "optimizer": sgd.state_dict()}
+    torch.save(saved, tmp_path / "torch")
+    places = {name: tmp_path / name for name in ("run", "hub", "dcp", "torch")}
+    places |= {"checkpoint": tmp_path / "run/step-00000000", "file": hub / "model.safetensors"}
+    for name, path in places.items():
+        if name in READS[reader]:
+            assert listed(reader, path)
+            continue
+        if (reader, name) == (lightning_training, "torch"):
+            continue  # the same format, with other keys
+        with pytest.raises(CheckpointForeign) as refused:
+            listed(reader, path)
+        use = USE[name].replace("{}", str(path)).replace("{parent}", str(path.parent))
+        assert f"use trainfold.weights.{use}" in str(refused.value)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    for path in (tmp_path / "other", tmp_path / "nothing"):
+        with pytest.raises(CheckpointError) as refused:
+            listed(reader, path)
+        assert refused.value.fix

@@ -11,7 +11,7 @@ from kit.backends import dcp_cases as cases
 from safetensors.torch import save_file
 
 from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
-from trainfold.core.errors import CheckpointDamaged, CheckpointMissing
+from trainfold.core.errors import CheckpointDamaged, CheckpointForeign
 
 
 def write(folder, parts):
@@ -60,5 +60,5 @@ def test_parts_that_are_not_a_tensor_are_refused(tmp_path):
             write(tmp_path / str(number), parts).specs()
     (tmp_path / "hub").mkdir()
     save_file({"w": w}, tmp_path / "hub" / "model.safetensors")
-    with pytest.raises(CheckpointMissing, match=r"a \.metadata"):
+    with pytest.raises(CheckpointForeign, match=r"HubDirectory\("):
         DcpDirectory(tmp_path / "hub").specs()

@@ -232,8 +232,11 @@ def test_a_checkpoint_without_what_is_named_is_refused(tmp_path):
         torch_training(tmp_path / "b", optimizer="optim")
     with pytest.raises(CheckpointForeign, match="optimizer_states of one optimizer, found none"):
         lightning_training(tmp_path / "b")
-    with pytest.raises(CheckpointMissing, match=r"a directory with optimizer\.bin"):
+    with pytest.raises(CheckpointForeign, match=r"accelerate's save_state, found a directory of torch.distributed"):
         accelerate_training(tmp_path / "a")
+    (tmp_path / "c").mkdir()
+    with pytest.raises(CheckpointMissing, match=r"a directory with optimizer\.bin"):
+        accelerate_training(tmp_path / "c")
 
 
 def test_slots_that_are_no_tensors_are_taken(tmp_path):
