@@ -1,25 +1,21 @@
 """`lora`: the converter of low-rank adapters, which an export merges into the weights of the base."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import attrs
 
 from trainfold.core.checks import positive
 from trainfold.core.errors import InvalidArgument, InvalidState
-from trainfold.core.layout.slices import Box, volume
-from trainfold.core.transform.expression import Expression, Read, SourceTensor
+from trainfold.core.transform.converters.low_rank import Decomposed, LowRank
+from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.name_template import Captures, NameTemplate, check_captures, template
 from trainfold.core.transform.naming import form_of, put
 from trainfold.core.transform.transform import Table
 
-if TYPE_CHECKING:
-    import torch
-
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
-_AT_ONCE: Final = 1 << 16  # elements, which stay in a cache while the terms are added
 _OTHER_PARTS: Final = (
     ".lora_",
     ".modules_to_save.",
@@ -30,68 +26,6 @@ _SAVED: Final = re.compile(
 )  # the copy of a whole module that is trained
 _ORIGINAL: Final = re.compile(r"(.+)\.original_module\.(.+)", re.DOTALL)  # and the module that it replaces
 _SLOW_PATTERN: Final = re.compile(r"\)[*+?{]|(?:[*+?{].*){5}", re.DOTALL)  # might look at one name for years
-
-
-@final
-@attrs.frozen
-class LowRank:
-    """A matrix plus the scaled product of two thin ones, rounded once.
-
-    Each element is summed over the rank in order, so a part has the bits that it has in the whole; a matrix product sums large and small ones in other orders.
-
-    Attributes:
-        of: the matrix.
-        a: of shape (rank, inputs).
-        b: of shape (outputs, rank).
-        scale: of the product.
-        is_transposed: whether the matrix has its inputs first.
-    """
-
-    of: Expression
-    a: Expression
-    b: Expression
-    scale: float
-    is_transposed: bool
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
-        return self.of.shape
-
-    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
-        """See `Expression`."""
-        yield from self.of.reads(box)
-        for part, inner in self._thin(box):
-            yield from part.reads(inner)
-
-    def computed(self, box: Box, read: Read) -> "torch.Tensor":
-        """See `Expression`."""
-        import torch
-
-        base = self.of.computed(box, read)
-        if not volume(box):
-            return base
-        dtype = torch.float64 if self.dtype == "float64" else torch.float32
-        b, a = (part.computed(inner, read).to(dtype) for part, inner in self._thin(box))
-        total = torch.zeros(b.shape[0], a.shape[1], dtype=dtype, device=base.device)
-        rows = max(1, _AT_ONCE // a.shape[1])
-        for start in range(0, b.shape[0], rows):
-            part, thin = total[start : start + rows], b[start : start + rows]
-            term = torch.empty_like(part)
-            for number in range(a.shape[0]):
-                torch.mul(thin[:, number, None], a[None, number], out=term)
-                part.add_(term)  # rounded apart: a fused operation would depend on the place in the row
-        total *= self.scale
-        return ((total.T if self.is_transposed else total) + base.to(dtype)).to(base.dtype)
-
-    def _thin(self, box: Box) -> Iterator[tuple[Expression, Box]]:
-        outputs, inputs = reversed(box) if self.is_transposed else box
-        rank = (0, self.a.shape[0])
-        yield self.b, (outputs, rank)
-        yield self.a, (rank, inputs)
 
 
 @final
@@ -107,14 +41,17 @@ class LoRA:
     wrapped: NameTemplate
     plain: NameTemplate
     prefix: str
-    alphas: tuple[tuple[str, float], ...] = ()
+    alphas: tuple[tuple[str, float], ...]
+    magnitude: NameTemplate
+    is_decomposed: bool
 
     def __str__(self) -> str:
         own = "".join(f", {alpha:g} for {pattern}" for pattern, alpha in self.alphas)
         alpha = f"({self.alpha:g}{own})" if own else f"{self.alpha:g}"
         scale = f"{alpha} / {'sqrt(rank)' if self.is_rank_stabilised else 'rank'}"
         order = ", of weights with their inputs first" if self.is_transposed else ""
-        return f"merge {self.b} times {self.a} times {scale} into {self.wrapped}{order}, as {self.plain} (no inverse)"
+        lengths = f", rows as long as {self.magnitude}" if self.is_decomposed else ""
+        return f"merge {self.b} times {self.a} times {scale} into {self.wrapped}{order}{lengths}, as {self.plain} (no inverse)"
 
     @property
     def inverse(self) -> None:
@@ -128,7 +65,10 @@ class LoRA:
 
     def key_filter(self, name: str) -> bool:
         """See `Converter`."""
-        return self.a.match(name) is not None or self.b.match(name) is not None or _SAVED.fullmatch(name) is not None
+        return (
+            any(each.match(name) is not None for each in (self.a, self.b, self.magnitude))
+            or _SAVED.fullmatch(name) is not None
+        )
 
     def state_dict_adapter(self, name: str) -> str:
         """See `Converter`."""
@@ -140,7 +80,7 @@ class LoRA:
         """See `Transform`. A base that lies beside the adapters by its plain names, such as that of a hub, is merged as well."""
         parts: dict[Captures, dict[str, str]] = {}
         for name in table:
-            for part, form in (("a", self.a), ("b", self.b)):
+            for part, form in (("a", self.a), ("b", self.b), ("magnitude", self.magnitude)):
                 captures = form.match(name)
                 if captures is not None:
                     parts.setdefault(captures, {})[part] = name
@@ -169,7 +109,9 @@ class LoRA:
         found = (alpha for pattern, alpha in self.alphas if re.match(rf"(.*\.)?({pattern})$", layer))
         return next(found, self.alpha)
 
-    def _merged(self, where: str, parts: Mapping[str, Expression], base: Expression | None, alpha: float) -> LowRank:
+    def _merged(
+        self, where: str, parts: Mapping[str, Expression], base: Expression | None, alpha: float
+    ) -> LowRank | Decomposed:
         a, b = parts.get("a"), parts.get("b")
         shape = None if base is None else base.shape[::-1] if self.is_transposed else base.shape
         if (
@@ -190,7 +132,15 @@ class LoRA:
                 fix="dequantise it first: chain(quantised(...), lora(...))")  # fmt: skip
         rank = a.shape[0]
         scale = alpha / (sqrt(rank) if self.is_rank_stabilised else rank) if rank else 0.0
-        return LowRank(base, a, b, scale, self.is_transposed)
+        merged = LowRank(base, a, b, scale, self.is_transposed)
+        magnitude = parts.get("magnitude")
+        if self.is_decomposed != (magnitude is not None) or (
+            magnitude is not None and magnitude.shape != (b.shape[0],)
+        ):
+            raise InvalidState(
+                where, expected=f"the length of each of {b.shape[0]} rows" if self.is_decomposed else "matrices of low rank alone",
+                found=form_of(magnitude), fix="pass the configuration of this adapter to lora_of, or decomposed= as use_dora there")  # fmt: skip
+        return merged if magnitude is None else Decomposed(merged, magnitude)
 
     def _check_known(self, base: Table) -> None:
         odd = [
@@ -212,6 +162,8 @@ def lora(  # noqa: PLR0913 - keywords
     wrapped: str = "{layer*}.base_layer.{tensor}",
     prefix: str = "base_model.model.",
     alphas: Mapping[str, float] | None = None,
+    magnitude: str = "{layer*}.lora_magnitude_vector.default.weight",
+    decomposed: bool = False,
 ) -> LoRA:
     """The converter of low-rank adapters: an export has ``base + b a alpha / rank``, by the names of the base.
 
@@ -226,6 +178,8 @@ def lora(  # noqa: PLR0913 - keywords
         b: those of shape (outputs, rank).
         wrapped: the names of the tensors of a wrapped layer, with ``{layer*}`` and ``{tensor}``.
         prefix: what the names of the model begin with, and those of the base do not.
+        magnitude: the names of the lengths of rows, with ``{layer*}``.
+        decomposed: whether each pair has such lengths, as DoRA trains them: a row of the result is as long. The length of a row that is 0 is an error of the model, and gives NaN, as in `peft`.
         alphas: pattern of names of layers -> the numerator of theirs, as ``alpha_pattern`` of `peft`: a regular expression for the name, or for its end from a dot on. The first one counts.
 
     Raises:
@@ -241,12 +195,14 @@ def lora(  # noqa: PLR0913 - keywords
     """
     one, other, of = template(a), template(b), template(wrapped)
     check_captures("lora", one, other)
+    lengths = template(magnitude)
+    check_captures("lora", one, lengths)
     if one.captures != ("layer*",) or of.captures != ("layer*", "tensor"):
         raise InvalidArgument(
             "lora", expected="{layer*} in a= and b=, and {layer*} and {tensor} in wrapped=", found=f"{a}, {b} and {wrapped}",
             fix="write the names as in the model, such as a='{layer*}.a', wrapped='{layer*}.base_layer.{tensor}'")  # fmt: skip
     numbers = tuple((_pattern(pattern), positive(f"lora.alphas[{pattern!r}]", each, fix="pass alpha_pattern of the adapter")) for pattern, each in (alphas or {}).items())  # fmt: skip
-    return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, of, template("{layer*}.{tensor}"), prefix, numbers)  # fmt: skip
+    return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, of, template("{layer*}.{tensor}"), prefix, numbers, lengths, decomposed)  # fmt: skip
 
 
 def _pattern(text: str) -> str:
@@ -277,19 +233,20 @@ def lora_of(config: Mapping[str, Any]) -> LoRA:
     odd = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain}
     if odd:
         raise InvalidArgument(
-            "lora_of.config", expected="an adapter of LoRA that is a product of two matrices", found=odd,
+            "lora_of.config", expected="an adapter of LoRA or DoRA", found=odd,
             fix="merge it with the tools of peft: model.merge_and_unload()")  # fmt: skip
     return lora(
         alpha=config.get("lora_alpha", 8),
         rank_stabilised=bool(config.get("use_rslora", False)),
         fan_in_fan_out=bool(config.get("fan_in_fan_out", False)),
         alphas=config.get("alpha_pattern"),
+        decomposed=bool(config.get("use_dora", False)),
     )
 
 
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
-    **dict.fromkeys(("use_dora", "use_qalora", "use_bdlora", "lora_bias"), (False, None)),
+    **dict.fromkeys(("use_qalora", "use_bdlora", "lora_bias"), (False, None)),
     **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "arrow_config"), (None,)),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),

@@ -118,7 +118,9 @@ def adapted(seed, base, **settings):
     return model
 
 
-@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["lm_head", "norm"], "alpha_pattern": {"v_proj": 3}}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head", "norm"], "alpha_pattern": {"v_proj": 3}}]
+)
 def test_adapters_go_out_to_peft_and_come_in_again(settings, tmp_path):
     """M39: from a checkpoint that has the adapters alone, and from one that has the base, too; logits and bytes are equal."""
     llama(1).save_pretrained(tmp_path / "base")
@@ -140,7 +142,7 @@ def test_adapters_go_out_to_peft_and_come_in_again(settings, tmp_path):
     )
     own = dict(other.named_parameters())
     wanted = asked_of({name: each for name, each in own.items() if name in source.specs()}, ())
-    assert len(wanted) == (8 + 6 if settings else 8)
+    assert len(wanted) == 8 + 4 * ("use_dora" in settings) + 6 * ("modules_to_save" in settings)
     with torch.no_grad():
         for name, each in source.supply(wanted):
             own[name].copy_(each)

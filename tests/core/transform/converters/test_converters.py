@@ -23,7 +23,7 @@ PEFT = "base_model.model."
 @st.composite
 def adapted(draw):
     """A model with some wrapped layers, its converter, and what it computes."""
-    is_transposed, is_stabilised = draw(st.booleans()), draw(st.booleans())
+    is_transposed, is_stabilised, is_decomposed = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     alpha, alphas = (
         draw(st.sampled_from((1.0, 16.0, 3.0))),
         draw(st.sampled_from(({}, {"0.q": 5.0}, {r"layers\.\d.q": 2.0, "q": 7.0}))),
@@ -50,16 +50,24 @@ def adapted(draw):
         own = alphas.get("0.q", alpha) if layer == 0 else alpha
         own = alphas.get(r"layers\.\d.q", own)
         delta = (b.double() @ a.double()) * (own / (rank**0.5 if is_stabilised else rank))
-        wanted |= {
-            f"{name}.weight": base.double() + (delta.T if is_transposed else delta),
-            f"{name}.bias": bias,
-        }
+        rows_of = (base.double().T if is_transposed else base.double()) + delta
+        if is_decomposed:
+            lengths = some(rows)
+            tensors[f"{PEFT}{name}.lora_magnitude_vector.default.weight"] = lengths
+            rows_of = rows_of / rows_of.norm(dim=1, keepdim=True) * lengths.double()[:, None]
+        wanted |= {f"{name}.weight": rows_of.T if is_transposed else rows_of, f"{name}.bias": bias}
     for name in draw(st.sets(st.sampled_from(("head.weight", "score.dense.bias")))):
         module, _, inner = name.partition(".")
         tensors |= {f"{PEFT}{module}.original_module.{inner}": some(2), f"{PEFT}{module}.modules_to_save.default.{inner}": some(2)}  # fmt: skip
         wanted[name] = tensors[f"{PEFT}{module}.modules_to_save.default.{inner}"]
     return (
-        lora(alpha=alpha, rank_stabilised=is_stabilised, fan_in_fan_out=is_transposed, alphas=alphas),
+        lora(
+            alpha=alpha,
+            rank_stabilised=is_stabilised,
+            fan_in_fan_out=is_transposed,
+            alphas=alphas,
+            decomposed=is_decomposed,
+        ),
         tensors,
         wanted,
     )
@@ -188,16 +196,19 @@ def test_a_scale_of_fewer_dimensions_than_blocks_need_is_refused():
         transform_specs(view(quantised("{n}.weight", "{n}.weight_scale", block=(1, 2)), "export"), specs)
 
 
-def test_a_part_of_a_large_merge_has_the_bits_of_the_whole():
-    """K03: wherever it begins in a row; a matrix product has others."""
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_part_of_a_large_merge_has_the_bits_of_the_whole(decomposed):
+    """K03: wherever it begins in a row; a matrix product has others, and so has a norm of rows."""
     torch.manual_seed(0)
     tensors = {
         "q.base_layer.weight": torch.randn(70, 1100),
         "q.lora_A.default.weight": torch.randn(9, 1100),
         "q.lora_B.default.weight": torch.randn(70, 9),
     }
-    check_converter(lora(alpha=9), tensors)
-    (each,) = table_of(lora(alpha=9), _specs(tensors)).values()
+    tensors |= {"q.lora_magnitude_vector.default.weight": torch.rand(70)} if decomposed else {}
+    converter = lora(alpha=9, decomposed=decomposed)
+    check_converter(converter, tensors)
+    (each,) = table_of(converter, _specs(tensors)).values()
 
     def computed(box):
         return each.computed(box, lambda name, part: tensors[name][tuple(slice(*span) for span in part)])
@@ -207,13 +218,26 @@ def test_a_part_of_a_large_merge_has_the_bits_of_the_whole():
         assert torch.equal(computed((rows, columns)), whole[slice(*rows), slice(*columns)])
 
 
+def test_lengths_of_rows_that_are_missing_are_not_taken_for_those_of_the_base():
+    """K09: what its configuration calls DoRA is not merged as plain LoRA."""
+    shapes = {"q.base_layer.weight": (3, 2), "q.lora_A.default.weight": (1, 2), "q.lora_B.default.weight": (3, 1)}
+    specs = {name: LeafSpec("float32", shape) for name, shape in shapes.items()}
+    converter = lora_of({"peft_type": "LORA", "use_dora": True})
+    with pytest.raises(InvalidState, match="expected the length of each of 3 rows, found nothing"):
+        transform_specs(converter, specs)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"q.lora_A.default.weight": None}, "found float32.*, nothing and float32"),
         ({"q.base_layer.weight": None}, "found nothing, .*export the base together with its adapters"),
         ({"q.base_layer.weight": (2, 3)}, "fan_in_fan_out=True"),
-        ({"q.lora_magnitude_vector.default.weight": (3,)}, "other parts of an adapter"),
+        (
+            {"q.lora_magnitude_vector.default.weight": (3,)},
+            r"expected matrices of low rank alone, found float32\[3\].*decomposed=",
+        ),
+        ({"q.lora_magnitude_vector.other.weight": (3,)}, "other parts of an adapter"),
         ({"lora_embedding_A.default": (3, 3)}, "other parts of an adapter"),
         ({"q.weight": (3, 2)}, "two that would be q.weight"),
     ],
@@ -233,8 +257,8 @@ def test_what_cannot_be_merged_is_named_from_dtypes_and_shapes(change, said):
         (lambda: lora(alpha=1, a="{layer*}.a", b="{other*}.b"), "expected the captures"),
         (lambda: lora(alpha=1, wrapped="{layer*}.base_layer.weight"), "{layer\\*} and {tensor} in wrapped="),
         (
-            lambda: lora_of({"peft_type": "LORA", "use_dora": True, "lora_bias": True}),
-            "use_dora.*lora_bias",
+            lambda: lora_of({"peft_type": "LORA", "use_qalora": True, "lora_bias": True}),
+            "use_qalora.*lora_bias",
         ),
         (lambda: lora_of({"peft_type": "IA3"}), "IA3"),
         (

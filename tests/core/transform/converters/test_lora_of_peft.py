@@ -44,6 +44,8 @@ CASES = {
         },
     ),
     "modules to save": (llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "dora": (llama, {"target_modules": ["q_proj", "down_proj"], "use_dora": True, "lora_alpha": 7}),
+    "dora, inputs first": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
     "inputs first": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
 }
 
@@ -59,7 +61,7 @@ def test_adapters_are_merged_as_peft_merges_them(case, tmp_path):
     model = peft.get_peft_model(before, config)
     with torch.no_grad():
         for name, each in model.named_parameters():
-            each.add_(torch.randn_like(each) * 0.1 if "modules_to_save" in name else 0)
+            each.add_(torch.randn_like(each) * 0.1 if "modules_to_save" in name or "magnitude" in name else 0)
     config.save_pretrained(tmp_path)
     converter = lora_of(peft.LoraConfig.from_pretrained(tmp_path).to_dict())
     tensors = {name: each.detach().clone() for name, each in model.state_dict().items()}
