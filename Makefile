@@ -44,9 +44,9 @@ hf: $(DEV)  ## the tests on models of transformers and adapters of peft, which i
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	$(PYTEST) -m "" tests/adapters/bridges/test_trainer_hf.py tests/adapters/construct/test_construct_hf.py tests/adapters/outside/test_lora.py tests/core/transform/families/test_hub_rules_hf.py tests/core/transform/converters/test_lora_of_peft.py tests/backends/weights/test_hub_writer_hf.py
 
-rivals: $(DEV)  ## the tests on checkpoints of accelerate and Lightning, which it installs
+rivals: $(DEV)  ## the tests with accelerate and Lightning, which it installs: bridges, and checkpoints that they have written (minutes)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'
-	$(PYTEST) -m "" tests/backends/weights/foreign/test_programs_rivals.py
+	$(PYTEST) -m "" tests/adapters/bridges/test_lightning_rivals.py tests/adapters/bridges/test_accelerate_rivals.py tests/adapters/loaders/test_prepared_loader.py tests/backends/weights/foreign/test_programs_rivals.py
 
 bench: $(DEV)  ## what it costs: benchmarks/
 	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done

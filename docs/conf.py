@@ -57,6 +57,7 @@ TESTERS = (
     "collectives_contract",
 )
 BESIDE = (
+    "trainfold.adapters.bridges.lightning",
     "trainfold.adapters.bridges.torchmetrics",
     "trainfold.adapters.bridges.transformers",
 )  # imports what is not always installed, so that no public module names it

@@ -1,13 +1,12 @@
 """`LightningCallback`: saves and resumes a program of Lightning's ``Trainer`` through a `CheckpointManager`, in the middle of an epoch too."""
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, final
 
-import torch
-
+from trainfold.adapters.batches.feed import END
+from trainfold.adapters.bridges.lightning_logged import add_sums, is_alike, states_of_metrics, sums_of
+from trainfold.adapters.bridges.lightning_seams import Followed, RunOrFile, check_lightning_trainer, check_module
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -22,8 +21,8 @@ from trainfold.core.state.state import Opaque, TrainState
 _KEPT = "lightning"
 _ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")  # components of their own
 _ALIKE = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "limit_train_batches", "overfit_batches")  # fmt: skip
+_LIGHTNINGS = ("model._trainer", "model._fabric", "model._current_fx_name", "model._metric_attributes")
 _NOTHING = TrainState(extra={_KEPT: Opaque({})})
-END = object()
 _CURE = "train with trainer.fit(..., ckpt_path=callback.resume(trainer))"
 
 
@@ -102,7 +101,7 @@ class LightningCallback:
             InvalidArgument: for settings with which a resume would not be exact, or a trainer without this callback.
             RunLocked: if another process saves into this run.
         """
-        check_trainer(trainer, self)
+        check_lightning_trainer(trainer, self)
         self._close()
         contract = {f"trainer.{name}": str(getattr(trainer, name)) for name in _ALIKE}
         contract |= mapping_given("contract", self._arguments.get("contract"))
@@ -119,13 +118,15 @@ class LightningCallback:
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Let the trainer's strategy read and write the run, and follow the batches of its training loader."""
+        if stage == "fit":
+            check_module(module)
+            if self._manager is None:
+                self.resume(trainer)
         strategy, files = trainer.strategy, trainer.strategy.checkpoint_io
         self._undo.append(lambda: setattr(strategy, "checkpoint_io", files))
-        strategy.checkpoint_io = RunOrFile(self, files, module)
+        strategy.checkpoint_io = RunOrFile(self.path, files, take=self._taken, read=lambda: self._read(module))
         if stage != "fit":
             return
-        if self._manager is None:
-            self.resume(trainer)
         process = strategy.process_dataloader
 
         def followed(loader: Any) -> Any:
@@ -147,9 +148,15 @@ class LightningCallback:
             self._is_at_end = True
             self._manager.finish(self._live)
 
-    def on_exception(self, *_: Any) -> None:
-        """Release the run."""
-        self._close()
+    def on_exception(self, trainer: Any, _module: Any, error: BaseException) -> None:
+        """Release the run; before that, save if the trainer ends between two batches because of a signal that is a request, too."""
+        try:
+            is_between = type(error).__name__ == "SIGTERMException" and trainer.training
+            if is_between and self._live is not None and self._manager is not None:
+                self._is_at_end = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+                self._manager.step(self._live)
+        finally:
+            self._close()
 
     def teardown(self, _trainer: Any, _module: Any, stage: str) -> None:  # noqa: ARG002 - the trainer names it
         """Release the run, and leave the trainer as it was."""
@@ -157,15 +164,15 @@ class LightningCallback:
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
-    def _followed(self, loader: Any) -> "Followed":
+    def _followed(self, loader: Any) -> Followed:
         if self._loader is not None or not hasattr(loader, "__len__"):
             raise InvalidArgument("LightningCallback", expected="one training loader, with a length",
                                   found="several" if self._loader is not None else f"{type(loader).__qualname__} without one",
                                   fix="write the loop, and attach its loaders")  # fmt: skip
         self._loader = loader
-        return Followed(self, loader)
+        return Followed(loader, self._next_batch)
 
-    def next_batch(self, *, begins: bool) -> Any:
+    def _next_batch(self, *, begins: bool) -> Any:
         """The next batch; before it the run is restored, or saved if its steps make that due.
 
         Args:
@@ -195,7 +202,6 @@ class LightningCallback:
         trainer = self._trainer
         if self._manager is None or trainer is None:
             raise InvalidState("LightningCallback", expected="a trainer that calls its setup", found="none", fix=_CURE)
-        check_module(trainer.lightning_module)
         self._attached = trainer.optimizers[0], [each.scheduler for each in trainer.lr_scheduler_configs]
         optimizer, schedulers = self._attached
         live = attach(
@@ -204,6 +210,7 @@ class LightningCallback:
             scheduler=schedulers[0] if len(schedulers) == 1 else schedulers or None,
             loader=self._loader,
             extra={_KEPT: (self._keep, self._take)},
+            unsaved=_LIGHTNINGS,
         )
         step = self._manager.should_load(live).step or 0
         if step != trainer.global_step:
@@ -234,7 +241,7 @@ class LightningCallback:
         for name, states in kept["states"].items():
             vars(trainer.lightning_module.get_submodule(name)).update(states)
         fit = trainer.fit_loop
-        fit.load_state_dict(kept["loops"]["fit_loop"])
+        fit.load_state_dict(kept["checkpoint"]["loops"]["fit_loop"])
         steps = fit.epoch_loop
         for each in (fit, steps, steps.val_loop, steps.automatic_optimization, steps.manual_optimization):
             each.on_iteration_done()  # it goes on inside of them, and does not begin them again
@@ -244,10 +251,11 @@ class LightningCallback:
     def _keep(self) -> dict[str, Any]:
         self._trainer.save_checkpoint(self.path, weights_only=False)
         taken, self._checkpoint = self._checkpoint, {}
-        kept = {name: value for name, value in taken.items() if name not in _ELSEWHERE}
+        checkpoint = {name: value for name, value in taken.items() if name not in _ELSEWHERE}
         if not is_alike(taken["state_dict"], self._trainer.strategy.lightning_module_state_dict()):
-            kept["state_dict"] = taken["state_dict"]  # a hook has put others there, such as averages
-        kept |= {
+            checkpoint["state_dict"] = taken["state_dict"]  # a hook has put others there, such as averages
+        kept = {
+            "checkpoint": checkpoint,
             "metrics": dict(self._trainer.callback_metrics),
             "sums": sums_of(self._trainer),
             "states": states_of_metrics(self._trainer.lightning_module),
@@ -259,13 +267,15 @@ class LightningCallback:
     def _take(self, kept: dict[str, Any]) -> None:
         self._kept = from_plain(kept, {})
 
-    def taken(self, checkpoint: dict[str, Any]) -> None:
-        """Take what the trainer saves."""
+    def _taken(self, checkpoint: dict[str, Any]) -> None:
         self._checkpoint = checkpoint
 
-    def read(self, module: Any) -> dict[str, Any]:
+    def _read(self, module: Any) -> dict[str, Any]:
         """What the trainer loads of the newest checkpoint; the module has its weights already, and the rest follows at the first batch."""
-        kept = load(self._run, like=_NOTHING, components=[_KEPT]).extra[_KEPT].value
+        if isinstance(plan(self._run, like=_NOTHING, components=[_KEPT]), Refusal):
+            raise InvalidState("LightningCallback", expected=f"a checkpoint in {self.path!r}", found="none that Lightning can go on from",
+                               fix=f"{_CURE}, which is None in a new run")  # fmt: skip
+        kept = load(self._run, like=_NOTHING, components=[_KEPT]).extra[_KEPT].value["checkpoint"]
         live = attach(module)
         live.restore(load(self._run, like=live.capture(), components=["model"]), components=["model"])
         return {"state_dict": module.state_dict(), **from_plain(kept, {}), "optimizer_states": [], "lr_schedulers": []}
@@ -276,145 +286,3 @@ class LightningCallback:
         while self._undo:
             self._undo.pop()()
         self._manager = self._live = self._trainer = self._loader = None
-
-
-@final
-class Followed:
-    """A training loader of which the callback follows the batches; the trainer sees it as a loader with a state."""
-
-    def __init__(self, callback: LightningCallback, loader: Any) -> None:
-        self._callback, self._loader = callback, loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    @property
-    def worker_init_fn(self) -> Any:
-        """That of the loader; ``seed_everything(workers=True)`` sets it."""
-        return self._loader.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        self._loader.worker_init_fn = function
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return Reading(self._callback)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the run has the position."""
-        return {}
-
-    def load_state_dict(self, _state: dict[str, Any]) -> None:
-        """Do nothing: the run is restored at the first batch."""
-
-
-@final
-class Reading:
-    """One iteration over a followed loader, of which nothing happens before its first batch."""
-
-    def __init__(self, callback: LightningCallback) -> None:
-        self._callback, self._begins = callback, True
-
-    def __iter__(self) -> "Reading":
-        return self
-
-    def __next__(self) -> Any:
-        begins, self._begins = self._begins, False
-        return self._callback.next_batch(begins=begins)
-
-
-@final
-class RunOrFile:
-    """The ``CheckpointIO`` of a strategy: what goes to the run is the callback's, and any other path goes to the one that was there."""
-
-    def __init__(self, callback: LightningCallback, files: Any, module: Any) -> None:
-        self._callback, self._files, self._module = callback, files, module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._files, name)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint, or give that of the run to the callback."""
-        if self._is_run(path):
-            self._callback.taken(checkpoint)
-        else:
-            self._files.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-    def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
-        """Load a checkpoint, or the newest one of the run."""
-        if self._is_run(path):
-            return self._callback.read(self._module)
-        found: dict[str, Any] = self._files.load_checkpoint(path, *arguments, **named)
-        return found
-
-    def _is_run(self, path: Any) -> bool:
-        return Path(path).absolute() == Path(self._callback.path).absolute()
-
-
-def check_trainer(trainer: Any, callback: object) -> None:
-    """Refuse a trainer whose resume would not be exact, or that does not call the callback."""
-    found = [
-        (callback not in trainer.callbacks, "a Trainer that has this callback", "pass callbacks=[callback] to it"),
-        (trainer.world_size > 1, "one process", "write the loop, and attach its objects on every rank"),
-        (trainer.strategy.restore_checkpoint_after_setup, "a model that this process has whole", "write the loop, and attach its objects"),
-        (trainer.fast_dev_run, "fast_dev_run=False", "leave the callback out of a trial"),
-        (trainer.reload_dataloaders_every_n_epochs, "reload_dataloaders_every_n_epochs=0", "leave it out: a new loader has no position"),
-    ]  # fmt: skip
-    for is_wrong, expected, fix in found:
-        if is_wrong:
-            raise InvalidArgument("LightningCallback.resume", expected=expected, found="another", fix=fix)
-
-
-def check_module(module: Any) -> None:
-    """Refuse a module whose steps or batches the callback cannot count."""
-    found = [
-        (not module.automatic_optimization, "automatic_optimization=True", "write the loop: a step of several optimizers has no boundary that Lightning knows"),
-        ("dataloader_iter" in inspect.signature(module.training_step).parameters, "training_step(batch)", "take a batch in place of dataloader_iter"),
-    ]  # fmt: skip
-    for is_wrong, expected, fix in found:
-        if is_wrong:
-            raise InvalidArgument("LightningCallback", expected=f"a module with {expected}", found="another", fix=fix)
-
-
-def is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two state dicts have the same tensors in the same memory, and nothing else."""
-    return one.keys() == other.keys() and all(
-        isinstance(value, torch.Tensor)
-        and value.data_ptr() == other[name].data_ptr()
-        and value.shape == other[name].shape
-        for name, value in one.items()
-    )
-
-
-def states_of_metrics(module: Any) -> dict[str, Any]:
-    """What the metrics of torchmetrics in a module have counted in the epoch so far; they do not save it by themselves."""
-    return {
-        name: {**each.metric_state, "_update_count": each._update_count, "_computed": None}  # noqa: SLF001 - it has no public name
-        for name, each in module.named_modules()
-        if hasattr(type(each), "metric_state")
-    }
-
-
-def sums_of(trainer: Any) -> dict[str, Any]:
-    """What the epoch has logged so far, for its averages; Lightning does not save it."""
-    logged = trainer.fit_loop.epoch_loop._results  # noqa: SLF001 - it has no public name
-    return {
-        key: {name: getattr(each, name) for name in ("value", "cumulated_batch_size") if hasattr(each, name)}
-        for key, each in logged.items()
-        if each.is_tensor and each.meta.on_epoch and each.update_called
-    }
-
-
-def add_sums(trainer: Any, sums: dict[str, Any]) -> dict[str, Any]:
-    """Add what an epoch had logged before a resume to what it has logged since, and return what it has not logged again yet."""
-    logged = trainer.fit_loop.epoch_loop._results if sums else {}  # noqa: SLF001 - it has no public name
-    for key in sums.keys() & logged.keys():
-        each, meta = logged[key], logged[key].meta
-        how = meta.reduce_fx if meta.is_max_reduction or meta.is_min_reduction else torch.add
-        for name, value in sums[key].items():
-            setattr(each, name, how(value.to(each.value.device), getattr(each, name)))
-        each._computed = None  # noqa: SLF001 - its cache
-    return {key: each for key, each in sums.items() if key not in logged}

@@ -118,7 +118,9 @@ class TrainfoldCallback:
         }
         if (scaler := getattr(self._trainer.accelerator, "scaler", None)) is not None:
             extra["scaler"] = scaler
-        plain = getattr(optimizer, "optimizer", optimizer)  # without the wrapper of accelerate
+        plain = getattr(
+            optimizer, "optimizer", optimizer
+        )  # the trainer opens accelerate's window before this callback saves
         self._live = live = attach(model, plain, scheduler=given["lr_scheduler"], extra=extra)
         decision = self._manager.should_load(live)
         if (decision.step or 0) != state.global_step:

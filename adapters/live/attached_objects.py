@@ -19,6 +19,7 @@ from trainfold.adapters.parallel.pipelines.pipeline import PipelineParallelism, 
 from trainfold.adapters.parallel.share import PositionOfShare, known_share
 from trainfold.adapters.parallel.sharing import Shared, Sharing
 from trainfold.adapters.parallel.torch_parallelism import TrainingRanks
+from trainfold.adapters.script.accelerate_wrappers import AccelerateWrappers, unwrapped, unwrapped_schedulers
 from trainfold.adapters.sharded.dtensor import mesh_of, named_shards, reshard
 from trainfold.adapters.sharded.whole import check_whole, wheres
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
@@ -63,6 +64,9 @@ class AttachedObjects:
         uneven: Uneven = "refuse",
         stages: Sequence[PipelineStage] = (),
     ) -> None:
+        self.accelerated = AccelerateWrappers.among([optimizer, *extra.values()], extra.values())
+        optimizer, scheduler = unwrapped(optimizer), unwrapped_schedulers(scheduler)
+        extra = {name: unwrapped(each) for name, each in extra.items()}
         self.uneven: Uneven = choice("attach.uneven", uneven, ("refuse", "drop"), fix="pass one of these")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgument(
@@ -77,7 +81,7 @@ class AttachedObjects:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = None if scheduler is None else SchedulerPart(check_schedulers(scheduler))
-        self.extra = dict(extra)
+        self.extra = extra
         self.stage = stage_of(stages)
         self._stage_modules = [each.submod for each in stages]
         check_uncounted(extra, self._stage_modules)

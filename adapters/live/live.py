@@ -24,6 +24,7 @@ from trainfold.adapters.parallel.end_together import end_together
 from trainfold.adapters.parallel.microbatches import GradientWindows, Microbatches
 from trainfold.adapters.parallel.share import share_of_model
 from trainfold.adapters.parallel.sharing import Shared
+from trainfold.adapters.script.accelerate_wrappers import unwrapped
 from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.adapters.watch.averaged import SwapsAverages
 from trainfold.backends.formats.native.unread import UnreadTensors
@@ -138,7 +139,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
                 over all ranks: all ranks save one count, so it must be the same on each.
             tokens: valid tokens among them; on several ranks those of all ranks, such as the weight that `check` returns.
             steps: optimizer steps; 0 inside an accumulation window, which then stays open: nothing can be saved. None for 0 inside a
-                window of `microbatch`, and else 1.
+                window of `microbatch` or of ``accelerator.accumulate`` (with an optimizer that accelerate has prepared), and else 1.
 
         Returns:
             The counters.
@@ -146,7 +147,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         Raises:
             InvalidArgument: for a negative number, or an optimizer whose scheduler was made meanwhile and is not attached.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of this run.
-            IncompleteWindow: for a step inside a window of `microbatch`, or one of parameters whose gradients FSDP2 holds back.
+            IncompleteWindow: for a step inside a window of `microbatch` or ``accelerator.accumulate``, or one of parameters whose gradients FSDP2 holds back.
             InvalidState: if an optimizer steps a parameter that was frozen when ``DistributedDataParallel`` wrapped its module, or nothing has
                 set a tensor of a model that was built on meta.
             CaptureRefused: at the first step, if the run cannot be saved as it is.
@@ -161,6 +162,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         """
         if self.swap is not None:
             self.check_trained("live.advance")
+        steps = self._objects.accelerated.steps(steps)
         steps = (0 if self._microbatches.done else 1) if steps is None else steps
         check_increments(samples, tokens, steps)
         if steps and (self._microbatches.done or self._microbatches.is_torn):
@@ -347,7 +349,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             InvalidArgument: if the name is taken or cannot be one, for a declaration of something else, or if the run was attached with ``components=``.
             RestoreRefused: if the target cannot take its state; it is not registered then.
         """
-        named = self._objects.named()
+        target, named = unwrapped(target), self._objects.named()
         taken, declared = self._parts(named), self._objects.new_sharing(name, target, sharing)
         for each in (name, *declared.names):
             if each in taken:
@@ -434,8 +436,9 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
 
     @property
     def is_in_window(self) -> bool:
-        """Whether an accumulation window is open, by ``advance(steps=0)`` or by `microbatch`."""
-        return self._watch.window.open_samples > 0 or self._microbatches.done > 0 or self._microbatches.is_torn
+        """Whether an accumulation window is open, by ``advance(steps=0)``, by `microbatch` or by ``accelerator.accumulate``."""
+        is_counted = self._watch.window.open_samples > 0 or self._microbatches.done > 0
+        return is_counted or self._microbatches.is_torn or self._objects.accelerated.is_accumulating
 
     def contract(self) -> dict[str, Any]:
         """What must be the same at a resume for it to be exact, as plain values, beside the state itself.

@@ -1,7 +1,9 @@
 """A `Trainer` of Lightning that is killed and resumed ends with the bits of one that was never killed; `make rivals` installs it."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -13,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import trainfold
+from trainfold import CheckpointManager
 from trainfold.adapters.bridges.lightning import LightningCallback
 from trainfold.core.state.state import Opaque, TrainState
 
@@ -70,8 +73,6 @@ class Module(lightning.LightningModule):
 class Loaders(lightning.LightningDataModule):
     """With workers, and a state."""
 
-    state = {"version": 3}
-
     def train_dataloader(self):
         return DataLoader(Data(), batch_size=4, shuffle=True, num_workers=2)
 
@@ -79,10 +80,10 @@ class Loaders(lightning.LightningDataModule):
         return DataLoader(Data(), batch_size=7)
 
     def state_dict(self):
-        return dict(self.state)
+        return {"version": 3}
 
     def load_state_dict(self, state):
-        assert state == self.state
+        assert state == {"version": 3}
 
 
 class Kills(lightning.Callback):
@@ -157,7 +158,10 @@ def step_of(run):
         ({}, [0, 1, 2, 3, 5, 8]),  # before the first save; inside an epoch; at its end and start; at the last step
         ({"manager": {"mode": "async"}}, [1, 4]),
         ({"kind": "loss_epoch", "val_check_interval": 2}, [1, 2, 7]),  # what it waits for is summed over the epoch
-        ({"kind": "val_loss", "extra": [partial(lightning.pytorch.callbacks.EarlyStopping, "mean", patience=1)]}, [1, 7]),  # fmt: skip
+        (
+            {"kind": "val_loss", "extra": [partial(lightning.pytorch.callbacks.EarlyStopping, "mean", patience=1)]},
+            [1, 7],
+        ),
         ({"workers": True}, [1, 3]),
         ({"limit_train_batches": 4}, [1, 2]),
         ({"max_epochs": -1, "max_steps": 8, "manager": {"every": 2}}, [1, 3, 7]),
@@ -187,3 +191,199 @@ def test_a_trainer_that_was_killed_within_a_save_resumes_bit_for_bit(tmp_path):
         assert last(run) == whole, number
     assert len(steps) > 1
     assert STEPS not in steps
+
+
+# --- beyond one run ---------------------------------------------------------------------------------------------------
+
+
+def fitted(run, **changed):
+    """A run that has ended: its trainer and module."""
+    trainer, module = train(str(run), **changed)
+    return trainer, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_run_that_had_ended_has_its_weights_and_can_be_longer(tmp_path):
+    """With the bits of one that was planned so; a module that the trainer has nothing left to do for has them, too."""
+    _, whole = fitted(tmp_path / "whole", max_epochs=4)
+    _, short = fitted(tmp_path / "a")
+    trainer, again = fitted(tmp_path / "a")
+    assert trainer.global_step == STEPS
+    assert equal(again, short)
+    trainer, longer = fitted(tmp_path / "a", max_epochs=4)
+    assert trainer.current_epoch == 4
+    assert equal(longer, whole)
+    assert last(tmp_path / "a")[3] == last(tmp_path / "whole")[3]
+
+
+def test_the_path_of_the_run_is_a_checkpoint_for_the_trainer(tmp_path):
+    """Also to test with, and in a run without `resume`; another path is a file as before."""
+    run = str(tmp_path / "a")
+    trainer, weights = fitted(run)
+    trainer.save_checkpoint(f"{run}.ckpt")
+    assert "optimizer_states" in torch.load(f"{run}.ckpt", weights_only=False)
+    callback = LightningCallback(run)
+    trainer, module = trainer_of(run, [callback]), Module(f"{run}.seen")
+    trainer.validate(module, DataLoader(Data(), batch_size=7), ckpt_path=run, verbose=False)
+    assert equal(module.state_dict(), weights)
+    trainer, module = trainer_of(run, [LightningCallback(run)], max_epochs=4), Module(f"{run}.seen")
+    trainer.fit(module, DataLoader(Data(), batch_size=4, shuffle=True), ckpt_path=run)
+    assert step_of(run) == 12
+
+
+def stopped(run, ask, step, requests, **changed):
+    """Train until a request to stop, which comes within a step."""
+
+    class Asks(lightning.Callback):
+        def on_before_optimizer_step(self, trainer, *_):
+            if trainer.global_step == step:
+                ask()
+
+    with contextlib.suppress(SystemExit):  # as Lightning ends at a SIGTERM
+        train(run, extra=[Asks], manager={"every": 100, "requests": requests()}, **changed)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("by", ["file", "signal"])
+def test_a_request_to_stop_saves_and_ends(by, step, tmp_path):
+    """In the middle of an epoch, and at its last step."""
+    changed = {"limit_val_batches": 0}
+    assert forked(train, str(tmp_path / "whole"), **changed) == 0
+    run = str(tmp_path / "a")
+    ask, requests = {
+        "file": (Path(run, "STOP").touch, partial(trainfold.StopFile, run, every_secs=0)),
+        "signal": (partial(signal.raise_signal, signal.SIGTERM), trainfold.SignalRequests),
+    }[by]
+    assert forked(stopped, run, ask, step, requests, **changed) == 0
+    assert step_of(run) == step + 1
+    Path(run, "STOP").unlink(missing_ok=True)
+    assert forked(train, run, **changed) == 0
+    assert last(run)[1:] == last(tmp_path / "whole")[1:]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [None, "last"])
+def test_a_trainer_that_does_not_resume_is_refused(path, tmp_path):
+    """Without what `resume` returns, a trainer would begin again, and save that over the run."""
+    run = str(tmp_path / "a")
+    assert forked(train, run, 2) == -signal.SIGKILL
+    trainer = trainer_of(run, [LightningCallback(run, every=1)])
+    with pytest.raises(trainfold.errors.InvalidState, match=r"begins at step 2, as the run does, found step 0.*resume"):
+        trainer.fit(Module(f"{run}.seen"), DataLoader(Data(), batch_size=4, shuffle=True), ckpt_path=path)
+    assert step_of(run) == 2
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+    run = str(tmp_path / "a")
+    trainer = trainer_of(run, [LightningCallback(run, every=1)])
+    with pytest.raises(trainfold.errors.InvalidState, match="which is None in a new run"):
+        trainer.fit(Module(f"{run}.seen"), DataLoader(Data(), batch_size=4), ckpt_path=run)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"fast_dev_run": True}, "fast_dev_run=False"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=0"),
+    ],
+)
+def test_settings_with_which_no_resume_is_exact_are_refused(changed, expected, tmp_path):
+    callback = LightningCallback(str(tmp_path / "a"))
+    with pytest.raises(trainfold.errors.InvalidArgument, match=expected):
+        callback.resume(trainer_of(tmp_path / "a", [callback], **changed))
+    with pytest.raises(trainfold.errors.InvalidArgument, match="a Trainer that has this callback"):
+        callback.resume(trainer_of(tmp_path / "a", []))
+
+
+class Manual(Module):
+    """It makes its steps itself."""
+
+    automatic_optimization = False
+
+
+class Pulls(Module):
+    """It takes the iterator over the batches."""
+
+    def training_step(self, dataloader_iter):
+        raise AssertionError
+
+
+class Unsaveable(Module):
+    """It adds to a checkpoint what only pickle could hold."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = {"function": lambda: None}
+
+
+def one_loader():
+    return DataLoader(Data(), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("made", "loaders", "expected"),
+    [
+        (Manual, one_loader, "automatic_optimization=True"),
+        (Pulls, one_loader, r"training_step\(batch\)"),
+        (Unsaveable, one_loader, r"\['mine'\]\['function'\]: expected a tensor"),
+        (Module, lambda: [one_loader(), one_loader()], "one training loader, with a length, found several"),
+        (Module, lambda: iter(one_loader()), "attach.loader"),
+    ],
+    ids=["manual", "iterator", "unsaveable", "loaders", "loader"],
+)
+def test_what_cannot_be_followed_or_saved_is_refused_by_name(made, loaders, expected, tmp_path):
+    run = str(tmp_path / "a")
+    callback = LightningCallback(run, every=1)
+    trainer = trainer_of(run, [callback], gradient_clip_val=None, accumulate_grad_batches=1)
+    with pytest.raises(trainfold.errors.TrainfoldError, match=expected):
+        trainer.fit(made(f"{run}.seen"), loaders(), ckpt_path=callback.resume(trainer))
+    CheckpointManager(run).close()  # its lock is free
+
+
+def test_other_accumulation_and_other_data_are_refused_at_a_resume(tmp_path):
+    run = str(tmp_path / "a")
+    assert forked(train, run, 2) == -signal.SIGKILL
+    callback = LightningCallback(run, every=1)
+    trainer = trainer_of(run, [callback], accumulate_grad_batches=3)
+    with pytest.raises(trainfold.errors.ResumeRefused, match="accumulate_grad_batches"):
+        trainer.fit(Module(f"{run}.seen"), DataLoader(Data(), batch_size=4), ckpt_path=callback.resume(trainer))
+
+
+def test_a_callback_that_replaces_the_scheduler_is_refused(tmp_path):
+    run = str(tmp_path / "a")
+    averaging = partial(lightning.pytorch.callbacks.StochasticWeightAveraging, 0.01, swa_epoch_start=2)
+    with pytest.raises(trainfold.errors.InvalidState, match="such as StochasticWeightAveraging"):
+        train(run, extra=[averaging])
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def of_page(run):
+    """Run what the page says, in a folder of its own."""
+    os.chdir(run)
+    lightning.seed_everything(0, verbose=False)
+    page = (
+        (Path(__file__).parents[3] / "docs/how-to/bridge-trainers.md")
+        .read_text()
+        .partition("## Trainer of Lightning")[2]
+    )
+    names: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0].replace("every=500", "every=2"), names)
+    kills = Kills(6) if not Path("runs").exists() else lightning.Callback()
+    module = Module("seen")
+    module.configure_callbacks = lambda: [kills]
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    names["fit"](module, DataLoader(Data(), batch_size=4, shuffle=True), max_epochs=2, logger=False, **quiet)
+
+
+def test_the_lines_of_the_page_are_enough(tmp_path):
+    assert forked(of_page, tmp_path) == -signal.SIGKILL
+    assert forked(of_page, tmp_path) == 0
+    lines = Path(tmp_path, "seen").read_text().splitlines()
+    assert len(lines) == len({line.rpartition(" ")[0] for line in lines}) + 1, "one batch was killed and came again"
+    assert len(set(lines)) == 12
