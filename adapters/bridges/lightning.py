@@ -75,7 +75,7 @@ class LightningCallback:
 
     @property
     def state_key(self) -> str:
-        """The name by which the trainer tells callbacks apart."""
+        """The name by which the trainer knows this callback from others."""
         return type(self).__qualname__
 
     @property

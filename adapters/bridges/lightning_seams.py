@@ -31,7 +31,7 @@ class Followed:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return Reading(self._next_batch)
+        return OneIteration(self._next_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the run has the position."""
@@ -42,13 +42,13 @@ class Followed:
 
 
 @final
-class Reading:
+class OneIteration:
     """One iteration over a followed loader, of which nothing happens before its first batch."""
 
     def __init__(self, next_batch: Callable[..., Any]) -> None:
         self._next_batch, self._begins = next_batch, True
 
-    def __iter__(self) -> "Reading":
+    def __iter__(self) -> "OneIteration":
         return self
 
     def __next__(self) -> Any:

@@ -130,8 +130,11 @@ def feed_of(loader: Any) -> Feed:
 def _prepared(loader: Any) -> Feed:
     """The feed for a loader that wraps another one, as ``accelerator.prepare`` returns it."""
     base = loader.base_dataloader
+    if getattr(loader, "skip_batches", 0) or getattr(base.batch_sampler, "skip_batches", 0):
+        raise InvalidArgument("attach.loader", expected="a prepared loader that begins at its first batch", found="one that skips some of each epoch",
+                              fix="attach the loader without skip_first_batches: live.batches() begins at the position of the run")  # fmt: skip
     several = type(loader).__name__ == "DataLoaderDispatcher" or getattr(base.batch_sampler, "num_processes", 1) > 1
-    if several or torchdatas(base) or isinstance(base.dataset, IterableDataset) or getattr(loader, "skip_batches", 0):
+    if several or torchdatas(base) or isinstance(base.dataset, IterableDataset):
         raise InvalidArgument(
             "attach.loader",
             expected="a prepared loader of one process, over a DataLoader over a map-style dataset",

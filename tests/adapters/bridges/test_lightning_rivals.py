@@ -27,7 +27,7 @@ STEPS = 9  # three epochs of three: of six batches two, two and two
 
 
 class Data(Dataset):
-    """Of samples that are drawn anew in each epoch."""
+    """Of samples that are drawn again in each epoch."""
 
     def __len__(self):
         return 22

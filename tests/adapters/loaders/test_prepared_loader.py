@@ -171,3 +171,11 @@ def test_the_position_of_a_plain_loader_is_refused_by_a_prepared_one():
     state = copied(live.capture())
     with pytest.raises(RestoreRefused, match="base_dataloader"):
         start(partial(make, LookAlike))[0].restore(state)
+
+
+def test_a_loader_that_skips_batches_of_each_epoch_is_refused():
+    """The position of the run says where to begin; accelerate's sampler would skip as many again in each epoch."""
+    loader = make(LookAlike)
+    loader.base_dataloader.batch_sampler.skip_batches = 2  # as `accelerate.skip_first_batches` makes it
+    with pytest.raises(InvalidArgument, match="without skip_first_batches"):
+        attach(torch.nn.Linear(1, 1), loader=loader)
