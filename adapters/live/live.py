@@ -162,7 +162,8 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         """
         if self.swap is not None:
             self.check_trained("live.advance")
-        steps = self._objects.accelerated.steps(steps)
+        if self._objects.accelerated.optimizers:
+            steps = self._objects.accelerated.steps(steps)
         steps = (0 if self._microbatches.done else 1) if steps is None else steps
         check_increments(samples, tokens, steps)
         if steps and (self._microbatches.done or self._microbatches.is_torn):
