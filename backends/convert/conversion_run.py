@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -21,7 +21,7 @@ from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
 from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.component_names import in_order
-from trainfold.core.errors import CheckpointMissing
+from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
 from trainfold.core.transform.conversion import (
@@ -99,13 +99,12 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     said = "\n".join(str(each) for each in (found, None if name is None else cast(name)) if each is not None)
     first = Conversion(opened.where, opened.format, str(target), to, opened.step, said, {}, {}, ("model",), (), {})
     planned = PlannedConversion(first, opened, found, name, original if to == "hf" else None, config)
+    done = attrs.evolve(planned, plan=_PLANS[to](planned))
     if to == "hf":
-        done = attrs.evolve(planned, plan=_hub_plan(planned))
         check_without_adapters(done.plan.after, to)
-        return done
-    if to == "native":
-        return attrs.evolve(planned, plan=_native_plan(planned))
-    return attrs.evolve(planned, plan=_dcp_plan(planned))
+    if not done.plan.after and (opened.checkpoint is None or to != "native"):
+        raise InvalidArgument(opened.where, expected="tensors of a model", found="no tensor", fix="see `trainfold inspect`")  # fmt: skip
+    return done
 
 
 def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: None) -> str:
@@ -273,3 +272,6 @@ class _Counted:
                 self.advance(memory.nbytes)
 
             yield attrs.evolve(weights, read=read, read_into=None if weights.read_into is None else read_into)
+
+
+_PLANS: Final = {"hf": _hub_plan, "native": _native_plan, "dcp": _dcp_plan}

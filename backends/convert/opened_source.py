@@ -1,7 +1,7 @@
 """`open_source`: what a path can supply for a conversion: its model, whatever the format, and what else there is."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
@@ -14,6 +14,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.weights.checkpoint import CheckpointWeights
 from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
+from trainfold.backends.weights.foreign.found_model import model_in_dcp, model_in_torch
 from trainfold.backends.weights.foreign.torch_file import TorchFile
 from trainfold.backends.weights.foreign.training import accelerate_training
 from trainfold.backends.weights.hub_directory import HubDirectory
@@ -23,7 +24,6 @@ from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import current_head
 from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
-from trainfold.core.transform.naming import drop
 from trainfold.core.weights.detected import Detected
 from trainfold.core.weights.hub.hub_config import config_of
 from trainfold.core.weights.several.several_sources import SeveralSources
@@ -37,14 +37,6 @@ STEP_TEXT: Final = "trainfold.step"
 _ADAPTER: Final = "adapter_model.safetensors"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 _STEP_DIGITS: Final = 17  # of the largest step of a checkpoint
-_MODEL_KEYS: Final = ("model", "state_dict", "model_state_dict", "module")
-_STEPS: Final = ("step", "train_state.step", "global_step")
-_WITH_KEYS: Final = ("dcp", "torch")
-_BESIDE_MODEL: Final = {
-    "optim": "optimizer", "optimizer": "optimizer", "optimizer_states": "optimizer", "lr_scheduler": "scheduler", "lr_schedulers": "scheduler",
-    "scheduler": "scheduler", "dataloader": "dataset", "train_state": "trainer",
-}  # fmt: skip
-"""The usual key of what is beside a model -> the component that it is."""
 
 
 @final
@@ -90,24 +82,29 @@ class OpenedSource:
         return self.detected.path
 
 
-def open_source(path: str | Path, *, asked: str | None = None, key: str | None = None) -> OpenedSource:
+def open_source(
+    path: str | Path, *, asked: str | None = None, key: str | None = None, whole: bool = False
+) -> OpenedSource:
     """Open what is at a path, and read no tensor.
 
     Args:
         path: a file or directory of one of the formats.
         asked: the format that it must have, if two are there; see `Detected.agreed`.
-        key: in what torch has written, the keys under which the model is, with dots between them; empty if its names are at the top. None to look for the usual ones.
+        key: in what torch has written, the keys under which the model is, with dots between them; empty for the tensors at the top, or for all if there are none. None for the usual ones; see `model_place`.
+        whole: whether all tensors that torch has written are taken for the model, under the names that they have in the whole.
 
     Raises:
-        InvalidArgument: for keys in a format that has none.
+        InvalidArgument: for keys in a format that has none, or if it cannot be known which tensors are the model's.
         CheckpointForeign: if the format is not known, not the one asked for, or not one that is read.
         CheckpointMissing: if there is nothing.
         CheckpointError: the matching subclass, if a run has no checkpoint that can be used.
     """
     detected = detect_format(path)
     found, place = detected.agreed(asked), Path(local_path(str(path)))
-    if key is not None and found not in _WITH_KEYS:
-        raise InvalidArgument("key", expected=f"a source with keys: {' or '.join(_WITH_KEYS)}", found=f"{found} at {path}", fix="leave out --key")  # fmt: skip
+    if key is not None and found not in _WHOLE:
+        raise InvalidArgument("key", expected=f"a source with keys: {' or '.join(_WHOLE)}", found=f"{found} at {path}", fix="leave out --key")  # fmt: skip
+    if whole and found in _WHOLE:
+        return OpenedSource(detected, found, _WHOLE[found](place), None, ())
     if found in ("run", "checkpoint"):
         return _native(place, detected, found)
     if found == "safetensors":
@@ -119,7 +116,7 @@ def open_source(path: str | Path, *, asked: str | None = None, key: str | None =
 
 def has_keys(path: str | Path) -> bool:
     """Whether what is at a path may have a model under a key."""
-    return detect_format(path).format in _WITH_KEYS
+    return detect_format(path).format in _WHOLE
 
 
 def with_adapter(opened: OpenedSource, path: str | Path) -> tuple[OpenedSource, Mapping[str, Any]]:
@@ -225,25 +222,13 @@ def _step_in(source: HubDirectory) -> int | None:
 
 
 def _dcp(place: Path, key: str | None) -> OpenedSource:
-    whole = DcpDirectory(place)
-    objects, held = whole.objects(), dict.fromkeys(name.partition(".")[0] for name in whole.specs())
-    tops = dict.fromkeys([*(name.partition(".")[0] for name in objects), *held])
-    key = key if key is not None else next((each for each in _MODEL_KEYS if each in held), "")
-    model: ListedSource = DcpDirectory(place, prefix=key)
-    beside = [top for top in held if top in _BESIDE_MODEL]
-    if not key and beside:  # as torchtitan has it: the model's names are at the top, and so are those of the rest
-        model = Transformed(model, drop([f"{top}.{{rest*}}" for top in beside]))
-    found = next((objects[each] for each in _STEPS if type(objects.get(each)) is int), None)
-    return OpenedSource(_NOTHING, "dcp", model, found, _others(tops, key))
+    found = model_in_dcp(place, key)
+    return OpenedSource(_NOTHING, "dcp", found.model, found.step, found.others)
 
 
 def _torch(place: Path, key: str | None) -> OpenedSource:
-    file = TorchFile(place)
-    top = file.at("")
-    tops = list(map(str, top)) if isinstance(top, Mapping) else []
-    key = key if key is not None else next((each for each in _MODEL_KEYS if each in tops), "")
-    step = next((found for each in _STEPS if type(found := file.at(each)) is int), None) if key else None
-    return OpenedSource(_NOTHING, "torch", TorchFile(place, prefix=key), step, _others(tops, key))
+    found = model_in_torch(place, key)
+    return OpenedSource(_NOTHING, "torch", found.model, found.step, found.others)
 
 
 def _accelerate(place: Path, key: str | None) -> OpenedSource:  # noqa: ARG001 - of all
@@ -253,12 +238,6 @@ def _accelerate(place: Path, key: str | None) -> OpenedSource:  # noqa: ARG001 -
     return OpenedSource(_NOTHING, "accelerate", found.model, found.step, others)
 
 
-def _others(tops: Iterable[str], key: str) -> tuple[str, ...]:
-    """What is beside the model: components, or keys of another program."""
-    first = key.partition(".")[0]
-    found = (top for top in tops if top != first and top not in _STEPS and (key or top in _BESIDE_MODEL))
-    return tuple(dict.fromkeys(_BESIDE_MODEL.get(top, top) for top in found))
-
-
 _NOTHING: Final = Detected("", (), ())
+_WHOLE: Final[Mapping[str, Callable[[Path], ListedSource]]] = {"dcp": DcpDirectory, "torch": TorchFile}
 _FOREIGN: Final = {"dcp": _dcp, "torch": _torch, "accelerate": _accelerate}

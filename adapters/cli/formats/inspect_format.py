@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
-from trainfold.backends.convert.opened_source import open_source
+from trainfold.backends.convert.opened_source import has_keys, open_source
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import size_bytes
 
 
@@ -18,12 +19,19 @@ def inspect_format(path: Path, *, tensors: bool = False, key: str | None = None)
     Raises:
         CheckpointError: the matching subclass, if its format is not known or it cannot be read.
     """
-    opened = open_source(path, key=key)
+    unclear = None
+    try:
+        opened = open_source(path, key=key)
+    except InvalidArgument as error:
+        if key is not None or not has_keys(path):
+            raise
+        opened, unclear = open_source(path, whole=True), error
     sizes = {name: size_bytes(each.dtype, each.shape) for name, each in opened.model.specs().items()}
     specs = opened.model.specs()
     facts = [
         ("format", opened.format),
         *(("shown by", each) for each in opened.detected.seen),
+        *((("model", f"not known: {unclear.found}; {unclear.fix}"),) if unclear is not None else ()),
         ("step", "not known" if opened.step is None else str(opened.step)),
         ("beside the model", ", ".join(opened.others) or "nothing that is known"),
         ("tensors", f"{len(specs)}, {size_text(sum(sizes.values()))}"),

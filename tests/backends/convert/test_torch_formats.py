@@ -1,5 +1,7 @@
 """Conversions from and to what torch itself writes, which torch reads and writes here."""
 
+import argparse
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -9,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import trainfold
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
+from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.weights import CheckpointWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says that there is one process, and that typed storages end
@@ -146,3 +149,76 @@ def test_a_conversion_there_and_back_has_the_same_bytes(tmp_path, checkpoint):
             {name: found.read(name, tuple((0, size) for size in spec.shape)) for name, spec in found.specs.items()},
             dict(sorted(model.state_dict().items())),
         )
+
+
+def test_a_directory_with_the_names_of_a_hub_keeps_all_of_them(tmp_path):
+    """`lm_head` was left out, and `model.` taken from the other names: dots in a name were taken for keys."""
+    weights = {"model.embed.weight": torch.randn(3, 2), "lm_head.weight": torch.randn(3, 2)}
+    dcp.save(weights, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert converted(tmp_path / "dcp", tmp_path / "hub", "hf").left_out == ()
+    same(load_file(tmp_path / "hub" / "model.safetensors"), dict(sorted(weights.items())))
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_no_tensor_of_an_optimizer_becomes_a_weight(tmp_path, form):
+    """`optimizer.state.0.exp_avg` and `ema.weight` were written as weights, beside those of `net`."""
+    model, adamw = trained()
+    weights, slots = get_state_dict(model, adamw)
+    if form == "torch":
+        torch.save({"net": weights, "optimizer": adamw.state_dict(), "ema": weights, "step": 7}, tmp_path / "x")
+        key, left = "net", {"optimizer", "ema"}
+    else:
+        dcp.save(
+            {"app": {"model": weights, "optim": slots}, "step": 7}, checkpoint_id=str(tmp_path / "x"), no_dist=True
+        )
+        key, left = "app.model", {"optimizer"}
+    with pytest.raises(InvalidArgument, match=key) as refused:
+        converted(tmp_path / "x", tmp_path / "hub", "hf")
+    assert "--key" in refused.value.fix
+    plan = converted(tmp_path / "x", tmp_path / "hub", "hf", key=key)
+    assert (plan.step, set(plan.left_out)) == (7, left)
+    same(load_file(tmp_path / "hub" / "model.safetensors"), dict(sorted(weights.items())))
+    with pytest.raises(InvalidArgument, match="tensors under foo"):
+        converted(tmp_path / "x", tmp_path / "run", "native", key="foo")
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"epoch": 3}, {"model": {}}, {"optimizer": {"state": {0: {"exp_avg": torch.ones(1)}}}}]
+)
+def test_a_file_without_a_model_is_refused(tmp_path, state):
+    """A conversion of nothing succeeded."""
+    torch.save(state, tmp_path / "x")
+    with pytest.raises(InvalidArgument, match=r"no tensor|optimizer\.state"):
+        open_source(tmp_path / "x")
+    save_file({}, tmp_path / "x.safetensors")
+    for to in ("hf", "native", "dcp"):
+        with pytest.raises((InvalidArgument, InvalidState), match="tensor"):
+            converted(tmp_path / "x.safetensors", tmp_path / to, to)
+
+
+@pytest.mark.parametrize("where", ["step", "train_state"])
+def test_a_step_that_is_a_tensor_is_known_and_an_object_of_a_class_is_left_out(tmp_path, where):
+    """A step is a tensor in what torchtitan writes, and the checkpoint became `step-00000000`. One namespace blocked the whole conversion."""
+    weights = {"w": torch.ones(2)}
+    step = {"step": torch.tensor(9, dtype=torch.int32)}
+    state = {"model": weights, **(step if where == "step" else {where: {**step, "tokens": torch.tensor(5)}})}
+    dcp.save({**state, "args": argparse.Namespace(a=1)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    plan = converted(tmp_path / "dcp", tmp_path / "run", "native")
+    assert (plan.step, set(plan.left_out)) == (9, {"optimizer", "trainer", "args"})
+    assert (tmp_path / "run" / "step-00000009").is_dir()
+
+
+def test_a_step_that_cannot_be_read_is_listed(tmp_path):
+    state = {"model": {"w": torch.ones(2)}, "step": argparse.Namespace(a=1)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    plan = converted(tmp_path / "dcp", tmp_path / "hub", "hf")
+    assert (plan.step, plan.left_out) == (None, ("step",))
+
+
+def test_tensors_at_the_top_are_the_model_and_what_is_nested_beside_them_is_not(tmp_path):
+    """A buffer named as a step is stays one."""
+    weights = {"w": torch.ones(2), "step": torch.tensor(4.0)}
+    torch.save({**weights, "lr_scheduler": {"last": torch.ones(1)}, "epoch": 3}, tmp_path / "x")
+    plan = converted(tmp_path / "x", tmp_path / "hub", "hf")
+    assert (plan.step, set(plan.left_out)) == (None, {"scheduler", "epoch"})
+    same(load_file(tmp_path / "hub" / "model.safetensors"), dict(sorted(weights.items())))

@@ -228,3 +228,14 @@ def test_an_adapter_is_merged_by_the_command(answered, call, tmp_path):
     assert torch.equal(load_file(tmp_path / "merged/model.safetensors")["q.weight"], torch.full((2, 2), 3.0))
     _, error = answered("convert", base, tmp_path / "plain", "--to", "hf", "--dequantise", code=2)
     assert "quantization_config" in json.dumps(error)
+
+
+def test_inspect_shows_a_file_of_which_the_model_is_not_known(answered, call, tmp_path):
+    """Its keys are what `--key` needs."""
+    weights = {"w": torch.ones(2)}
+    torch.save({"net": weights, "ema": weights}, tmp_path / "x.pt")
+    found, _ = answered("inspect", tmp_path / "x.pt")
+    assert {each["name"] for each in found["tensors"]} == {"net.w", "ema.w"}
+    out, _ = call("inspect", tmp_path / "x.pt")
+    assert "not known: tensors under net, ema; name it: --key net" in out
+    answered("inspect", tmp_path / "x.pt", "--key", "foo", code=2)
