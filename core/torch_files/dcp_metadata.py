@@ -11,6 +11,9 @@ from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 from trainfold.core.printable import printable
 from trainfold.core.torch_files.pickle_machine import Made, Name, read_pickle
 
+_Kind: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[tuple[int, ...], Box], ...]]
+"""The dtype and the shape of a tensor, and the first index and the box of each of its chunks that has elements."""
+
 PathInState: TypeAlias = tuple[str | int, ...]
 """The keys from the top of a nested state to a value in it."""
 
@@ -27,6 +30,10 @@ NAMES: Final = frozenset({
     "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
     *(f"torch.{name}" for name in STORED), *_PATHS,
 })  # fmt: skip
+_FULL: Final = {
+    kind: frozenset(each for each in NAMES if each.endswith(f".{kind}")) for kind in (*_CLASSES, "_StorageInfo")
+}
+_ALIKE: Final = _FULL["TensorStorageMetadata"]
 _LIMIT: Final = 2**62
 _FIX: Final = "copy the directory again from where it was written"
 
@@ -94,50 +101,60 @@ def read_dcp_metadata(data: bytes, where: str) -> DcpMetadata:
         CheckpointHostile: if it names a class that metadata do not have, or a file outside the directory.
         CheckpointDamaged: if it is cut off, or its chunks do not cover a tensor once.
     """
-    top = _fields(read_pickle(data, NAMES, where), "Metadata", where)
+    top = _fields(read_pickle(data, NAMES, where, alike=_ALIKE), "Metadata", where)
     listed, stored = top.get("state_dict_metadata"), top.get("storage_data")
     if type(listed) is not dict or type(stored) is not dict:
         raise _damaged(where, "metadata of a state and of its storage", f"{_word(listed)} and {_word(stored)}")
     found = _stored(stored, where)
     tensors: dict[str, DcpTensor] = {}
     objects: dict[str, FileRange] = {}
+    kinds: dict[int, _Kind] = {}  # of entries that are one object
     for name, entry in listed.items():
         if type(name) is not str:
             raise _damaged(where, "names that are text", _word(name))
-        at = f"{where}: {printable(name)}"
         if _is(entry, "BytesStorageMetadata"):
-            objects[name] = _found(found, (name, None), at)
-        else:
-            tensors[name] = _tensor(name, entry, found, at)
+            objects[name] = _found(found, (name, None), where)
+            continue
+        kind = kinds.get(id(entry))
+        if kind is None:
+            kinds[id(entry)] = kind = _kind(entry, f"{where}: {printable(name)}")
+        dtype, shape, parts = kind
+        tensors[name] = DcpTensor(
+            dtype, shape, tuple([(box, _found(found, (name, first), where)) for first, box in parts])
+        )
     return DcpMetadata(tensors, objects, _paths_of(top.get("planner_data"), listed, where))
 
 
 def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
     """Name and first index of a chunk -> where it is."""
     found = {}
+    inside: set[str] = set()  # files that were looked at
     for key, info in stored.items():
         index = _fields(key, "MetadataIndex", where)
         name, offset = index.get("fqn"), index.get("offset")
         if type(name) is not str:
             raise _damaged(where, "names that are text", _word(name))
-        found[name, None if offset is None else _sizes(offset, where)] = _stretch(info, f"{where}: {printable(name)}")
+        fields = _fields(info, "_StorageInfo", where)
+        file, start, size = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+        if type(file) is not str or (file not in inside and not _is_inside(file)):
+            raise CheckpointHostile(f"{where}: {printable(name)}", expected="a file in its directory",
+                                    found=printable(file) if type(file) is str else _word(file), fix="do not use this directory")  # fmt: skip
+        inside.add(file)
+        if not (type(start) is type(size) is int and 0 <= start < _LIMIT and 0 <= size < _LIMIT):
+            raise _damaged(f"{where}: {printable(name)}", "a range of bytes", f"{_word(start)} and {_word(size)}")
+        transforms = fields.get("transform_descriptors")
+        found[name, None if offset is None else _sizes(offset, where)] = (
+            FileRange(file, start, size)
+            if transforms is None
+            else FileRange(file, start, size, _names(transforms, f"{where}: {printable(name)}"))
+        )
     return found
 
 
-def _stretch(info: Any, where: str) -> FileRange:
-    fields = _fields(info, "_StorageInfo", where)
-    file, start, size = fields.get("relative_path"), fields.get("offset"), fields.get("length")
-    transforms = fields.get("transform_descriptors")
-    if not (_is_count(start) and _is_count(size)):
-        raise _damaged(where, "a range of bytes", f"{_word(start)} and {_word(size)}")
-    if type(file) is not str or not _is_inside(file):
-        raise CheckpointHostile(where, expected="a file in its directory", found=printable(file) if type(file) is str else _word(file),
-                                fix="do not use this directory")  # fmt: skip
-    if transforms is None:
-        return FileRange(file, start, size)
+def _names(transforms: Any, where: str) -> tuple[str, ...]:
     if type(transforms) not in (list, tuple) or not all(type(each) is str for each in transforms):
         raise _damaged(where, "the names of transforms", _word(transforms))
-    return FileRange(file, start, size, tuple(transforms))
+    return tuple(transforms)
 
 
 def _is_inside(path: str) -> bool:
@@ -151,13 +168,12 @@ def _found(
     found = stored.get(key)
     if found is None:
         part = "the object" if key[1] is None else f"the chunk at {list(key[1])}"
-        raise _damaged(where, f"the place of {part}", "none")
+        raise _damaged(f"{where}: {printable(key[0])}", f"the place of {part}", "none")
     return found
 
 
-def _tensor(
-    name: str, entry: Any, stored: Mapping[tuple[str, tuple[int, ...] | None], FileRange], where: str
-) -> DcpTensor:
+def _kind(entry: Any, where: str) -> _Kind:
+    """What an entry says of a tensor."""
     fields = _fields(entry, "TensorStorageMetadata", where)
     dtype, shape = _dtype(fields.get("properties"), where), _sizes(fields.get("size"), where)
     chunks = fields.get("chunks")
@@ -171,13 +187,12 @@ def _tensor(
             raise _damaged(
                 where, f"chunks of {len(shape)} dimensions", f"offsets {list(offsets)} and sizes {list(sizes)}"
             )
-        box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if all(sizes):
-            found.append((box, _found(stored, (name, offsets), where)))
+            found.append((offsets, tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))))
     whole = whole_box(shape)
-    if len(found) != 1 or found[0][0] != whole:
-        _check_chunks([box for box, _ in found], shape, where)
-    return DcpTensor(dtype, shape, tuple(found))
+    if len(found) != 1 or found[0][1] != whole:
+        _check_chunks([box for _, box in found], shape, where)
+    return dtype, shape, tuple(found)
 
 
 def _check_chunks(boxes: list[Box], shape: tuple[int, ...], where: str) -> None:
@@ -220,8 +235,7 @@ def _paths_of(planned: Any, listed: Mapping[Any, Any], where: str) -> dict[str, 
         return {}
     found = {}
     for name, path in planned.items():
-        is_path = type(path) is tuple and all(type(key) in (str, int) for key in path)
-        if name in listed and is_path:
+        if type(path) is tuple and {type(key) for key in path} <= {str, int} and name in listed:
             if ".".join(map(str, path)) != name:
                 raise _damaged(where, f"the keys of {printable(name)}", "those of another name")
             found[name] = path
@@ -229,13 +243,15 @@ def _paths_of(planned: Any, listed: Mapping[Any, Any], where: str) -> dict[str, 
 
 
 def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
-    if _is(value, kind) and not value.args and type(value.state) is dict and value.items is None:
-        return value.state
+    if type(value) is Made and value.name in _FULL[kind] and not value.args:
+        state = value.state
+        if type(state) is dict and value.items is None:
+            return state
     raise _damaged(where, kind, _word(value))
 
 
 def _is(value: Any, kind: str) -> bool:
-    return type(value) is Made and value.name.endswith(f".{kind}")
+    return type(value) is Made and value.name in _FULL[kind]
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -203,6 +203,7 @@ def _metadata(files: Sequence[DcpFile], paths: Mapping[str, PathInState]) -> Mad
     return _object("Metadata", fields)
 
 
+@lru_cache(maxsize=4096)
 def _listed(spec: LeafSpec) -> Made:
     """What the metadata say of a tensor that is one chunk."""
     chunk = _object("ChunkStorageMetadata", {"offsets": _size((0,) * len(spec.shape)), "sizes": _size(spec.shape)})

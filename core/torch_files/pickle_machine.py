@@ -8,6 +8,7 @@ import attrs
 
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.printable import printable
+from trainfold.core.torch_files.seen_texts import SeenTexts
 
 _LONG_BYTES: Final = 16  # of an integer
 _KEY_LENGTH: Final = 4096  # of a text that is a key: two long ones that are equal take long to compare
@@ -61,7 +62,9 @@ Value: TypeAlias = Any
 """None, a bool, int, float, str, bytes, list, dict, tuple or set of these, a `Name` or a `Made`. A list may hold itself."""
 
 
-def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: bool = False) -> Value:  # noqa: C901, PLR0912, PLR0915 - one loop, because each call of a function would cost more than the opcode
+def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call of a function would cost more than the opcode
+    data: bytes, names: Collection[str], where: str, *, persistent: bool = False, alike: Collection[str] = ()
+) -> Value:
     r"""Read a pickle of protocol 2 to 5. Time and memory are linear in its length.
 
     Args:
@@ -69,6 +72,7 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
         names: what it may name, such as ``"collections.OrderedDict"``.
         where: the file, for messages.
         persistent: whether it may refer to objects outside of itself, as a pickle of tensors does.
+        alike: classes of which many objects are written with the same bytes. Those bytes are read once, and the objects are one.
 
     Raises:
         CheckpointHostile: for a name that is not in the list, which the message has, and an opcode that no pickle of this kind needs.
@@ -84,10 +88,13 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
         trainfold.core.errors.CheckpointHostile: x.pkl: expected a pickle of 0 known names, found os.system; do not open it with a program that unpickles, which would run it; get the file from whom you trust
     """
     made: Any
+    state: Any
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []
     known: dict[str, Name] = {}
+    seen = SeenTexts(data, memo, alike)
+    closed = seen.closed
     put, pop, remember = stack.append, stack.pop, memo.append
     unpack_size, unpack_long, unpack_long_size = _SIZE.unpack_from, _LONG.unpack_from, _LONG_SIZE.unpack_from
     at, end, budget = 0, len(data), len(data) // _BYTES_FOR_A_NODE + 64
@@ -101,18 +108,47 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 while data[at] == 0x68:
                     put(memo[data[at + 1]])
                     at += 2
-            elif op == 0x94:  # MEMOIZE
-                remember(stack[-1])
+            elif op == 0x6A:  # LONG_BINGET, often several
+                put(memo[unpack_size(data, at)[0]])
+                at += 4
+                while data[at] == 0x6A:
+                    put(memo[unpack_size(data, at + 1)[0]])
+                    at += 5
             elif op == 0x4B:  # BININT1, often several
                 put(data[at])
                 at += 1
                 while data[at] == 0x4B:
                     put(data[at + 1])
                     at += 2
-            elif op in _MADE_OF:  # EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE
-                if op == 0x29:
+            elif op == 0x29:  # EMPTY_TUPLE, and the NEWOBJ after it
+                if data[at] != 0x81:
                     put(())
                     continue
+                made = stack[-1]
+                if type(made) is not Name:
+                    raise _hostile(where, "a call of a known name", _kind(made))
+                name = made.text
+                if name in alike and (again := seen.at(at, name)) is not None:
+                    stack[-1], at = again
+                    continue
+                stack[-1] = made = Made(name, (), None, True)  # noqa: FBT003 - a keyword takes longer
+                if name in alike:
+                    seen.begin(made, at)
+                at += 1
+                budget -= 1
+                if data.startswith(_STATE_BEGINS, at):
+                    state = {}
+                    memo += (made, state)
+                    put(state)
+                    marks.append(len(stack))
+                    at += 4
+                    budget -= 1
+                elif data[at] == 0x94:
+                    remember(made)
+                    at += 1
+                if budget < 0:
+                    raise _too_many(where)
+            elif op in _MADE_OF:  # TUPLE1, TUPLE2, TUPLE3, TUPLE
                 if op == 0x74:
                     mark = marks.pop()
                 else:
@@ -127,6 +163,35 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 if data[at] == 0x94:
                     remember(made)
                     at += 1
+                    if data.startswith(_CALLED_WITH_IT, at):
+                        name = stack[-2]
+                        if type(name) is not Name:
+                            raise _hostile(where, "a call of a known name", _kind(name))
+                        args = (made,)
+                        made = Made(name.text, args)
+                        stack[-2:] = (made,)
+                        memo += (args, made)
+                        at += 4
+                        budget -= 2
+                        if budget < 0:
+                            raise _too_many(where)
+            elif op == 0x75:  # SETITEMS
+                mark = marks.pop()
+                pairs = stack[mark:]
+                del stack[mark:]
+                if id(stack[-1]) in closed:
+                    raise _closed(where, stack[-1])
+                _set(stack[-1], pairs, where)
+            elif op == 0x8C:  # SHORT_BINUNICODE
+                size = data[at]
+                at += 1 + size
+                made = str(data[at - size : at], "utf-8", "surrogatepass") if at <= end else _cut(where)
+                put(made)
+                if data[at] == 0x94:
+                    remember(made)
+                    at += 1
+            elif op == 0x94:  # MEMOIZE
+                remember(stack[-1])
             elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE  # noqa: PLR1714 - a set would be slower
                 args, made = pop(), pop()
                 if type(made) is not Name or type(args) is not tuple:
@@ -147,14 +212,8 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 if type(made) is not Made or made.state is not None:
                     raise _hostile(where, "a state for an object that was just made", _kind(made))
                 made.state = state
-            elif op == 0x6A:  # LONG_BINGET
-                put(memo[unpack_size(data, at)[0]])
-                at += 4
-            elif op == 0x75:  # SETITEMS
-                mark = marks.pop()
-                pairs = stack[mark:]
-                del stack[mark:]
-                _set(stack[-1], pairs, where)
+                if made is seen.open:
+                    seen.end(at)
             elif op == 0x7D:  # EMPTY_DICT
                 budget -= 1
                 if budget < 0:
@@ -164,10 +223,6 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 if data[at] == 0x94:
                     remember(made)
                     at += 1
-            elif op == 0x8C:  # SHORT_BINUNICODE
-                size = data[at]
-                at += 1 + size
-                put(str(data[at - size : at], "utf-8", "surrogatepass") if at <= end else _cut(where))
             elif op == 0x4D:  # BININT2
                 put(data[at] | data[at + 1] << 8)
                 at += 2
@@ -175,8 +230,12 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 put(unpack_long(data, at)[0])
                 at += 4
             elif op == 0x71:  # BINPUT
+                if data[at] < len(memo):
+                    alike = ()  # a number means another value from here on
                 at = _remember(memo, stack[-1], data[at], at + 1, where)
             elif op == 0x72:  # LONG_BINPUT
+                if unpack_size(data, at)[0] < len(memo):
+                    alike = ()
                 at = _remember(memo, stack[-1], unpack_size(data, at)[0], at + 4, where)
             elif op == 0x58:  # BINUNICODE
                 size = unpack_size(data, at)[0]
@@ -195,14 +254,20 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
                 put([])
             elif op == 0x61:  # APPEND
                 last = pop()
+                if id(stack[-1]) in closed:
+                    raise _closed(where, stack[-1])
                 _extend(stack[-1], [last], where)
             elif op == 0x65:  # APPENDS
                 mark = marks.pop()
                 found = stack[mark:]
                 del stack[mark:]
+                if id(stack[-1]) in closed:
+                    raise _closed(where, stack[-1])
                 _extend(stack[-1], found, where)
             elif op == 0x73:  # SETITEM
                 last = pop()
+                if id(stack[-2]) in closed:
+                    raise _closed(where, stack[-2])
                 _set(stack[-2], [pop(), last], where)
             elif op in (0x93, 0x63):  # STACK_GLOBAL, GLOBAL
                 if op == 0x93:
@@ -287,8 +352,9 @@ def read_pickle(data: bytes, names: Collection[str], where: str, *, persistent: 
         raise _damaged(where, "a whole pickle", f"{type(error).__name__} at byte {at} of {end}") from None
 
 
+_STATE_BEGINS: Final = b"\x94}\x94("  # after a NEWOBJ
+_CALLED_WITH_IT: Final = b"\x85\x94R\x94"  # after a tuple: it is the only argument of a call
 _MADE_OF: Final = {
-    0x29: 0,
     0x85: 1,
     0x86: 2,
     0x87: 3,
@@ -305,14 +371,15 @@ def _set(target: Any, pairs: list[Any], where: str) -> None:
     """Put keys and values, one after the other, into a dict or an object."""
     if len(pairs) % 2:
         raise _damaged(where, "a value for each key", f"{len(pairs)} keys and values")
-    for key in pairs[::2]:
+    keys = pairs[::2]
+    for key in keys:
         if not (type(key) is str and len(key) <= _KEY_LENGTH) and type(key) is not Made and not _is_key(key):
             raise _hostile(where, "keys that are short plain values", _kind(key))
     if type(target) is dict:
-        target.update(zip(pairs[::2], pairs[1::2], strict=True))
+        target.update(zip(keys, pairs[1::2], strict=True))
     elif type(target) is Made:
         target.items = [] if target.items is None else target.items
-        target.items.extend(zip(pairs[::2], pairs[1::2], strict=True))
+        target.items.extend(zip(keys, pairs[1::2], strict=True))
     else:
         raise _hostile(where, "items for a dict", _kind(target))
 
@@ -354,6 +421,10 @@ def _kind(value: Any) -> str:
     if isinstance(value, Name):
         return value.text[:_SHOWN]
     return f"an object of {value.name[:_SHOWN]}" if isinstance(value, Made) else type(value).__name__
+
+
+def _closed(where: str, value: Any) -> CheckpointHostile:
+    return _hostile(where, "objects that nothing is added to when they are complete", _kind(value))
 
 
 def _too_many(where: str) -> CheckpointHostile:

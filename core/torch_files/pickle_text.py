@@ -10,6 +10,9 @@ _SHORT: Final = 256
 _SHARED: Final = frozenset(
     {"torch.Size", "torch.distributed.checkpoint.metadata.TensorProperties"}
 )  # never changed, so that one may be in many places
+_ALIKE: Final = frozenset(
+    {"torch.distributed.checkpoint.metadata.TensorStorageMetadata"}
+)  # each place has one of its own
 
 
 def pickle_of(value: Value) -> bytes:
@@ -37,11 +40,16 @@ class _Writer:
     def __init__(self) -> None:
         self.found = bytearray()
         self._memo: dict[object, int] = {}
+        self._texts: dict[int, bytes] = {}  # of objects that are written again as they are
 
     def put(self, value: Value) -> None:  # noqa: C901, PLR0912 - a table of kinds
         found, kind = self.found, type(value)
         if kind is str:
-            self._once(value, lambda: _sized(b"X", value.encode("utf-8", "surrogatepass")))
+            number = self._memo.get(value)
+            if number is None:
+                self._first(value, _sized(b"X", value.encode("utf-8", "surrogatepass")))
+            else:
+                found += _numbered(b"h", b"j", number)
         elif kind is bool:
             found += b"\x88" if value else b"\x89"
         elif kind is int:
@@ -66,8 +74,7 @@ class _Writer:
                 self.put(each)
             found += b"u"
         elif kind is Name:
-            module, _, name = value.text.rpartition(".")
-            self._once(value, f"c{module}\n{name}\n".encode)
+            self._name(value.text)
         elif kind is Made and value.items is None:
             self._made(value)
         else:
@@ -83,7 +90,11 @@ class _Writer:
         if shared in self._memo:
             self.found += _numbered(b"h", b"j", self._memo[shared])
             return
-        self.put(Name(value.name))
+        if value.name in _ALIKE and (text := self._texts.get(id(value))) is not None:
+            self.found += text
+            return
+        start, known = len(self.found), len(self._memo)
+        self._name(value.name)
         self.put(value.args)
         self.found += b"\x81" if value.is_new else b"R"
         if value.state is not None:
@@ -92,6 +103,8 @@ class _Writer:
         if shared is not None:
             self._memo[shared] = number = len(self._memo)
             self.found += _numbered(b"q", b"r", number)
+        elif value.name in _ALIKE and len(self._memo) == known:
+            self._texts[id(value)] = bytes(self.found[start:])
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
@@ -100,14 +113,18 @@ class _Writer:
             self.put(each)
         self.found += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
 
-    def _once(self, value: "str | Name", data: Any) -> None:
-        """Write a value, or refer to it if it was written before."""
-        number = self._memo.get(value)
+    def _name(self, text: str) -> None:
+        number = self._memo.get((text,))
         if number is None:
-            self._memo[value] = number = len(self._memo)
-            self.found += data() + _numbered(b"q", b"r", number)
+            module, _, name = text.rpartition(".")
+            self._first((text,), f"c{module}\n{name}\n".encode())
         else:
             self.found += _numbered(b"h", b"j", number)
+
+    def _first(self, key: object, data: bytes) -> None:
+        """Write a text or a name, and remember it; it is referred to when it comes again."""
+        self._memo[key] = number = len(self._memo)
+        self.found += data + _numbered(b"q", b"r", number)
 
 
 def _integer(value: int) -> bytes:

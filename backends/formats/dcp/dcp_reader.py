@@ -1,6 +1,6 @@
 """`DcpReader`: what is in a directory of torch's distributed checkpoints, and boxes of its tensors, put together from the chunks of the ranks that wrote it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, final
@@ -64,20 +64,24 @@ class DcpReader:
                 raise CheckpointDamaged(file.name, expected=f"at most {_METADATA_LIMIT} bytes", found=file.size, fix="write it again")  # fmt: skip
             return _read(file.read(0, file.size), file.name)
 
-    def check_files(self, files: OpenFiles, stretches: Mapping[str, list[FileRange]]) -> None:
+    def check_files(self, files: OpenFiles, chunks: Mapping[str, Iterable[tuple[Box, FileRange]]]) -> None:
         """Check that every range that is to be read is there.
 
         Args:
             files: of this directory.
-            stretches: name -> the ranges of its chunks.
+            chunks: name -> the chunks of it that are to be read, with their ranges.
 
         Raises:
             CheckpointMissing, CheckpointTorn: if a file is not there, or too short.
             CheckpointForeign: if a range is compressed, or changed by another extension.
         """
-        for name, each in stretches.items():
-            for stretch in each:
-                self._range(files, stretch, name)
+        sizes: dict[str, int] = {}
+        for name, each in chunks.items():
+            for _, stretch in each:
+                size = sizes.get(stretch.file)
+                if size is None or stretch.transforms or stretch.start + stretch.size > size:
+                    self._range(files, stretch, name)
+                    sizes[stretch.file] = files.whole(stretch.file).size
 
     def read_tensor(self, files: OpenFiles, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor.

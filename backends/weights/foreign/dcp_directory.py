@@ -1,6 +1,6 @@
 """`DcpDirectory`: the tensors of a directory that `torch.distributed.checkpoint` has written, whatever the number of ranks, a part at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -9,9 +9,10 @@ import torch
 
 from trainfold.backends.formats.dcp.dcp_reader import DcpReader
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import intersect
-from trainfold.core.torch_files.dcp_metadata import DcpMetadata
+from trainfold.core.layout.slices import Box, intersect
+from trainfold.core.torch_files.dcp_metadata import DcpMetadata, DcpTensor, FileRange
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
@@ -63,8 +64,7 @@ class DcpDirectory:
             CheckpointHostile: if it names a class that metadata do not have, or a file outside of the directory.
             CheckpointDamaged: if it is cut off, or its chunks do not cover a tensor once.
         """
-        tensors = self.metadata.tensors
-        return {name: LeafSpec(each.dtype, each.shape) for full, each in tensors.items() if (name := self._mine(full))}
+        return _specs_of(self._tensors())
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the part of each tensor that this rank holds, in the order of the files.
@@ -85,13 +85,13 @@ class DcpDirectory:
                 yield name, torch.empty(tensor.shape, device="meta")  # it is refused for its shape, and not read
                 continue
             boxes[full] = each.box
-        places = {
-            full: [stretch for chunk, stretch in tensors[full].chunks if intersect(chunk, box) is not None]
+        needed = {
+            full: [(chunk, place) for chunk, place in tensors[full].chunks if intersect(chunk, box) is not None]
             for full, box in boxes.items()
         }
         with OpenFiles(self._reader.path) as files:
-            self._reader.check_files(files, places)
-            for full in sorted(boxes, key=lambda full: [(each.file, each.start) for each in places[full][:1]]):
+            self._reader.check_files(files, needed)
+            for full in sorted(boxes, key=lambda full: _begin(needed[full])):
                 yield self._mine(full), self._reader.read_tensor(files, full, boxes[full])
 
     @contextmanager
@@ -101,23 +101,20 @@ class DcpDirectory:
         Raises:
             CheckpointMissing: as in `supply`, and so the others.
         """
-        specs = self.specs()
+        tensors = self._tensors()
         with OpenFiles(self._reader.path) as files:
-            chunks = {
-                full: [stretch for _, stretch in each.chunks]
-                for full, each in self.metadata.tensors.items()
-                if self._mine(full)
-            }
-            self._reader.check_files(files, chunks)
-            order = sorted(
-                specs, key=lambda name: [(each.file, each.start) for each in chunks[self._prefix + name][:1]]
-            )
             yield OpenWeights(
-                {name: specs[name] for name in order},
+                self._checked(files, tensors),
                 lambda name, box: self._reader.read_tensor(files, self._prefix + name, box),
                 read_into=lambda name, box, into: self._reader.read_into(files, self._prefix + name, box, into),
                 identity=f"{self._reader.path.resolve()} {self._prefix} {files.stats()}",
             )
+
+    @without_collecting
+    def _checked(self, files: OpenFiles, tensors: Mapping[str, DcpTensor]) -> dict[str, LeafSpec]:
+        """The specs in the order of the files, which have all chunks."""
+        self._reader.check_files(files, {self._prefix + name: each.chunks for name, each in tensors.items()})
+        return _specs_of(dict(sorted(tensors.items(), key=lambda pair: _begin(pair[1].chunks))))
 
     def objects(self) -> dict[str, Any]:
         """Name -> value of what is not a tensor, such as a step or the settings of an optimizer.
@@ -143,6 +140,27 @@ class DcpDirectory:
         with OpenFiles(self._reader.path) as files:
             return self._reader.read_object(files, self._prefix + name)
 
+    def _tensors(self) -> dict[str, DcpTensor]:
+        return {name: each for full, each in self.metadata.tensors.items() if (name := self._mine(full))}
+
     def _mine(self, full: str) -> str:
         """The name without the prefix; empty if it has another one."""
         return full[len(self._prefix) :] if full.startswith(self._prefix) else ""
+
+
+def _begin(chunks: Sequence[tuple[Box, FileRange]]) -> tuple[str, int]:
+    """Where the first chunk of a tensor is; a tensor without elements has none."""
+    return (chunks[0][1].file, chunks[0][1].start) if chunks else ("", 0)
+
+
+@without_collecting
+def _specs_of(tensors: Mapping[str, DcpTensor]) -> dict[str, LeafSpec]:
+    kinds: dict[tuple[str, tuple[int, ...]], LeafSpec] = {}  # of most tensors there are many of one dtype and shape
+    found = {}
+    for name, each in tensors.items():
+        kind = each.dtype, each.shape
+        spec = kinds.get(kind)
+        if spec is None:
+            kinds[kind] = spec = LeafSpec(*kind)
+        found[name] = spec
+    return found
