@@ -9,17 +9,17 @@ from trainfold.adapters.cli.locate import error_from
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.adapters.cli.terminal.reading import Advance, reading
 from trainfold.backends.convert.hub_checks import hub_problems
-from trainfold.backends.convert.opened_source import OpenedSource, open_source
+from trainfold.backends.convert.opened_source import open_source
+from trainfold.backends.convert.torch_checks import size_to_read, torch_problems
 from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.digest import DIGEST_PREFIX
-from trainfold.core.errors import TrainfoldError
-from trainfold.core.format.dtypes import size_bytes
-from trainfold.core.layout.slices import whole_box
-from trainfold.core.problem import Problem, problem_of
+from trainfold.core.printable import printable
+from trainfold.core.problem import Problem
 
 _CHUNK_BYTES = 16 << 20
 _NO_DIGESTS = "whether the values are those that were written: this format has no digests"
+_OF_TORCH = ("torch", "dcp", "accelerate", "hf")  # a trainer leaves its optimizer beside the files of a hub
+_SHOWN = 8
 
 
 def verify_format(path: Path, *, key: str | None = None) -> Answer:
@@ -27,7 +27,7 @@ def verify_format(path: Path, *, key: str | None = None) -> Answer:
 
     Args:
         path: a file or directory.
-        key: under which the model is in what torch has written; None to look for it.
+        key: under which there must be tensors in what torch has written; all of it is read in any case.
 
     Returns:
         What was checked, what could not be, and a digest of each file; with the first problem as the error.
@@ -35,19 +35,30 @@ def verify_format(path: Path, *, key: str | None = None) -> Answer:
     Raises:
         CheckpointError: the matching subclass, if its format is not known.
     """
-    opened = open_source(path, key=key)
+    opened = open_source(path, key=key, whole=key is None)
     files: list[tuple[str, int, str]] = []
+    problems: list[Problem] = []
+    checked, unknown = [], dict[str, None]()
     if isinstance(opened.model, HubDirectory):
         problems, found = hub_problems(opened.model)
-        checked = "headers, sizes, and that each tensor of the index is in its file, once"
+        checked.append("headers, sizes, and that each tensor of the index is in its file, once")
+        unknown[_NO_DIGESTS] = None
         with reading("verifying", sum(each.stat().st_size for each in found)) as advance:
             files = [(file.name, file.stat().st_size, _digest(file, advance)) for file in found]
-    else:
-        problems, checked = _read_all(opened), "that each tensor is covered by its parts, and can be read"
+    if opened.format in _OF_TORCH:
+        with reading("verifying", size_to_read(path)) as advance:
+            archives = torch_problems(path, opened.format, advance=advance)
+        problems += archives.problems
+        if archives.files:
+            checked.append(f"the CRC-32 of all that torch has written to {_some(archives.files)}")
+        if archives.without:
+            unknown[f"{_some(archives.without)}: written without CRC-32, or not by torch.save"] = None
+        elif not isinstance(opened.model, HubDirectory):
+            unknown["changes that were made on purpose: a CRC-32 finds damage"] = None
     facts = [
         ("format", opened.format),
-        ("checked", checked),
-        ("not checked", _NO_DIGESTS),
+        *(("checked", each) for each in checked),
+        *(("not checked", each) for each in unknown),
         ("result", "damaged" if problems else "whole"),
     ]
     tables = [Table(str(path), ("", ""), tuple(facts))]
@@ -71,8 +82,8 @@ def verify_format(path: Path, *, key: str | None = None) -> Answer:
         "path": str(path),
         "format": opened.format,
         "verified": not problems,
-        "checked": checked,
-        "not_checked": _NO_DIGESTS,
+        "checked": "; ".join(checked),
+        "not_checked": "; ".join(unknown),
         "size_bytes": sum(size for _, size, _ in files),
         "files": [{"name": name, "digest": digest, "status": "verified"} for name, _, digest in files],
         "problems": [attrs.asdict(each) for each in problems],
@@ -89,15 +100,6 @@ def _digest(file: Path, advance: Advance) -> str:
     return DIGEST_PREFIX + whole.hexdigest()
 
 
-def _read_all(opened: OpenedSource) -> list[Problem]:
-    """Read one tensor after the other."""
-    problems = []
-    with opened_weights(opened.model) as weights:
-        total = sum(size_bytes(each.dtype, each.shape) for each in weights.specs.values())
-        with reading("verifying", total) as advance:
-            for name, each in weights.specs.items():
-                try:
-                    advance(weights.read(name, whole_box(each.shape)).nbytes)
-                except TrainfoldError as error:
-                    problems.append(problem_of(error))
-    return problems
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(map(printable, names[:_SHOWN]))}{more}"

@@ -1,6 +1,6 @@
 """`DcpReader`: what is in a directory of torch's distributed checkpoints, and boxes of its tensors, put together from the chunks of the ranks that wrote it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, final
@@ -9,7 +9,13 @@ import torch
 
 from trainfold.backends.formats.dcp.safetensors_shards import shards_metadata
 from trainfold.backends.formats.detect import check_format
-from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
+from trainfold.backends.formats.torch_save.archive import (
+    archive_values,
+    check_sums,
+    is_archive,
+    member_of,
+    read_archive,
+)
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
 from trainfold.backends.gc_pause import without_collecting
@@ -22,6 +28,7 @@ from trainfold.core.torch_files.stored_values import StoredTensor, row_major
 
 METADATA: Final = ".metadata"
 _METADATA_LIMIT: Final = 1 << 30
+_PIECE_BYTES: Final = 1 << 22
 _OBJECT_LIMIT: Final = 1 << 28
 
 
@@ -126,6 +133,33 @@ class DcpReader:
                 file.name, expected=f"at most {_OBJECT_LIMIT} bytes", found=file.size, fix="save tensors as tensors"
             )
         return archive_values(file, read_archive(file))
+
+    def check_values(self, files: OpenFiles, name: str, *, advance: Callable[[int], None]) -> bool:
+        """Read all that was written under a name, and compare it with its sums.
+
+        Args:
+            files: of this directory.
+            name: of a tensor or an object. An object may be of any class: its pickle is not looked at.
+            advance: called with the number of bytes of each piece.
+
+        Returns:
+            Whether all of it has sums.
+
+        Raises:
+            CheckpointDamaged, CheckpointMissing, CheckpointTorn, CheckpointForeign: for what is not as it was written.
+        """
+        tensor = self.metadata.tensors.get(name)
+        if tensor is None:
+            return check_sums(self._range(files, self.metadata.objects[name], name), advance=advance)
+        has_sums = True
+        for chunk, stretch in tensor.chunks:
+            self._stored(files, name, stretch, tensor.dtype, tuple(stop - start for start, stop in chunk))
+            file = self._range(files, stretch, name)
+            if stretch.is_raw:
+                for _, piece in file.pieces(0, file.size, _PIECE_BYTES):
+                    advance(len(piece))
+            has_sums &= not stretch.is_raw and check_sums(file, advance=advance)
+        return has_sums
 
     def _range(self, files: OpenFiles, stretch: FileRange, name: str) -> ByteRange:
         file = files.whole(stretch.file)

@@ -1,7 +1,8 @@
 """`read_archive`: the members of a file that `torch.save` has written. They are stored as they are; a compressed one is refused, so none grows when it is read."""
 
 import struct
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from trainfold.backends.formats.torch_save.byte_range import ByteRange
@@ -18,6 +19,7 @@ _TAIL: Final = 4096  # bytes read at first; with one tensor in it, all of the di
 _FULL_32: Final = 0xFFFF_FFFF
 _PICKLE_LIMIT: Final = 1 << 30
 _DIRECTORY_LIMIT: Final = 1 << 28
+_PIECE_BYTES: Final = 1 << 22
 _MAGIC: Final = b"PK\x03\x04"
 
 
@@ -34,18 +36,40 @@ def read_archive(file: ByteRange) -> Mapping[str, ByteRange]:
         CheckpointDamaged: if it is not an archive, or is cut off.
     """
     try:
-        listing, count = _directory(file)
         found: dict[str, ByteRange] = {}
-        at = 0
-        for _ in range(count):
-            name, size, start, at = _entry(file, listing, at)
-            name = name.partition("/")[2]
+        for name, size, start, _ in _entries(file):
             if name in found:
                 raise _hostile(file, "another name for each member", printable(name))
             found[name] = _member(file, name, start, size)
     except struct.error as error:
         raise _damaged(file, "a whole archive", error) from None
     return found
+
+
+def check_sums(file: ByteRange, *, advance: Callable[[int], None] = lambda _: None) -> bool:
+    """Read all members of an archive, and compare them with their CRC-32.
+
+    Args:
+        file: the archive.
+        advance: called with the number of bytes of each piece.
+
+    Returns:
+        Whether there were such sums: torch writes 0 for them after ``set_crc32_options(False)``.
+
+    Raises:
+        CheckpointDamaged: if other bytes are there than were written; the message names the member.
+        CheckpointTorn, CheckpointHostile: as `read_archive` raises them.
+    """
+    members = read_archive(file)
+    sums = {name: check_sum for name, _, _, check_sum in _entries(file)}
+    for name, member in members.items():
+        found = 0
+        for _, piece in member.pieces(0, member.size, _PIECE_BYTES):
+            found = zlib.crc32(piece, found)
+            advance(len(piece))
+        if sums[name] not in (0, found):
+            raise _damaged(member, f"CRC-32 {sums[name]:08x}", f"{found:08x}: other bytes than were written")
+    return any(sums.values())
 
 
 def archive_values(file: ByteRange, members: Mapping[str, ByteRange]) -> Any:
@@ -105,9 +129,18 @@ def _directory(file: ByteRange) -> tuple[bytes, int]:
     return listing, count
 
 
-def _entry(file: ByteRange, listing: bytes, at: int) -> tuple[str, int, int, int]:
-    """The name, the size and the place of a member, and where the next one is listed."""
-    (magic, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment_size, _, _, _, start) = _ENTRY.unpack_from(listing, at)  # fmt: skip
+def _entries(file: ByteRange) -> Iterator[tuple[str, int, int, int]]:
+    """The name without the folder, the size, the place and the CRC-32 of each member."""
+    listing, count = _directory(file)
+    at = 0
+    for _ in range(count):
+        name, size, start, check_sum, at = _entry(file, listing, at)
+        yield name.partition("/")[2], size, start, check_sum
+
+
+def _entry(file: ByteRange, listing: bytes, at: int) -> tuple[str, int, int, int, int]:
+    """The name, the size, the place and the CRC-32 of a member, and where the next one is listed."""
+    (magic, _, _, flags, method, _, _, check_sum, packed, size, name_size, extra_size, comment_size, _, _, _, start) = _ENTRY.unpack_from(listing, at)  # fmt: skip
     if magic != b"PK\x01\x02":
         raise _damaged(file, "a directory of members", "other bytes")
     name_at = at + _ENTRY.size
@@ -122,7 +155,7 @@ def _entry(file: ByteRange, listing: bytes, at: int) -> tuple[str, int, int, int
         raise _hostile(
             file, "members that are not compressed, as torch writes them", f"{printable(name)}, compressed or encrypted"
         )
-    return name, size, start, after
+    return name, size, start, check_sum, after
 
 
 def _wide(extra: bytes, *short: int) -> list[int]:

@@ -1,14 +1,19 @@
 """`inspect`, `diff` and `verify` on what is not a checkpoint of a run."""
 
+import argparse
 import json
 import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from kit.adapters import cli_cases
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from trainfold.weights import CheckpointWeights, write_hub_directory
+from trainfold.weights import CheckpointWeights, DcpDirectory, TorchFile, write_dcp_directory, write_hub_directory
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 saved = cli_cases.saved
 run = cli_cases.run
@@ -239,3 +244,72 @@ def test_inspect_shows_a_file_of_which_the_model_is_not_known(answered, call, tm
     out, _ = call("inspect", tmp_path / "x.pt")
     assert "not known: tensors under net, ema; name it: --key net" in out
     answered("inspect", tmp_path / "x.pt", "--key", "foo", code=2)
+
+
+def flip(file, contents):
+    """Change a bit of some bytes in a file."""
+    data = bytearray(file.read_bytes())
+    data[data.index(contents) + len(contents) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "ours", "accelerate", "hf"])
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_verify_finds_a_flipped_bit_in_what_torch_has_written(answered, tmp_path, form, what):
+    """U05: of the optimizer too, which it did not read at all."""
+    weights, slots = {"w": torch.arange(50.0)}, {"state": {"w": {"exp_avg": torch.arange(50.0) + 0.5}}}
+    place = tmp_path / "x"
+    if form == "torch":
+        torch.save({"model": weights, "optimizer": slots}, place)
+    elif form == "dcp":
+        dcp.save({"model": weights, "optim": slots}, checkpoint_id=str(place), no_dist=True)
+    elif form == "ours":
+        source = TorchFile(tmp_path / "all.pt")
+        torch.save({"model": weights, "optim": slots}, tmp_path / "all.pt")
+        write_dcp_directory(place, source, model="")
+    else:
+        place.mkdir()
+        names = {"accelerate": ("pytorch_model.bin", "optimizer.bin"), "hf": ("model.safetensors", "optimizer.pt")}[
+            form
+        ]
+        (save_file if form == "hf" else torch.save)(weights, place / names[0])
+        torch.save({**slots, "param_groups": []}, place / names[1])
+        (place / "config.json").write_text("{}")
+    if form == "accelerate":
+        torch.save({"random": object}, place / "random_states_0.pkl")  # a class, which is not looked up
+    found, _ = answered("verify", place)
+    assert "CRC-32" in found["checked"]
+    tensor = weights["w"] if what == "model" else slots["state"]["w"]["exp_avg"]
+    for file in [place] if place.is_file() else sorted(place.iterdir()):
+        if tensor.numpy().tobytes() in file.read_bytes():
+            flip(file, tensor.numpy().tobytes())
+    if form == "hf" and what == "model":
+        assert "no digests" in answered("verify", place)[0]["not_checked"]
+        return
+    found, error = answered("verify", place, code=14)
+    assert not found["verified"]
+    assert "CRC-32" in error["expected"]
+
+
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_verify_finds_missing_files_of_an_optimizer(answered, tmp_path, how):
+    """A directory without the files of the optimizer was called whole. An object of any class is checked by its sum alone."""
+    state = {"model": {"w": torch.ones(9)}, "optim": {"exp_avg": torch.ones(9)}, "args": argparse.Namespace(a=1)}
+    writer = FileSystemWriter(str(tmp_path / "x"), single_file_per_rank=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    answered("verify", tmp_path / "x")
+    file = tmp_path / "x" / DcpDirectory(tmp_path / "x").metadata.tensors["optim.exp_avg"].chunks[0][1].file
+    file.write_bytes(file.read_bytes()[:-9]) if how == "cut" else file.unlink()
+    _, error = answered("verify", tmp_path / "x", code=13 if how == "cut" else 11)
+    assert file.name in error["where"]
+
+
+def test_verify_says_what_has_no_sums(answered, tmp_path):
+    """Torch writes zeros for them if it is asked to."""
+    before = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(False)
+        torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert "x.pt" in answered("verify", tmp_path / "x.pt")[0]["not_checked"]
