@@ -1,6 +1,6 @@
 """`take_training`: a state with the model, the optimizer and the step of another program's checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -8,6 +8,7 @@ import torch
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.user_warning import warn_user
 from trainfold.backends.weights.foreign.training import SavedGroup, Training
 from trainfold.backends.weights.take import take_weights
 from trainfold.core.errors import InvalidArgument, InvalidState
@@ -20,6 +21,23 @@ from trainfold.core.state.state import Opaque, OptimizerState, ParamGroup, Progr
 from trainfold.core.weights.source import Wanted
 
 _SHOWN: Final = 8  # names in a message
+_OF_SCHEDULERS: Final = {
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+}  # which write them into groups
+_OF_TORCH: Final = {
+    "param_names",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "maximize",
+    "decoupled_weight_decay",
+}  # not in each of its versions
 
 
 def take_training(state: TrainState, training: Training, *, collectives: Collectives | None = None) -> TrainState:
@@ -64,6 +82,10 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
         on_all_ranks(world, lambda: taken.append(_optimizer(state, optimizer, training)), doing="take its optimizer")
         state = state.evolve(optimizer=taken[0])
     state = take_weights(state, training.model, collectives=collectives)
+    if unused := _unused(state, training):
+        warn_user(
+            f"{training.where}: the model here has no {', '.join(unused[:_SHOWN])}{' ...' if unused[_SHOWN:] else ''}: {len(unused)} tensors that were saved are not taken"
+        )
     if training.step is not None:
         state = state.evolve(trainer=attrs.evolve(state.trainer or Progress(), step=training.step))
     if training.scheduler is not None and isinstance(state.scheduler, Opaque):
@@ -85,12 +107,26 @@ def _optimizer(state: TrainState, mine: OptimizerState, training: Training) -> O
         for theirs, group in zip(training.groups, groups, strict=True)
         for number, name in zip(theirs.params, group.params, strict=True)
     }
+    _check_class(mine, groups, training)
     slots = _slots(state, training, {str(number): name for number, name in order.items()}, hyper)
     return attrs.evolve(
         mine,
         slots=Leaves({name: slots[name] for name in names if name in slots}),
         groups=tuple(_group(each, hyper) for each in mine.groups),
     )
+
+
+def _unused(state: TrainState, training: Training) -> list[str]:
+    """Tensors of the saved model that the model here has not. Where a directory has the optimizer beside the model, under no name, only what has the model's first names counts."""
+    model = state.model
+    assert model is not None, "weights were taken"
+    mine = {*map(canonical_name, model.params), *map(canonical_name, model.buffers)}
+    found = [name for name in training.model.specs() if canonical_name(name) not in mine]
+    slots = () if training.slots is None else tuple(training.slots.specs())
+    if slots and any(name.endswith(f".{slots[0]}") for name in found):
+        first = {name.partition(".")[0] for name in mine}
+        found = [name for name in found if name.partition(".")[0] in first]
+    return found
 
 
 def _numbered(mine: OptimizerState, training: Training) -> tuple[SavedGroup, ...]:
@@ -100,6 +136,16 @@ def _numbered(mine: OptimizerState, training: Training) -> tuple[SavedGroup, ...
         raise InvalidState("optimizer.groups", expected=f"groups of {here} parameters, as here", found=f"groups of {there} in {training.where}",
                            fix="make the optimizer of the same parameters, in the same groups and order: it was saved without their names")  # fmt: skip
     return tuple(SavedGroup(each.params, saved.hyper) for each, saved in zip(mine.groups, training.groups, strict=True))
+
+
+def _check_class(mine: OptimizerState, groups: Sequence[SavedGroup], training: Training) -> None:
+    """Raise if the saved optimizer has hyperparameters that this one has not, as one of another class has. A checkpoint does not name the class."""
+    here = {key for group in mine.groups for key in group.hyper}
+    there = {key for group in groups if group.params for key in group.hyper}
+    if unknown := sorted(there - here - _OF_SCHEDULERS - _OF_TORCH):
+        raise InvalidState("optimizer", expected=f"one with the hyperparameters of the optimizer here: {', '.join(sorted(here))}",
+                           found=f"also {', '.join(map(str, unknown[:_SHOWN]))} in {training.where}",
+                           fix="make the optimizer of the class that saved, and with the keys that its groups had")  # fmt: skip
 
 
 def _group(mine: ParamGroup, hyper: Mapping[str, Mapping[str, Any]]) -> ParamGroup:

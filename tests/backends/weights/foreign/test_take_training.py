@@ -178,6 +178,15 @@ def one_group(model):
     return torch.optim.AdamW(model.parameters())
 
 
+def another_class(model):
+    first, *rest = model
+    return torch.optim.SGD(
+        [{"params": first.parameters()}, {"params": [each for layer in rest for each in layer.parameters()]}],
+        lr=0.1,
+        momentum=0.9,
+    )
+
+
 def other_shapes(model):
     first = list(model[0].parameters())
     return torch.optim.AdamW([{"params": first[::-1]}, {"params": [*model[1].parameters(), *model[2].parameters()]}])
@@ -192,6 +201,9 @@ def other_shapes(model):
         (write_dcp, fewer, r"expected the 4 parameters .* found 6 .*unexpected \['1\.weight', '1\.bias'\]"),
         (write_dcp, one_group, r"expected the weight_decay of 0\.weight, which is in the same group here, found \[0\.01\]"),
         (write_titan, one_group, r"expected the weight_decay of 0\.weight, which is in the same group here"),
+        (write_torch, another_class, r"expected one with the hyperparameters of the optimizer here: .*momentum.*found also amsgrad, betas, eps in"),
+        (write_dcp, another_class, r"found also amsgrad, betas, eps in .*make the optimizer of the class that saved"),
+        (write_titan, another_class, r"found also amsgrad, betas, eps in"),
         (write_dcp, other_order, r"which is in the same group here"),
     ],
 )  # fmt: skip
@@ -256,3 +268,15 @@ def test_slots_that_are_no_tensors_are_taken(tmp_path):
     for training in (torch_training(tmp_path / "a"), dcp_training(tmp_path / "b")):
         found = take_training(trainfold.attach(model, optimizer, scheduler=scheduler).capture(), training)
         assert found.optimizer.slots == state
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_titan, write_torch])
+def test_tensors_that_the_model_has_not_are_named(write, tmp_path):
+    """V10: a head that was saved and is not here; nothing is said of the optimizer's tensors."""
+    model, optimizer, scheduler = train(*build(), BATCHES[:STEPS])
+    model[1].register_buffer("head", torch.ones(2))
+    training = write(tmp_path / "saved", model, optimizer, scheduler)
+    model, optimizer, scheduler = build()
+    state = trainfold.attach(model, optimizer, scheduler=scheduler).capture()
+    with pytest.warns(UserWarning, match=r"the model here has no 1.head: 1 tensors that were saved are not taken"):
+        take_training(state, training)
