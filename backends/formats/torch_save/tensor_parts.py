@@ -75,14 +75,23 @@ def _reach(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
 
 
 def _strided(member: ByteRange, stored: StoredTensor, into: torch.Tensor, box: Box) -> None:
-    """From a tensor whose elements have another order: all of its memory is read."""
+    """From a tensor whose elements have another order: the memory between the first and the last of a box, cut where it is long."""
     dtype = torch_dtype(stored.dtype)
+    spans = [(stop - start - 1) * stride for (start, stop), stride in zip(box, stored.strides, strict=True)]
+    count = sum(spans) + 1
+    if count * dtype.itemsize > _PIECE_BYTES and any(spans):
+        dim = spans.index(max(spans))
+        start, stop = box[dim]
+        middle = (start + stop) // 2
+        for part in ((start, middle), (middle, stop)):
+            inner = into.narrow(dim, part[0] - start, part[1] - part[0])
+            _strided(member, stored, inner, (*box[:dim], part, *box[dim + 1 :]))
+        return
+    first = stored.start + sum(start * stride for (start, _), stride in zip(box, stored.strides, strict=True))
     kind = _BITS.get(dtype.itemsize, dtype)
-    first, last = stored.elements
-    memory = torch.empty(last - first, dtype=kind)
+    memory = torch.empty(count, dtype=kind)
     member.read_into(first * dtype.itemsize, _memory(memory))
-    whole = memory.as_strided(stored.shape, stored.strides)
-    into.view(kind).copy_(whole[tuple(slice(start, stop) for start, stop in box)])
+    into.view(kind).copy_(memory.as_strided(into.shape, stored.strides))
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

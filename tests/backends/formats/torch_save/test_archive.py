@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from kit.backends import dcp_cases as cases
 from kit.depth import IS_DEEP
 
+from trainfold.backends.formats.torch_save import tensor_parts
 from trainfold.backends.formats.torch_save.archive import archive_values, read_archive
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, TrainfoldError
+from trainfold.core.torch_files.stored_values import StoredTensor
 from trainfold.weights import TorchFile
 
 CASES = 50_000 if IS_DEEP else 300
@@ -136,6 +138,36 @@ def check_parts(data, source, state):
         wanted = {name: cases.Wanted(source.specs()[name].dtype, tuple(each.shape), box)}
         part = each[tuple(slice(*side) for side in box)].resolve_conj().resolve_neg()
         assert cases.all_bits(dict(source.supply(wanted))) == cases.all_bits({name: part})
+
+
+class Memory:
+    """The bytes of a storage, which notes how many are read at once."""
+
+    name, size = "memory", 4 * 10_000
+
+    def __init__(self):
+        self.whole = torch.arange(10_000.0)
+        self.lengths = []
+
+    def read_into(self, start, memory):
+        self.lengths.append(len(memory))
+        memory[:] = self.whole.numpy().tobytes()[start : start + len(memory)]
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 700)), min_size=1, max_size=4))
+def test_a_part_of_a_view_is_read_in_short_pieces(data, dims):
+    """Of a view of a large memory, no more than a piece is in memory, whatever its strides."""
+    member, shape, strides = Memory(), tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
+    stored = StoredTensor("0", "float32", shape, strides, 7, member.size)
+    box = data.draw(cases.box_in(shape))
+    into = torch.empty([stop - start for start, stop in box])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tensor_parts, "_PIECE_BYTES", 240)
+        tensor_parts.read_box(member, stored, box, into)
+    part = tuple(slice(*side) for side in box)
+    assert torch.equal(into, member.whole[7:].as_strided(shape, strides)[part])
+    if not stored.is_contiguous:
+        assert max(member.lengths, default=0) <= 240
 
 
 def test_old_files_and_folders_are_named(tmp_path):
