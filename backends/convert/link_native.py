@@ -72,6 +72,7 @@ def link_to_run(opened: OpenedSource, target: str, *, dry_run: bool, advance: Ad
             HUB_DTYPES.get(spec.dtype) != STORED[spec.dtype].name
             or not path.startswith("model.params['")
             or not path.isascii()
+            or "\\" in path  # it is escaped there
         ):
             raise refused(opened.where, f"{storage_key(path)} {spec}, which a checkpoint stores in another form")
     directory = directory_of(contents.step)

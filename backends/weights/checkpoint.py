@@ -1,5 +1,6 @@
 """`CheckpointWeights`: the weights of another run, or of a component of it such as its average, a rank's part at a time."""
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 _BATCH_BYTES: Final = 64 << 20  # read at once, side by side
-_PATH: Final = re.compile(r"^\w+(?:\.(?:params|buffers))?\[(['\"])(?P<name>.*)\1\]$")
+_PATH: Final = re.compile(r"^\w+(?P<module>\.(?:params|buffers))?\[(?P<name>(['\"]).*\3)\]$")
 
 
 @final
@@ -193,6 +194,16 @@ class CheckpointWeights:
             others.setdefault(first, []).append(alias)
         return others
 
+    def _check_names(self, table: Sequence[TensorRecord]) -> None:
+        """Raise if two tensors of a flat dict have one name without the prefixes of wrappers."""
+        path_of: dict[str, str] = {}
+        for each in table:
+            name = weight_name(each.path) if each.path.startswith(f"{self._component}[") else None
+            if name is not None and path_of.setdefault(name, each.path) != each.path:
+                raise InvalidState(
+                    f"{self._store.url}: {self._component}", expected="one tensor for each name", found=f"{path_of[name]} and {each.path}, which are {name} without the prefixes of wrappers",
+                    fix="save the module itself under extra, in place of its state_dict()")  # fmt: skip
+
     def _fix(self, where: str) -> str:
         """What reads the place instead."""
         found = detect_format(where) if isinstance(self._store, LocalStore) else None
@@ -201,6 +212,7 @@ class CheckpointWeights:
     def _table(self, manifest: Manifest) -> tuple[TensorRecord, ...]:
         found = manifest.component(self._component)
         if found is not None and len(found.nodes) == 1:
+            self._check_names(found.tensors[0])
             return tuple(found.tensors[0])
         names = ", ".join(each.name for each in manifest.components)
         raise InvalidState(
@@ -211,16 +223,23 @@ class CheckpointWeights:
         )
 
 
-def weight_name(path: str) -> str:
-    """The canonical name of a tensor with this leaf path; empty if it is not at the top of its component."""
+def weight_name(path: str) -> str | None:
+    """The name of a tensor with this leaf path; None if it is not at the top of its component.
+
+    A module has the names that it was saved under. Those of a flat dict are canonical: one of ``state_dict()`` has the prefixes of wrappers.
+    """
     match = _PATH.match(path)
-    return "" if match is None else canonical_name(match["name"])
+    if match is None:
+        return None
+    quoted = match["name"]
+    name = str(ast.literal_eval(quoted)) if "\\" in quoted else quoted[1:-1]
+    return name if match["module"] else canonical_name(name)
 
 
 def _names(record: TensorRecord, others: Mapping[str, Sequence[str]]) -> list[str]:
-    """The canonical names of a tensor, the first one first; none if it is not at the top of its component."""
+    """The names of a tensor, the first one first; none if it is not at the top of its component."""
     name = weight_name(record.path)
-    return [name, *others.get(name, ())] if name else []
+    return [] if name is None else [name, *others.get(name, ())]
 
 
 def _each_wanted(
@@ -237,7 +256,7 @@ def _ties(manifest: Manifest, component: str) -> dict[str, str]:
     """Other name -> first name of each tied tensor, as the component was saved."""
     found = manifest.component(component)
     pairs = [] if found is None else saved_ties(found.nodes[0])
-    return {canonical_name(alias): canonical_name(first) for alias, first in pairs}
+    return dict(pairs)
 
 
 def _read(

@@ -114,7 +114,7 @@ class _Ranks:
                 _check_alike(self._model, other, rank)
         self._holders = Holders(tuple(each.tensors for each in every))
         self._holders.check()
-        self._paths = {weight_name(path): path for path in self._model.tensors}
+        self._paths = {name: path for path in self._model.tensors if (name := weight_name(path)) is not None}
         self._tensors = {path: _local(leaf, path) for path, leaf in self._leaves.items()}
         self._check_mine = unchanged(state)
 

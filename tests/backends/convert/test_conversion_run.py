@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.backends.reuse_cases import SHAPES, Chain
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,7 @@ from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.torch_files.dcp_plan import plan_dcp
 from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.families.hub_rules import hub_rules
+from trainfold.core.weights.source import Wanted
 from trainfold.errors import CheckpointForeign, CheckpointMissing, InvalidArgument, InvalidState, ResumeRefused
 from trainfold.ranks import run_threads
 from trainfold.weights import CheckpointWeights, HubDirectory
@@ -94,6 +95,34 @@ def test_weights_of_a_hub_become_a_checkpoint_bit_by_bit(tmp_path_factory, data)
     hub = a_hub_directory(top / "hub", found)
     converted(hub, top / "run")
     assert weights(CheckpointWeights(top / "run")) == bytes_of(found) == weights(HubDirectory(hub))
+
+
+PARTS = st.sampled_from(
+    ["module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "a", "0", "w", ""]
+)
+NAMES = st.lists(PARTS, min_size=1, max_size=3).map(".".join) | st.text(
+    st.sampled_from("wé\n\\'\"[]\u200b\U0001f600/ \0"), max_size=4
+)
+
+
+@settings(max_examples=25)
+@given(names=st.sets(NAMES, min_size=1, max_size=4))
+@example(names={"module.w", "w"})
+@example(names={"", "z"})
+@example(names={"a._orig_mod.w", "w\n", "w\\n", "it's", 'a "w"', 'it\'s "w"'})
+def test_names_go_to_a_checkpoint_and_back_as_they_are(tmp_path_factory, names):
+    """K10: those of wrappers too, and what a name may have beside letters; `diff` and a hub see each tensor."""
+    path = tmp_path_factory.mktemp("names")
+    tensors = {name: torch.full((2,), float(number)) for number, name in enumerate(sorted(names))}
+    hub = a_hub_directory(path / "hub", tensors)
+    converted(hub, path / "run")
+    assert weights(CheckpointWeights(path / "run")) == bytes_of(tensors)
+    wanted = {
+        name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape)) for name, spec in HubDirectory(hub).specs().items()
+    }
+    assert bytes_of(dict(CheckpointWeights(path / "run").supply(wanted))) == bytes_of(tensors)
+    converted(path / "run", path / "back", to="hf")
+    assert bytes_of(load_file(path / "back/model.safetensors")) == bytes_of(tensors)
 
 
 def test_a_checkpoint_that_is_copied_has_the_same_fingerprints_and_resumes_in_full(tmp_path):

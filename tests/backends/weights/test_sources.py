@@ -307,3 +307,17 @@ def test_a_changed_file_of_a_hub_is_refused_by_name_or_has_tensors(tmp_path, fli
         said = str(error)
     assert total <= len(data)
     assert "hub" in said
+
+
+def test_the_names_of_a_flat_dict_are_those_of_the_module_inside_or_are_refused():
+    """C09: a `state_dict()` has the prefixes of wrappers. Two tensors that would have one name are both named."""
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+
+    def saved(held):
+        store = MemoryStore()
+        save(TrainState(trainer=Progress(step=1), extra={"average": held}), store)
+        return CheckpointWeights(store, component="average")
+
+    assert set(saved(dict(average.state_dict())).specs()) == {"n_averaged", "weight", "bias"}
+    with pytest.raises(InvalidState, match=r"average\['module\.w'\].*which are w without the prefixes"):
+        saved({"w": torch.ones(1), "module.w": torch.zeros(1)}).specs()
