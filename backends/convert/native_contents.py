@@ -69,7 +69,7 @@ def contents_of_weights(
 ) -> NativeContents:
     """A model alone, with other names or dtypes, or from another format.
 
-    Buffers keep their dtypes. Where rules are applied, tied tensors are stored under each of their names; otherwise once, as in the source.
+    What the source knows as buffers keeps its dtype. Where rules are applied, tied tensors are stored under each of their names; otherwise once, as in the source.
 
     Args:
         opened: the source.

@@ -88,7 +88,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
             stages of a pipeline, each rank passes its own: rank 0 gets from the others what it writes, and of what all have its own is written.
         path: the directory, which does not exist yet, or is empty.
         rules: from the names of the weights to those of the hub, as `hub_rules_of` makes them; None if they have these names. Tied weights are given to them under each of their names.
-        dtype: to which floating parameters are cast that have another one, as a dtype of torch or its name; None for none. Buffers, integers, booleans and quantised numbers keep theirs.
+        dtype: to which floating parameters are cast that have another one, as a dtype of torch or its name; None for none. Buffers, integers, booleans and quantised numbers with their scales keep theirs; files of a hub do not say what is a buffer.
         shard_bytes: how large a file may be, such as ``"5GB"``. By default as ``like`` has it, or 5 GB.
         like: the directory of the original: its configuration, tokenizer and other files are copied; and each tensor goes into the file that it has there, unless ``shard_bytes`` is given.
             Or the `HubFiles` of a run, which have no weights.

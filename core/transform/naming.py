@@ -6,7 +6,7 @@ from typing import final
 
 import attrs
 
-from trainfold.core.errors import InvalidState
+from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.transform.expression import Expression, SameAs
 from trainfold.core.transform.name_template import NameTemplate, check_captures, matching, template, templates
 from trainfold.core.transform.transform import Table
@@ -88,6 +88,9 @@ class Tie:
         pairs += [(name, self.name.fill(each)) for name, each in self.alias.among(table).items()]
         for alias, name in dict.fromkeys(pairs):
             kept, other = table.get(name), table.get(alias)
+            if alias == name:
+                raise InvalidState(
+                    alias, expected="another tensor that stays", found="this one itself", fix="write the names out, a tie for each tensor")  # fmt: skip
             if kept is None or other is None or (kept.dtype, kept.shape) != (other.dtype, other.shape):
                 raise InvalidState(
                     alias, expected=f"a tensor that is tied to {name}", found=f"{form_of(other)}, and {form_of(kept)} there",
@@ -152,9 +155,18 @@ def tie(alias: str | NameTemplate, name: str | NameTemplate) -> Tie:
     """Leave out a tensor that has the values of another one, as formats do that store tied weights once. Its inverse puts it back.
 
     Values are compared when the other one is computed: weights that only used to be tied are an error.
+
+    Args:
+        alias: a template of the names that are left out.
+        name: a template of the names that stay, with the same captures.
+
+    Raises:
+        InvalidArgument: for a text that is not a template, other captures, and one name for both.
     """
     one, other = template(alias), template(name)
     check_captures("tie", one, other)
+    if one == other:
+        raise InvalidArgument("tie", expected="a name, and another one that stays", found=f"{one} twice", fix="name the tensor that has the same values")  # fmt: skip
     return Tie(one, other)
 
 

@@ -16,6 +16,9 @@ from trainfold.core.transform.transform import Table
 
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _QUANTISED: Final = frozenset(each for each in STORED if each.startswith(("float8", "int8", "uint8")))
+_PACKED: Final = _QUANTISED | {"int32"}  # some keep numbers of 4 bits in whole words
+_MATRIX: Final = 2
+_BIAS: Final = "bias"
 
 
 @final
@@ -64,13 +67,26 @@ class CastFloats:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
-        only, without = matching(self.only, table) if self.only else table.keys(), matching(self.without, table)
+        only = matching(self.only, table) if self.only else table.keys() - _beside_quantised(table)
+        without = matching(self.without, table)
         return {
             name: CastTo(each, self.dtype)
             if each.dtype in _FLOATS and each.dtype != self.dtype and name in only and name not in without
             else each
             for name, each in table.items()
         }
+
+
+def _beside_quantised(table: Table) -> set[str]:
+    """What modules have beside a quantised matrix, but a bias: its scales, whatever they are called."""
+    modules = {_module_of(name) for name, each in table.items() if each.dtype in _PACKED and len(each.shape) >= _MATRIX}
+    if not modules:
+        return set()
+    return {name for name in table if _module_of(name) in modules and not name.endswith(_BIAS)}
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 @final
@@ -116,7 +132,7 @@ class Dequantise:
                     found=f"{form_of(scale)} beside {form_of(each)}", fix="give the block of this model")  # fmt: skip
             found[weight] = Dequantised(each, scale, sizes, self.dtype)
             del found[name]
-        bare = [name for name in self.weight.among(found) if found[name].dtype.startswith("float8")]
+        bare = [name for name in self.weight.among(found) if found[name].dtype in _QUANTISED]
         if bare:
             raise InvalidState(str(self), expected="a scale for each quantised tensor", found=f"none for {', '.join(bare[:8])}",
                                fix="give the name that the scales of this model have")  # fmt: skip
@@ -159,9 +175,11 @@ def cast(
 ) -> CastFloats:
     """Round floating tensors to another dtype. Integers, booleans and quantised numbers keep theirs, and so does what has that dtype already.
 
+    What a module has beside a quantised matrix (of float8, int8, uint8, or packed in int32), but its bias, keeps its dtype too: rounded scales would change each of its numbers.
+
     Args:
         dtype: ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``.
-        only: the names to which it applies; by default all.
+        only: the names to which it applies, scales too; by default all but what is beside a quantised matrix.
         without: names to which it does not apply.
 
     Raises:

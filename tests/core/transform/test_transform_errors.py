@@ -29,6 +29,8 @@ MADE = {
     "a capture that is lost": (lambda: rename("layers.{i}.w", "w"), "layers.{i}.w: i"),
     "a star that is lost": (lambda: rename("{path*}.w", "{path}.w"), "{path*}.w: path*"),
     "a tie of others": (lambda: tie("head.{i}", "embed"), "the captures of head.{i}"),
+    "a tie to itself": (lambda: tie("w", "w"), "tie: expected a name, and another one that stays, found w twice"),
+    "an untie from itself": (lambda: untie("e.{i}", "e.{i}"), "e.{i} twice"),
     "one part": (lambda: merge(["q"], "qkv"), "1 parts"),
     "a part twice": (lambda: merge(["q", "q"], "qkv"), "each once"),
     "shares for other parts": (lambda: split("qkv", ["q", "k"], shares=[1]), "1 shares"),
@@ -77,6 +79,8 @@ MET = {
     "a tie without the other": (tie("head", "embed"), specs(head=(1,)), "and nothing there"),
     "a tie without an alias": (tie("head", "embed"), specs(embed=(1,)), "found nothing"),
     "a tie of two shapes": (tie("head", "embed"), specs(head=(1,), embed=(2,)), "float32[1], and float32[2] there"),
+    "a tie of captures that are equal": (tie("{a}.{b}", "{b}.{a}"), specs(x_x=(1,)), "x.x: expected another tensor that stays"),
+    "an int8 weight whose scales have another name": (dequantise("{m}.w", "{m}.s"), {"a.w": LeafSpec("int8", (1, 1)), "a.scale": LeafSpec("float32", (1, 1))}, "none for a.w"),
     "a scale without a weight": (dequantise("w", "s"), specs(s=(1, 1)), "beside nothing"),
     "scales of other blocks": (dequantise("w", "s"), specs(s=(1, 1)) | {"w": LeafSpec("float8_e4m3fn", (129, 1))}, "float32[1, 1] beside float8_e4m3fn[129, 1]"),
     "a weight that is not quantised": (dequantise("w", "s"), specs(s=(1, 1), w=(2, 2)), "beside float32[2, 2]"),
@@ -141,3 +145,16 @@ def test_a_transform_says_all_that_it_does():
         "cast floating tensors but {n}.bias to bfloat16 (no inverse)",
         "tie head to embed",
     ]
+
+
+@pytest.mark.parametrize("payload", ["float8_e4m3fn", "int8", "uint8", "int32"])
+def test_what_is_beside_a_quantised_matrix_is_not_rounded(payload):
+    """K04: scales, whatever they are called. Beside integers of one dimension, and where it is asked for by name, it is."""
+    found = {
+        "a.weight": LeafSpec(payload, (4, 4)), "a.weight_scale_inv": LeafSpec("float32", (1, 1)), "a.scales": LeafSpec("float16", (4,)), "a.bias": LeafSpec("float32", (4,)),
+        "b.weight": LeafSpec("float32", (4, 4)), "b.ids": LeafSpec(payload, (4,)), "norm": LeafSpec("float32", (4,)),
+    }  # fmt: skip
+    changed = {"a.bias", "b.weight", "norm"}
+    cut = transform_specs(cast("bfloat16"), found)
+    assert {name for name, each in cut.items() if each != found[name]} == changed
+    assert transform_specs(cast("bfloat16", only="a.scales"), found)["a.scales"].dtype == "bfloat16"
