@@ -20,7 +20,7 @@ from trainfold.core.format.structure.outline import by_rule, described_by, outli
 from trainfold.core.format.structure.unite import unite
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box, row_blocks, volume, whole_box
+from trainfold.core.layout.slices import Box, intersect, row_blocks, volume, whole_box
 from trainfold.core.layout.stage import Stage, ranks_by_stage
 from trainfold.core.layout.world import Collectives, Exchanges, World
 from trainfold.core.resume.compare import saved_ties
@@ -147,16 +147,19 @@ class _Ranks:
 
     def is_here(self, name: str, box: Box) -> bool:
         """Whether this rank has all of a part itself."""
-        return [(self._world.rank, box)] == self._holders.parts(self._paths[name], box) or not volume(box)
+        path = self._paths[name]
+        return not volume(box) or (path in self._leaves and intersect(box, self._held(path)) == box)
 
     def here(self, name: str, box: Box) -> torch.Tensor:
         """A part that this rank has."""
         path = self._paths[name]
-        leaf = self._leaves[path]
         if not volume(box):
             return torch.empty([stop - start for start, stop in box], dtype=torch_dtype(self.spec(name).dtype))
-        held = leaf.box if isinstance(leaf, Shard) else whole_box(self.spec(name).shape)
-        return self._tensors[path][_within(held, box)]
+        return self._tensors[path][_within(self._held(path), box)]
+
+    def _held(self, path: str) -> Box:
+        leaf = self._leaves[path]
+        return leaf.box if isinstance(leaf, Shard) else whole_box(tuple(leaf.shape))
 
     def give(self, asked: Sequence[Part], into: Sequence[torch.Tensor] = ()) -> None:
         """A round, in which all ranks take part.
