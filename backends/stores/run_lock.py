@@ -2,24 +2,20 @@
 
 import fcntl
 import os
-import re
-import socket
 import stat
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Final, final
 
 import attrs
 
+from trainfold.backends.stores.lock_holder import has_ended, myself
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced
 
 LOCK_NAME: Final = ".lock"
 _HOLDER_BYTES: Final = 256
 _DEAD_SECS: Final = 10.0
 _LOOK_SECS: Final = 0.01
-_KILLED: Final = 1 << 8  # SIGKILL, of the pending signals in /proc/PID/status
-_EXITING: Final = 0x4  # PF_EXITING, of the flags in /proc/PID/stat
 
 
 @final
@@ -77,9 +73,9 @@ def acquire(root: str) -> HeldLock:
         holder = _holder(fd)
         os.close(fd)
         fix = "wait for it or stop it (the lock ends with the process), or save into another run"
-        if holder == _myself():
+        if holder == myself():
             holder, fix = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
-        elif _has_ended(holder):
+        elif has_ended(holder):
             holder, fix = f"{holder}, which has ended, and something that it started", "stop what it started"
         raise RunLocked(root, expected="no other writer", found=holder, fix=fix) from None
     except BaseException:
@@ -87,7 +83,7 @@ def acquire(root: str) -> HeldLock:
         raise
     with suppress(OSError):  # a full disk: the lock holds, but no message can name the process
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{_myself()}\n".encode(), 0)
+        os.pwrite(fd, f"{myself()}\n".encode(), 0)
     held = HeldLock(root, fd, os.getpid(), (opened.st_dev, opened.st_ino))
     _HELD.add(held)
     return held
@@ -104,7 +100,7 @@ def _take(fd: int) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > late or not _has_ended(_holder(fd)):
+            if time.monotonic() > late or not has_ended(_holder(fd)):
                 raise
             time.sleep(_LOOK_SECS)
         else:
@@ -113,21 +109,6 @@ def _take(fd: int) -> None:
 
 def _holder(fd: int) -> str:
     return os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "an unnamed process"
-
-
-def _has_ended(holder: str) -> bool:
-    """Whether a process on this machine is gone, or on its way: then nothing but time is needed. A process of another machine cannot be seen."""
-    named = re.fullmatch(r"process (\d+) on (.+)", holder)
-    if named is None or named[2] != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return False
-    process = Path("/proc", named[1])
-    try:
-        state, *fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        status = (process / "status").read_text(encoding="utf-8")
-    except OSError:
-        return True
-    pending = "".join(re.findall(r"ShdPnd:\s*(\w+)", status)) or "0"
-    return state in "ZX" or bool(int(fields[5]) & _EXITING or int(pending, 16) & _KILLED)
 
 
 def check(held: HeldLock) -> None:
@@ -160,10 +141,6 @@ def check(held: HeldLock) -> None:
         found=found,
         fix="put the directory back; or make another manager and restore, to go on at this path",
     )
-
-
-def _myself() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _planted(path: str) -> CheckpointHostile:

@@ -1,0 +1,1 @@
+"""Runs in object stores: requests over obstore, the lease that serves as a run's lock, and the `Store` made of both. May import the ground of stores."""

@@ -1,0 +1,247 @@
+"""`Bucket`: the few requests that a run in an object store needs, with errors that have names. The only module that calls obstore."""
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias, final
+
+import attrs
+
+from trainfold.backends.stores.os_errors import missing
+from trainfold.core.errors import CheckpointError, CheckpointMissing, CheckpointUnreadable, InvalidArgument, NotWritable, SaveFailed
+
+Version: TypeAlias = dict[str, str]
+"""What identifies the contents of an object to its store: an entity tag, a generation, or both."""
+
+_TOKEN: Final = "trainfoldtoken"  # noqa: S105  # letters alone: Azure takes nothing else in the name of metadata
+_TRIES: Final = 3
+_QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
+_TEXT_LIMIT: Final = 400
+
+
+@final
+@attrs.frozen
+class Stored:
+    """An object as it was read.
+
+    Attributes:
+        data: its bytes.
+        version: what a conditional put compares.
+        token: the mark of the put that made it; None if another program did.
+        modified: when, in seconds since 1970 by the store's clock.
+    """
+
+    data: bytes
+    version: Version
+    token: str | None
+    modified: float
+
+
+@final
+class Bucket:
+    """A prefix of an object store.
+
+    Args:
+        store: a store of obstore, whose prefix is that of the run.
+        url: the location in messages.
+    """
+
+    def __init__(self, store: Any, url: str) -> None:
+        import obstore  # late: an extra, and only runs in object stores need it
+
+        self._api = obstore
+        self._errors = obstore.exceptions
+        self._store = store
+        self.url = url
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Stored | None:
+        """An object with its version; None if there is no such object."""
+        with self._reading(key):
+            try:
+                found = self._api.get(self._store, key)
+                data = bytes(found.bytes())
+            except FileNotFoundError:
+                return None
+        return Stored(data, _version(found.meta), found.attributes.get(_TOKEN), found.meta["last_modified"].timestamp())
+
+    def head(self, key: str) -> tuple[int, float] | None:
+        """Size in bytes and time of the last change in seconds since 1970; None if there is no such object."""
+        with self._reading(key):
+            try:
+                found = self._api.head(self._store, key)
+            except FileNotFoundError:
+                return None
+        return found["size"], found["last_modified"].timestamp()
+
+    def fill(self, key: str, memory: memoryview, start: int) -> int:
+        """Read from ``start`` on until the memory is full or the object ends; a stream that breaks goes on where it broke.
+
+        Returns:
+            How many bytes were read.
+
+        Raises:
+            CheckpointMissing: if there is no such object.
+        """
+        done, tries = 0, 0
+        while done < len(memory):
+            before = done
+            try:
+                done += self._fill(key, memory[done:], start + done)
+                return done
+            except _Broken as broken:
+                done += broken.done
+                tries = tries + 1 if done == before else 1
+                if tries >= _TRIES:
+                    raise self._unreadable(key, broken.cause) from broken.cause
+        return done
+
+    def _fill(self, key: str, memory: memoryview, start: int) -> int:
+        done = 0
+        try:
+            found = self._api.get(self._store, key, options={"range": (start, start + len(memory))})
+            for chunk in found.stream(min_chunk_size=1 << 20):
+                part = memoryview(chunk)[: len(memory) - done]
+                memory[done : done + len(part)] = part
+                done += len(part)
+        except FileNotFoundError:
+            raise missing(self.where(key)) from None
+        except self._errors.BaseError as error:
+            size = self.head(key)  # a range that begins behind the end is an error to some stores
+            if size is None:
+                raise missing(self.where(key)) from None
+            if start + done >= size[0]:
+                return done
+            raise _Broken(done, error) from error
+        return done
+
+    def names(self, directory: str = "") -> tuple[list[str], list[str]]:
+        """The names of objects, and of directories, one level below a directory of the run or at its top."""
+        with self._reading(directory):
+            found = self._api.list_with_delimiter(self._store, directory or None)
+        above = len(directory) + 1 if directory else 0
+        objects = [each["path"][above:] for each in found["objects"]]
+        return objects, [path.rstrip("/")[above:] for path in found["common_prefixes"]]
+
+    def below(self, directory: str) -> list[str]:
+        """The keys of all objects below a directory, at any depth."""
+        with self._reading(directory):
+            return [each["path"] for page in self._api.list(self._store, directory) for each in page]
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object, whatever is there."""
+        with self._writing(key):
+            self._api.put(self._store, key, data, use_multipart=False)
+
+    def put_parts(self, key: str, parts: Iterable[bytearray], *, chunk_bytes: int, at_once: int) -> None:
+        """Put an object in parts, which are sent while later ones are made; nothing is left if ``parts`` raises."""
+        with self._writing(key):
+            self._api.put(self._store, key, parts, use_multipart=True, chunk_size=chunk_bytes, max_concurrency=at_once)
+
+    def put_if(self, key: str, data: bytes, expected: Version | None) -> Version | None:
+        """Put an object if its contents are those of a version, or if there is none.
+
+        A client sends a put again whose answer was lost, and the second one is refused if the first one was carried out. So each put has a mark of its own.
+
+        Returns:
+            The new version; None if the object has another version.
+        """
+        token = uuid.uuid4().hex
+        try:
+            with self._writing(key):
+                mode = "create" if expected is None else expected
+                given = self._api.put(self._store, key, data, mode=mode, attributes={_TOKEN: token}, use_multipart=False)
+            return _version(given)
+        except _Refused:
+            found = self.get(key)
+            return found.version if found is not None and found.token == token else None
+        except SaveFailed:
+            found = self._get_quietly(key)
+            if found is None or found.token != token:
+                raise
+            return found.version
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are not there are fine."""
+        with self._writing(keys[0] if keys else ""):
+            for key in keys:
+                try:
+                    self._api.delete(self._store, key)
+                except FileNotFoundError:
+                    continue
+
+    # --- errors ----------------------------------------------------------------------------------------------------
+
+    def where(self, key: str) -> str:
+        """An object in messages."""
+        return f"{self.url}/{key}" if key else self.url
+
+    def _get_quietly(self, key: str) -> Stored | None:
+        try:
+            return self.get(key)
+        except CheckpointError:
+            return None
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError, PermissionError) as error:
+            raise CheckpointMissing(
+                self.where(key), expected="the right to read", found=_text(error), fix="give these credentials the right to read and list there"
+            ) from error
+        except self._errors.BaseError as error:
+            raise self._unreadable(key, error) from error
+
+    @contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        errors = self._errors
+        try:
+            yield
+        except (errors.AlreadyExistsError, errors.PreconditionError, FileExistsError) as error:
+            raise _Refused from error
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError) as error:
+            raise NotWritable(
+                self.where(key), expected="the right to write", found=_text(error), fix="give these credentials the right to write there, or save elsewhere"
+            ) from error
+        except (errors.NotSupportedError, NotImplementedError) as error:
+            raise InvalidArgument(
+                self.where(key), expected="a store with conditional puts", found=_text(error), fix="use a provider that has them: without them no two writers can be told apart"
+            ) from error
+        except errors.BaseError as error:
+            raise SaveFailed(
+                self.where(key), expected="the planned bytes to be stored", found=_text(error), fix="look at the network and at the store; earlier checkpoints are intact"
+            ) from error
+
+    def _unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
+        return CheckpointUnreadable(
+            self.where(key), expected="bytes from the store", found=_text(error), fix="look at the network and at the store, and try again; this does not prove damage"
+        )
+
+
+class _Refused(Exception):  # noqa: N818
+    """A conditional put was refused."""
+
+
+@final
+class _Broken(Exception):  # noqa: N818
+    """A stream of bytes broke off."""
+
+    def __init__(self, done: int, cause: BaseException) -> None:
+        super().__init__(done)
+        self.done = done
+        self.cause = cause
+
+
+def _version(found: Any) -> Version:
+    return {key: found[key] for key in ("e_tag", "version") if found[key] is not None}
+
+
+def _text(error: BaseException) -> str:
+    """The text of an error without what may be secret in it, and without its many lines of detail."""
+    lines = [line for line in str(error).split("\n\nDebug source:")[0].splitlines() if line.strip()]
+    return _QUERY.sub("?…", " ".join(lines))[:_TEXT_LIMIT]

@@ -1,0 +1,231 @@
+"""`Lease`: the lock of a run in an object store. An object that its holder renews; who takes it over raises a count, so that a late holder is refused.
+
+No clock of a machine decides: ages are differences of the store's own times, and a holder measures with a clock that nothing sets.
+"""
+
+import json
+import os
+import threading
+import time
+import uuid
+from contextlib import suppress
+from typing import Final, final
+
+import attrs
+
+from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
+from trainfold.backends.stores.lock_holder import has_ended, myself
+from trainfold.core.errors import CheckpointError, CheckpointHostile, RunLocked, RunReplaced
+
+LEASE: Final = ".lease"
+_CLOCK: Final = ".clock-"
+_LOOK_SECS: Final = 0.2
+_TIME_STEP_SECS: Final = 2.0  # stores tell times in whole seconds
+_LIMIT_BYTES: Final = 4096
+
+
+@final
+@attrs.frozen
+class LeaseRecord:
+    """What the object says.
+
+    Attributes:
+        holder: the process, for messages; "" if the lease is free.
+        token: a random name of the holding; a new one at each taking.
+        taken: how often the lease was taken, this time included.
+        lasts_secs: how long it is valid after its last renewal.
+    """
+
+    holder: str
+    token: str
+    taken: int
+    lasts_secs: float
+
+    def encoded(self, beat: int) -> bytes:
+        """The bytes of the object; each renewal has others, so that its version changes."""
+        return json.dumps({**attrs.asdict(self), "beat": beat}).encode()
+
+    @staticmethod
+    def decoded(data: bytes, where: str) -> "LeaseRecord":
+        """The record in an object.
+
+        Raises:
+            CheckpointHostile: if it is none.
+        """
+        try:
+            found = json.loads(data) if len(data) <= _LIMIT_BYTES else None
+            return LeaseRecord(str(found["holder"]), str(found["token"]), int(found["taken"]), float(found["lasts_secs"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointHostile(where, expected="a lease of trainfold", found=f"{data[:60]!r}", fix="find out what put it there, and remove it") from error
+
+
+@final
+class Lease:
+    """The right of one process to write into a run. Made once for each store object; `acquire` and `release` may follow each other.
+
+    Args:
+        bucket: the run.
+        lasts_secs: how long the lease is valid after each renewal; it is renewed three times as often.
+    """
+
+    def __init__(self, bucket: Bucket, lasts_secs: float) -> None:
+        self._bucket = bucket
+        self._lasts_secs = lasts_secs
+        self._mutex = threading.RLock()
+        self._record: LeaseRecord | None = None
+        self._version: Version = {}
+        self._pid = 0
+        self._beat = 0
+        self._until = 0.0  # of the monotonic clock; the store counts from a later moment
+        self._loss: str = ""
+        self._stop = threading.Event()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lease, or has lost it without a `release`."""
+        return self._record is not None
+
+    def acquire(self) -> None:
+        """Take the lease.
+
+        Raises:
+            RunLocked: if a living process holds it. That of another machine is watched until its next renewal shows that it lives.
+        """
+        where = self._bucket.where("")
+        first: Stored | None = None
+        while True:
+            found = self._bucket.get(LEASE)
+            record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
+            if found is not None and record is not None and record.holder and not self._is_over(record, found):
+                if _is_here(record) or (first is not None and first.version != found.version):
+                    raise _locked(where, record)
+                first = found
+                time.sleep(_LOOK_SECS)
+                continue
+            if self._take(found, 0 if record is None else record.taken):
+                return
+            first = None
+
+    def _is_over(self, record: LeaseRecord, found: Stored) -> bool:
+        if _is_here(record):
+            return has_ended(_process(record.holder))
+        return self._now() - found.modified > record.lasts_secs + _TIME_STEP_SECS
+
+    def _now(self) -> float:
+        """The time of the store: that of an object put now."""
+        key = f"{_CLOCK}{uuid.uuid4().hex}"
+        self._bucket.put(key, b"")
+        try:
+            head = self._bucket.head(key)
+        finally:
+            self._bucket.delete([key])
+        return 0.0 if head is None else head[1]
+
+    def _take(self, found: Stored | None, taken: int) -> bool:
+        record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs)
+        began = time.monotonic()
+        version = self._bucket.put_if(LEASE, record.encoded(0), None if found is None else found.version)
+        if version is None:
+            return False
+        with self._mutex:
+            self._record, self._version, self._pid, self._loss = record, version, os.getpid(), ""
+            self._until = began + self._lasts_secs
+            self._stop = threading.Event()
+        threading.Thread(target=self._renew_until, args=(self._stop, record.token), name="trainfold-lease", daemon=True).start()
+        return True
+
+    def check(self) -> None:
+        """Check that the lease is still held; asks the store only if the last renewal is too long ago. Does nothing if it was never taken.
+
+        Raises:
+            RunLocked: if it is lost, or held by the process that this one was forked from.
+            RunReplaced: if the run is gone.
+        """
+        if self._record is not None and (self._loss or self._pid != os.getpid() or time.monotonic() > self._until):
+            self.confirm()
+
+    def confirm(self) -> None:
+        """Renew the lease now, which shows that no other process has it. Does nothing if it was never taken.
+
+        Raises:
+            RunLocked, RunReplaced: as `check` does.
+            SaveFailed: if the store cannot be reached.
+        """
+        with self._mutex:
+            record = self._record
+            if record is None:
+                return
+            where = self._bucket.where("")
+            if self._pid != os.getpid():
+                raise RunLocked(where, expected=f"process {self._pid}, which took the lease", found=f"process {os.getpid()}, which was forked from it",
+                                fix="save in that process, or make a manager in this one after the other is closed")  # fmt: skip
+            if not self._loss:
+                self._renew(record)
+            if self._loss == "gone":
+                raise RunReplaced(where, expected="the lease that this process has taken", found="none: the run was removed",
+                                  fix="make another manager and restore, to go on at this place")  # fmt: skip
+            if self._loss:
+                raise RunLocked(where, expected="the lease that this process has taken", found=f"that of {self._loss}",
+                                fix="stop one of the two programs; what this one has committed stays")  # fmt: skip
+
+    def release(self) -> None:
+        """Give the lease back; never raises for what the store does. Nothing is deleted: the next holder replaces what is there."""
+        with self._mutex:
+            record, self._record = self._record, None
+            self._stop.set()
+            if record is None or self._pid != os.getpid() or self._loss:
+                return
+            free = attrs.evolve(record, holder="")
+            with suppress(CheckpointError):
+                self._bucket.put_if(LEASE, free.encoded(self._beat + 1), self._version)
+
+    def _renew_until(self, stop: threading.Event, token: str) -> None:
+        while not stop.wait(self._lasts_secs / 3):
+            with self._mutex:
+                if self._record is None or self._record.token != token or self._loss:
+                    return
+                with suppress(CheckpointError):  # the next try, or the next check, says it
+                    self._renew(self._record)
+
+    def _renew(self, record: LeaseRecord) -> None:
+        began = time.monotonic()
+        self._beat += 1
+        version = self._bucket.put_if(LEASE, record.encoded(self._beat), self._version)
+        if version is not None:
+            self._version, self._until = version, began + self._lasts_secs
+            return
+        found = self._bucket.get(LEASE)
+        if found is None:
+            self._loss = "gone"
+            return
+        other = LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
+        if other.token == record.token:  # a renewal whose answer was lost
+            self._version = found.version
+        else:
+            self._loss = other.holder or "a process that has ended"
+
+
+def _locked(where: str, record: LeaseRecord) -> RunLocked:
+    fix = f"wait for it or stop it (the lease ends {record.lasts_secs:g} s after the process), or save into another run"
+    holder = _process(record.holder)
+    if holder == myself() and _is_here(record):
+        holder, fix = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
+    return RunLocked(where, expected="no other writer", found=holder, fix=fix)
+
+
+def _process(holder: str) -> str:
+    return holder.partition(" (")[0]
+
+
+def _is_here(record: LeaseRecord) -> bool:
+    """Whether the holder is a process that this one could see."""
+    return record.holder.endswith(f" ({_machine()})")
+
+
+def _machine() -> str:
+    """This boot of this machine, and this namespace of processes: host names alone repeat."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return uuid.uuid4().hex

@@ -1,0 +1,240 @@
+"""`ObjectStore`: a run under a prefix of an object store. A commit is one conditional put; nothing is renamed, and no lock of a filesystem is needed."""
+
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, final
+
+from trainfold.backends.stores.names import is_component, prefix_directory, split_name
+from trainfold.backends.stores.object_store.bucket import Bucket, Stored
+from trainfold.backends.stores.object_store.lease import Lease
+from trainfold.backends.stores.os_errors import missing, no_space, torn, wrong_size
+from trainfold.backends.stores.protocol import Buffer
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import CommitConflict, InvalidArgument, RunLocked, SaveFailed
+from trainfold.core.format.file_names import MANIFEST
+
+_HINTS: Final = ".hints"
+_PROBE: Final = ".probe"
+_CHUNK_BYTES: Final = 8 << 20
+_PARTS_LIMIT: Final = 9_000  # S3 takes 10,000
+_AT_ONCE: Final = 4
+_LIMIT_BYTES: Final = 1 << 57
+_LASTS_SECS: Final = 30.0
+
+
+@final
+class ObjectStore:
+    """A `Store` in an object store: S3, Google Cloud Storage, Azure, or what speaks like one of them.
+
+    Args:
+        store: a store of obstore with the run's prefix.
+        url: the location in messages, such as ``s3://bucket/runs/a``.
+        lease_secs: how long the lock of a killed writer on another machine stays.
+
+    Examples:
+        >>> from obstore.store import MemoryStore
+        >>> store = ObjectStore(MemoryStore(), url="memory://run")
+        >>> store.commit("step-1/manifest.json", b"{}")
+        >>> store.list(), store.read("step-1/manifest.json")
+        (['step-1'], b'{}')
+    """
+
+    def __init__(self, store: Any, *, url: str, lease_secs: float = _LASTS_SECS) -> None:
+        self._url = url.rstrip("/")
+        self._bucket = Bucket(store, self._url)
+        self._lease = Lease(self._bucket, lease_secs)
+        self._mutex = threading.Lock()
+        self._is_probed = False
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where the run is, without credentials."""
+        return self._url
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Store.read`."""
+        split_name(name)
+        if stop is not None:
+            memory = memoryview(bytearray(max(0, stop - start)))
+            if not memory and self._bucket.head(name) is None:
+                raise missing(self._bucket.where(name))
+            return bytes(memory[: self._bucket.fill(name, memory, start)])
+        found = self._bucket.get(name)
+        if found is None:
+            raise missing(self._bucket.where(name))
+        return found.data[start:]
+
+    def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
+        """See `Store.read_into`."""
+        split_name(name)
+        memory = buffer.cast("B")
+        if not memory:
+            if self._bucket.head(name) is None:
+                raise missing(self._bucket.where(name))
+            return
+        done = self._bucket.fill(name, memory, start)
+        if done < len(memory):
+            raise torn(self._bucket.where(name), expected_bytes=start + len(memory), found_bytes=start + done)
+
+    def size(self, name: str) -> int | None:
+        """See `Store.size`."""
+        split_name(name)
+        found = self._bucket.head(name)
+        return None if found is None else found[0]
+
+    def committed_at(self, name: str) -> float | None:
+        """See `Store.committed_at`: by the clock of the store."""
+        split_name(name)
+        found = self._bucket.head(name)
+        return None if found is None else found[1]
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`."""
+        objects, directories = self._bucket.names(prefix_directory(prefix))
+        return sorted(name for name in {*objects, *directories} if is_component(name))
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """See `Store.write`. Large files go up in parts, of which a few are in memory."""
+        split_name(name)
+        self._lease.check()
+        chunk = max(_CHUNK_BYTES, -(-size_bytes // _PARTS_LIMIT))
+        chunks = self._chunks(name, parts, size_bytes, chunk)
+        if size_bytes <= chunk:
+            self._bucket.put(name, b"".join(chunks))
+        else:
+            self._bucket.put_parts(name, chunks, chunk_bytes=chunk, at_once=_AT_ONCE)
+
+    def _chunks(self, name: str, parts: Iterable[Buffer], size_bytes: int, chunk_bytes: int) -> Iterator[bytearray]:
+        chunk, given = bytearray(), 0
+        for part in parts:
+            data = memoryview(part).cast("B")
+            given += len(data)
+            if given > size_bytes:
+                raise wrong_size(self._bucket.where(name), planned_bytes=size_bytes, given=f"{given} bytes or more")
+            while len(data):
+                taken = data[: chunk_bytes - len(chunk)]
+                chunk += taken
+                data = data[len(taken) :]
+                if len(chunk) == chunk_bytes:
+                    yield chunk
+                    chunk = bytearray()
+        if given < size_bytes:
+            raise wrong_size(self._bucket.where(name), planned_bytes=size_bytes, given=f"{given} bytes")
+        if chunk:
+            self._lease.check()  # the object appears with its last part
+            yield chunk
+
+    def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
+        """See `Store.commit`: one conditional put, after the lease was seen to be held."""
+        split_name(name)
+        self._check_conditional_puts()
+        if replaces is None:
+            self._lease.confirm()
+            if self._bucket.put_if(name, data, None) is None:
+                raise self._conflict(name, "no such name", "one")
+            self._lease.check()
+            return
+        with self._lock_held():
+            found = self._bucket.get(name)
+            digest = "no such name" if found is None else digest_of(found.data)
+            if found is None or digest != replaces:
+                raise self._conflict(name, replaces, digest)
+            self._lease.confirm()
+            if found.data == data:
+                return
+            if self._bucket.put_if(name, data, found.version) is None:
+                raise self._conflict(name, replaces, "other contents, of another writer")
+            self._lease.check()
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        if not name.endswith("/"):
+            split_name(name)
+            self._lease.check()
+            self._bucket.delete([name, f"{_HINTS}/{name}"] if "/" not in name else [name])
+            return
+        directory = prefix_directory(name)
+        self._lease.confirm()
+        record, found = f"{directory}/{MANIFEST}", self._bucket.below(directory)
+        deeper = [key for key in found if "/" in key[len(directory) + 1 :]]
+        for keys in (deeper, [record] if record in found else [], [key for key in found if key not in {*deeper, record}]):
+            self._bucket.delete(keys)
+
+    def point(self, name: str, target: str) -> None:
+        """See `Store.point`: a small object that holds the target."""
+        split_name(name), split_name(target)
+        try:
+            self._bucket.put(f"{_HINTS}/{name}", target.encode())
+        except SaveFailed:
+            return  # a hint is never worth a failed save
+
+    def pointers(self) -> dict[str, str]:
+        """See `Store.pointers`."""
+        names, _ = self._bucket.names(_HINTS)
+        found = {name: self._bucket.get(f"{_HINTS}/{name}") for name in sorted(names) if is_component(name)}
+        return {name: target for name, each in found.items() if each is not None and is_component(target := _hint(each))}
+
+    # --- the right to write, and room for it -----------------------------------------------------------------------
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """See `Store.lock`: a lease, which a thread renews."""
+        self._check_conditional_puts()
+        with self._mutex:
+            if self._lease.is_held:
+                raise RunLocked(self._url, expected="no other writer", found="a writer of this store object",
+                                fix="close the manager that holds it, or leave its with block")  # fmt: skip
+            self._lease.acquire()
+        try:
+            yield
+        finally:
+            self._lease.release()
+
+    def _lock_held(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._lease.is_held else self.lock()
+
+    def reserve(self, size_bytes: int) -> None:
+        """See `Store.reserve`: a bucket has no limit; that this process may write there is tried once."""
+        if size_bytes > _LIMIT_BYTES:
+            raise no_space(self._url, needed_bytes=size_bytes, free_bytes=_LIMIT_BYTES)
+        self._lease.check()
+        self._check_conditional_puts()
+
+    def _check_conditional_puts(self) -> None:
+        """Try once whether the provider refuses what must be refused: some take the condition and do not look at it.
+
+        Raises:
+            InvalidArgument: if it does not.
+        """
+        if self._is_probed:
+            return
+        probe = f"{_PROBE}-{uuid.uuid4().hex}"
+        first = self._bucket.put_if(probe, b"1", None)
+        again = self._bucket.put_if(probe, b"2", None)
+        second = None if first is None else self._bucket.put_if(probe, b"3", first)
+        late = None if first is None else self._bucket.put_if(probe, b"4", first)
+        self._bucket.delete([probe])
+        if first is None or again is not None or second is None or late is not None:
+            raise InvalidArgument(self._url, expected="a store that refuses to create an object twice, and to replace one that has changed",
+                                  found="one that takes such puts" if again or late else "one that refuses the first",
+                                  fix="use a provider with conditional puts: without them no two writers can be told apart")  # fmt: skip
+        self._is_probed = True
+
+    def _conflict(self, name: str, expected: str, found: str) -> CommitConflict:
+        return CommitConflict(self._bucket.where(name), expected=expected, found=found,
+                              fix="another writer was first: read what it committed, and plan again")  # fmt: skip
+
+
+def _hint(found: Stored) -> str:
+    return found.data[:256].decode(errors="replace")
+
+
