@@ -8,7 +8,8 @@ from typing import final
 import attrs
 
 from trainfold.backends.runs.scan import examine, read_inventory
-from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.local import LocalStore, open_store
+from trainfold.backends.stores.object_store.open_url import is_object_url
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.staged_files import check_path, too_long
@@ -48,15 +49,15 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
         CheckpointMissing: if there is no such directory.
         CheckpointError: the matching subclass, if it is not a run.
     """
-    path = _local(path)
-    if not path.is_dir():
-        raise errors.CheckpointMissing(
-            str(path),
-            expected="the directory of a run",
-            found="a file" if path.exists() else "nothing",
-            fix="correct the path; a run has a run.json and directories step-...",
-        )
-    store = LocalStore(path)
+    if is_object_url(str(path)):
+        store: Store = open_store(str(path))
+        if not store.list():
+            raise _no_run(store.url, "nothing")
+    else:
+        path = _local(path)
+        if not path.is_dir():
+            raise _no_run(str(path), "a file" if path.exists() else "nothing")
+        store = LocalStore(path)
     inventory = read_inventory(store)
     if inventory.problem is not None:
         raise error_from(inventory.problem)
@@ -70,6 +71,8 @@ def has_other_format(path: Path) -> bool:
         >>> has_other_format(Path("no/such/path"))
         False
     """
+    if is_object_url(str(path)):
+        return False
     place = _local(path)
     if not place.is_dir():
         return place.is_file()
@@ -86,13 +89,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         RunEmpty: if the run has no checkpoint.
         CheckpointError: the matching subclass, if its manifest is not valid or files are missing.
     """
-    path = _local(path)
-    real = path.resolve() if path.is_symlink() else path  # `latest` is a link to a checkpoint
+    is_local = not is_object_url(str(path))
+    path = _local(path) if is_local else path
+    real = path.resolve() if is_local and path.is_symlink() else path  # `latest` is a link to a checkpoint
     if step_of(real.name) is None:
         store, inventory = open_run(path)
         name = _newest(inventory)
     else:
-        if not real.is_dir():
+        if is_local and not real.is_dir():
             raise errors.CheckpointMissing(
                 str(path), expected="a checkpoint", found="nothing", fix=f"see `trainfold ls {real.parent}`"
             )
@@ -140,6 +144,11 @@ def narrowed(manifest: Manifest, components: Sequence[str] | None, *others: Mani
     if names is None:
         return manifest
     return attrs.evolve(manifest, components=tuple(each for each in manifest.components if each.name in names))
+
+
+def _no_run(where: str, found: str) -> errors.CheckpointMissing:
+    fix = "correct the path; a run has a run.json and directories step-..."
+    return errors.CheckpointMissing(where, expected="the directory of a run", found=found, fix=fix)
 
 
 def _local(path: Path) -> Path:

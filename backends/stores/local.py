@@ -417,13 +417,15 @@ def _is_hint(parent: int, name: str) -> bool:
 
 
 def open_store(run: Run) -> Store:
-    """The store of a run: a `LocalStore` for a path; a store is returned as it is.
+    """The store of a run: a `LocalStore` for a path, an `ObjectStore` for the URL of a bucket; a store is returned as it is.
 
     Raises:
         InvalidArgument: if it is neither, or a path that no filesystem can have.
     """
     if isinstance(run, str | Path):
-        return LocalStore(run)
+        from trainfold.backends.stores.object_store.open_url import is_object_url, open_url  # late: few runs are in a bucket
+
+        return open_url(str(run)) if is_object_url(str(run)) else LocalStore(run)
     if not isinstance(run, Store):
         raise InvalidArgument("run", expected="a path or a store", found=shown(run), fix="name the run's directory")
     return run

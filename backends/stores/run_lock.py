@@ -9,7 +9,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.backends.stores.lock_holder import has_ended, myself
+from trainfold.backends.lock_holder import has_ended, myself
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced
 
 LOCK_NAME: Final = ".lock"

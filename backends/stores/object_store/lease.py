@@ -14,7 +14,7 @@ from typing import Final, final
 import attrs
 
 from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
-from trainfold.backends.stores.lock_holder import has_ended, myself
+from trainfold.backends.lock_holder import has_ended, myself
 from trainfold.core.errors import CheckpointError, CheckpointHostile, RunLocked, RunReplaced
 
 LEASE: Final = ".lease"

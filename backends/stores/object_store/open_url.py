@@ -1,0 +1,84 @@
+"""`open_url`: the store of a run that a URL such as ``s3://bucket/runs/a`` names, with the credentials of the provider's own chain."""
+
+import importlib.util
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.core.errors import InvalidArgument
+
+_PROVIDERS: Final = {
+    "s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az",
+}  # fmt: skip
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]+)/*(.*)", re.DOTALL)
+_REQUEST_SECS: Final = 30  # one request: below the lease's 30 s, so that none that a lost lease began ends after it
+_RETRY_SECS: Final = 60
+
+
+def is_object_url(place: str) -> bool:
+    """Whether a run's location names a bucket; pathlib makes ``s3:/`` of ``s3://``, and that is one too.
+
+    Examples:
+        >>> is_object_url("s3://bucket/run"), is_object_url("s3:/bucket/run"), is_object_url("file:///run"), is_object_url("runs/a")
+        (True, True, False, False)
+    """
+    found = _URL.match(place)
+    return found is not None and found[1].lower() in _PROVIDERS
+
+
+def open_url(place: str) -> ObjectStore:
+    """Open the store of a run in a bucket. Nothing is asked of the provider yet.
+
+    The provider's environment variables are used (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``, such as ``AWS_ENDPOINT_URL``), then what its machines offer. Profiles of
+    AWS are read by boto3, if it is installed.
+
+    Raises:
+        InvalidArgument: if obstore is not installed, or the URL is none, or holds what may be secret.
+    """
+    found = _URL.match(place)
+    if found is None or any(mark in place for mark in "@?#"):
+        raise InvalidArgument("run", expected="a URL such as s3://bucket/runs/a", found=repr(re.split("[@?#]", place)[0]) + (" and more" if found else ""),
+                              fix="leave out credentials and queries: they are taken from the provider's own chain")  # fmt: skip
+    scheme, bucket, prefix = _PROVIDERS[found[1].lower()], found[2], found[3].strip("/")
+    if not prefix:
+        raise InvalidArgument("run", expected="a prefix in the bucket, such as s3://bucket/runs/a", found=repr(place), fix="name the run: a bucket's top is no run")
+    if importlib.util.find_spec("obstore") is None:
+        raise InvalidArgument("run", expected="obstore, which object stores need", found="it is not installed", fix="pip install 'trainfold[objectstore]'")
+    return ObjectStore(_store(scheme, bucket, prefix), url=f"{found[1].lower()}://{bucket}/{prefix}")
+
+
+def _store(scheme: str, bucket: str, prefix: str) -> Any:
+    from obstore import store as stores  # late: an extra
+
+    options: dict[str, Any] = {
+        "prefix": prefix,
+        "client_options": {"timeout": timedelta(seconds=_REQUEST_SECS), "connect_timeout": timedelta(seconds=5)},
+        "retry_config": {"retry_timeout": timedelta(seconds=_RETRY_SECS)},
+    }
+    if os.environ.get("AWS_ALLOW_HTTP", os.environ.get("AZURE_ALLOW_HTTP", "")).lower() in {"1", "true"}:
+        options["client_options"]["allow_http"] = True
+    if scheme == "gs":
+        return stores.GCSStore(bucket, **options)
+    if scheme == "az":
+        return stores.AzureStore(bucket, **options)
+    if _needs_profile():
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        options["credential_provider"] = Boto3CredentialProvider()
+    return stores.S3Store(bucket, **options)
+
+
+def _needs_profile() -> bool:
+    """Whether AWS credentials are in a file, which boto3 reads."""
+    if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ:
+        return False
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    if "AWS_PROFILE" not in os.environ and not file.exists():
+        return False
+    if importlib.util.find_spec("boto3") is None:
+        raise InvalidArgument("run", expected="boto3, which reads profiles of AWS", found="it is not installed",
+                              fix="pip install boto3; or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")  # fmt: skip
+    return True
