@@ -4,7 +4,7 @@ import uuid
 from contextlib import suppress
 
 from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, least_revision_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, SaveFailed
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import (
@@ -59,4 +59,5 @@ def begin_checkpoint(
     size = store.size(name)
     files = store.list(directory) if size is not None or inventory.refers_to(directory) else []
     old = None if size is None else store.read(name, start=0, stop=size)
-    return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from), old
+    least = least_revision_of(store)
+    return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from, least_revision=least), old

@@ -423,7 +423,10 @@ def open_store(run: Run) -> Store:
         InvalidArgument: if it is neither, or a path that no filesystem can have.
     """
     if isinstance(run, str | Path):
-        from trainfold.backends.stores.object_store.open_url import is_object_url, open_url  # late: few runs are in a bucket
+        from trainfold.backends.stores.object_store.open_url import (
+            is_object_url,
+            open_url,
+        )  # late: few runs are in a bucket
 
         return open_url(str(run)) if is_object_url(str(run)) else LocalStore(run)
     if not isinstance(run, Store):

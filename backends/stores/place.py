@@ -28,11 +28,11 @@ def local_path(place: str) -> str:
     Examples:
         >>> local_path("runs/a"), local_path("file:///data/run%201")
         ('runs/a', '/data/run 1')
-        >>> local_path("s3://bucket/run")
+        >>> local_path("hdfs://host/run")
         Traceback (most recent call last):
             ...
-        trainfold.core.errors.InvalidArgument: run: expected a path or a file:// URL, found 's3://bucket/run'; save to a local \
-or mounted directory, or pass a store of your own: trainfold has none for s3:// yet
+        trainfold.core.errors.InvalidArgument: run: expected a path or a file:// URL, found 'hdfs://host/run'; save to a local \
+or mounted directory, or pass a store of your own: trainfold has none for hdfs:// yet
     """
     found = _SCHEME.match(place)
     if found is None:

@@ -10,7 +10,17 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 
-__all__ = ["Buffer", "KeepsTime", "Place", "Placeable", "PrefersFiles", "SharedByRanks", "Store", "SyncsLater"]
+__all__ = [
+    "Buffer",
+    "KeepsTime",
+    "LosesWriters",
+    "Place",
+    "Placeable",
+    "PrefersFiles",
+    "SharedByRanks",
+    "Store",
+    "SyncsLater",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -65,6 +75,24 @@ def preference_of(store: object) -> FilePreference:
             fix="return one, or leave the property out",
         )
     return found
+
+
+class LosesWriters(Protocol):
+    """A `Store` whose lock can be lost by a writer that lives and may still write. This property is optional."""
+
+    @property
+    def least_revision(self) -> int:
+        """The revision that files of a new checkpoint have at least, so that no file of a writer that has lost the lock has the name of one."""
+
+
+def least_revision_of(store: object) -> int:
+    """The revision that new files must have at least in a store; 0 for one whose lock is never lost.
+
+    Examples:
+        >>> least_revision_of(None)
+        0
+    """
+    return int(getattr(store, "least_revision", 0))
 
 
 class SyncsLater(Protocol):

@@ -10,19 +10,20 @@ from trainfold.core.history.inventory import Inventory, current_head, head_order
 from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
 
 
-def next_checkpoint(
+def next_checkpoint(  # noqa: PLR0913 - keywords
     inventory: Inventory,
     run_id: str,
     step: int,
     *,
     files: Collection[str] = (),
     descends_from: ParentCheckpoint | None = None,
+    least_revision: int = 0,
 ) -> Head:
     """The head of the next checkpoint, with a revision that differs from those of all files of the step.
 
     Law: a step that has a manifest gets a higher revision than its files have, so that the old checkpoint stays whole until the new
     manifest replaces the old one. A step without a manifest has revision 0: what it holds was never a checkpoint. If another checkpoint refers to
-    files of the step, its own are new ones all the same.
+    files of the step, its own are new ones all the same. No revision is below the least one, whose lower ones writers that are lost may still use.
 
     Args:
         inventory: the run.
@@ -30,6 +31,7 @@ def next_checkpoint(
         step: the step to save.
         files: the names of the files that the step's directory holds now.
         descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown.
+        least_revision: that of a store whose lost writers may still write.
 
     Examples:
         >>> from trainfold.core.history.inventory import Entry
@@ -40,7 +42,7 @@ def next_checkpoint(
         >>> next_checkpoint(torn, "r", 100, files=["manifest.json", "model-00000-of-00001.r2.safetensors"]).revision
         3
     """
-    head = next_head(inventory, run_id, step, descends_from=descends_from)
+    head = attrs.evolve(next_head(inventory, run_id, step, descends_from=descends_from), revision=least_revision)
     is_referred = inventory.refers_to(directory_of(step))
     if MANIFEST not in files and not is_referred:
         return head
@@ -48,7 +50,7 @@ def next_checkpoint(
     known = None if entry is None or entry.head is None else entry.head.revision
     if known is None or is_referred:
         known = max(known or 0, _revision_in(files))
-    return attrs.evolve(head, revision=known + 1)
+    return attrs.evolve(head, revision=max(known + 1, least_revision))
 
 
 def _revision_in(files: Collection[str]) -> int:

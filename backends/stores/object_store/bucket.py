@@ -1,23 +1,38 @@
 """`Bucket`: the few requests that a run in an object store needs, with errors that have names. The only module that calls obstore."""
 
 import re
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, TypeAlias, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 
 from trainfold.backends.stores.os_errors import missing
-from trainfold.core.errors import CheckpointError, CheckpointMissing, CheckpointUnreadable, InvalidArgument, NotWritable, SaveFailed
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointUnreadable,
+    InvalidArgument,
+    NotWritable,
+    SaveFailed,
+)
 
+T = TypeVar("T")
 Version: TypeAlias = dict[str, str]
 """What identifies the contents of an object to its store: an entity tag, a generation, or both."""
 
 _TOKEN: Final = "trainfoldtoken"  # noqa: S105  # letters alone: Azure takes nothing else in the name of metadata
-_TRIES: Final = 3
+_TRIES: Final = 5
+_AGAIN_SECS: Final = 10.0
 _QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
 _TEXT_LIMIT: Final = 400
+_MACHINE: Final = re.compile(
+    r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2"
+)  # what gives credentials to a provider's machines
+_NO_CREDENTIALS: Final = "set the provider's credentials in the environment, such as AWS_ACCESS_KEY_ID: none were found, and this machine has none"
 
 
 @final
@@ -59,19 +74,24 @@ class Bucket:
 
     def get(self, key: str) -> Stored | None:
         """An object with its version; None if there is no such object."""
-        with self._reading(key):
+
+        def got() -> Stored | None:
             try:
                 found = self._api.get(self._store, key)
                 data = bytes(found.bytes())
             except FileNotFoundError:
                 return None
-        return Stored(data, _version(found.meta), found.attributes.get(_TOKEN), found.meta["last_modified"].timestamp())
+            modified = found.meta["last_modified"].timestamp()
+            return Stored(data, _version(found.meta), found.attributes.get(_TOKEN), modified)
+
+        with self._reading(key):
+            return self._again(got)
 
     def head(self, key: str) -> tuple[int, float] | None:
         """Size in bytes and time of the last change in seconds since 1970; None if there is no such object."""
         with self._reading(key):
             try:
-                found = self._api.head(self._store, key)
+                found = self._again(lambda: self._api.head(self._store, key))
             except FileNotFoundError:
                 return None
         return found["size"], found["last_modified"].timestamp()
@@ -89,8 +109,7 @@ class Bucket:
         while done < len(memory):
             before = done
             try:
-                done += self._fill(key, memory[done:], start + done)
-                return done
+                return done + self._fill(key, memory[done:], start + done)
             except _Broken as broken:
                 done += broken.done
                 tries = tries + 1 if done == before else 1
@@ -120,22 +139,26 @@ class Bucket:
     def names(self, directory: str = "") -> tuple[list[str], list[str]]:
         """The names of objects, and of directories, one level below a directory of the run or at its top."""
         with self._reading(directory):
-            found = self._api.list_with_delimiter(self._store, directory or None)
+            found = self._again(lambda: self._api.list_with_delimiter(self._store, directory or None))
         above = len(directory) + 1 if directory else 0
         objects = [each["path"][above:] for each in found["objects"]]
         return objects, [path.rstrip("/")[above:] for path in found["common_prefixes"]]
 
     def below(self, directory: str) -> list[str]:
         """The keys of all objects below a directory, at any depth."""
-        with self._reading(directory):
+
+        def listed() -> list[str]:
             return [each["path"] for page in self._api.list(self._store, directory) for each in page]
+
+        with self._reading(directory):
+            return self._again(listed)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes) -> None:
         """Put an object, whatever is there."""
         with self._writing(key):
-            self._api.put(self._store, key, data, use_multipart=False)
+            self._again(lambda: self._api.put(self._store, key, data, use_multipart=False))
 
     def put_parts(self, key: str, parts: Iterable[bytearray], *, chunk_bytes: int, at_once: int) -> None:
         """Put an object in parts, which are sent while later ones are made; nothing is left if ``parts`` raises."""
@@ -150,35 +173,56 @@ class Bucket:
         Returns:
             The new version; None if the object has another version.
         """
-        token = uuid.uuid4().hex
-        try:
-            with self._writing(key):
-                mode = "create" if expected is None else expected
-                given = self._api.put(self._store, key, data, mode=mode, attributes={_TOKEN: token}, use_multipart=False)
-            return _version(given)
-        except _Refused:
-            found = self.get(key)
-            return found.version if found is not None and found.token == token else None
-        except SaveFailed:
-            found = self._get_quietly(key)
-            if found is None or found.token != token:
-                raise
-            return found.version
+        token, late = uuid.uuid4().hex, time.monotonic() + _AGAIN_SECS
+        mode: Any = "create" if expected is None else expected
+        for tries in range(1, _TRIES + 1):
+            try:
+                with self._writing(key):
+                    given = self._api.put(
+                        self._store, key, data, mode=mode, attributes={_TOKEN: token}, use_multipart=False
+                    )
+                return _version(given)
+            except (_Refused, _NotThere) as error:
+                found = self.get(key)
+                if found is None and expected is None and isinstance(error, _NotThere):
+                    raise
+                return found.version if found is not None and found.token == token else None
+            except SaveFailed:  # carried out or not
+                found = self._get_quietly(key)
+                if found is not None and found.token == token:
+                    return found.version
+                if tries == _TRIES or time.monotonic() > late:
+                    raise
+        raise AssertionError
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are not there are fine."""
-        with self._writing(keys[0] if keys else ""):
-            for key in keys:
-                try:
-                    self._api.delete(self._store, key)
-                except FileNotFoundError:
-                    continue
+        if not keys:
+            return
+        with self._writing(keys[0]):
+            try:
+                self._again(lambda: self._api.delete(self._store, list(keys)))
+            except FileNotFoundError:  # of one of them; the others may be there
+                for key in keys:
+                    with suppress(FileNotFoundError):
+                        self._again(partial(self._api.delete, self._store, key))
 
     # --- errors ----------------------------------------------------------------------------------------------------
 
     def where(self, key: str) -> str:
         """An object in messages."""
         return f"{self.url}/{key}" if key else self.url
+
+    def _again(self, call: Callable[[], T]) -> T:
+        """Call what may be called twice; again if it fails soon: the client itself tries again, but not when an answer breaks off in the middle."""
+        late = time.monotonic() + _AGAIN_SECS
+        for _ in range(_TRIES):
+            try:
+                return call()
+            except self._errors.GenericError:
+                if time.monotonic() > late:
+                    raise
+        return call()
 
     def _get_quietly(self, key: str) -> Stored | None:
         try:
@@ -192,7 +236,10 @@ class Bucket:
             yield
         except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError, PermissionError) as error:
             raise CheckpointMissing(
-                self.where(key), expected="the right to read", found=_text(error), fix="give these credentials the right to read and list there"
+                self.where(key),
+                expected="the right to read",
+                found=without_secrets(error),
+                fix="give these credentials the right to read and list there",
             ) from error
         except self._errors.BaseError as error:
             raise self._unreadable(key, error) from error
@@ -204,31 +251,51 @@ class Bucket:
             yield
         except (errors.AlreadyExistsError, errors.PreconditionError, FileExistsError) as error:
             raise _Refused from error
+        except FileNotFoundError as error:  # of a bucket; or of an object that is to be replaced
+            raise _NotThere(
+                self.where(key), expected="a bucket", found=without_secrets(error), fix="create it, or correct its name"
+            ) from error
         except (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError) as error:
             raise NotWritable(
-                self.where(key), expected="the right to write", found=_text(error), fix="give these credentials the right to write there, or save elsewhere"
+                self.where(key),
+                expected="the right to write",
+                found=without_secrets(error),
+                fix="give these credentials the right to write there, or save elsewhere",
             ) from error
         except (errors.NotSupportedError, NotImplementedError) as error:
             raise InvalidArgument(
-                self.where(key), expected="a store with conditional puts", found=_text(error), fix="use a provider that has them: without them no two writers can be told apart"
+                self.where(key),
+                expected="a store with conditional puts",
+                found=without_secrets(error),
+                fix="use a provider that has them: without them two writers cannot be distinguished",
             ) from error
         except errors.BaseError as error:
             raise SaveFailed(
-                self.where(key), expected="the planned bytes to be stored", found=_text(error), fix="look at the network and at the store; earlier checkpoints are intact"
+                self.where(key),
+                expected="the planned bytes to be stored",
+                found=without_secrets(error),
+                fix="look at the network and at the store; earlier checkpoints are intact",
             ) from error
 
     def _unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
         return CheckpointUnreadable(
-            self.where(key), expected="bytes from the store", found=_text(error), fix="look at the network and at the store, and try again; this does not prove damage"
+            self.where(key),
+            expected="bytes from the store",
+            found=without_secrets(error),
+            fix="look at the network and at the store, and try again; this does not prove damage",
         )
 
 
-class _Refused(Exception):  # noqa: N818
+class _NotThere(SaveFailed):
+    """There is no bucket, or no object to replace."""
+
+
+class _Refused(Exception):
     """A conditional put was refused."""
 
 
 @final
-class _Broken(Exception):  # noqa: N818
+class _Broken(Exception):
     """A stream of bytes broke off."""
 
     def __init__(self, done: int, cause: BaseException) -> None:
@@ -241,7 +308,11 @@ def _version(found: Any) -> Version:
     return {key: found[key] for key in ("e_tag", "version") if found[key] is not None}
 
 
-def _text(error: BaseException) -> str:
+def _asks_machine(error: BaseException) -> bool:
+    return _MACHINE.search(str(error)) is not None
+
+
+def without_secrets(error: BaseException) -> str:
     """The text of an error without what may be secret in it, and without its many lines of detail."""
     lines = [line for line in str(error).split("\n\nDebug source:")[0].splitlines() if line.strip()]
     return _QUERY.sub("?…", " ".join(lines))[:_TEXT_LIMIT]

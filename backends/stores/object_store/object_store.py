@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.object_store.bucket import Bucket, Stored
-from trainfold.backends.stores.object_store.lease import Lease
+from trainfold.backends.stores.object_store.writer_lease import WriterLease
 from trainfold.backends.stores.os_errors import missing, no_space, torn, wrong_size
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.digest import digest_of
@@ -44,7 +44,7 @@ class ObjectStore:
     def __init__(self, store: Any, *, url: str, lease_secs: float = _LASTS_SECS) -> None:
         self._url = url.rstrip("/")
         self._bucket = Bucket(store, self._url)
-        self._lease = Lease(self._bucket, lease_secs)
+        self._lease = WriterLease(self._bucket, lease_secs)
         self._mutex = threading.Lock()
         self._is_probed = False
 
@@ -166,7 +166,11 @@ class ObjectStore:
         self._lease.confirm()
         record, found = f"{directory}/{MANIFEST}", self._bucket.below(directory)
         deeper = [key for key in found if "/" in key[len(directory) + 1 :]]
-        for keys in (deeper, [record] if record in found else [], [key for key in found if key not in {*deeper, record}]):
+        for keys in (
+            deeper,
+            [record] if record in found else [],
+            [key for key in found if key not in {*deeper, record}],
+        ):
             self._bucket.delete(keys)
 
     def point(self, name: str, target: str) -> None:
@@ -181,7 +185,14 @@ class ObjectStore:
         """See `Store.pointers`."""
         names, _ = self._bucket.names(_HINTS)
         found = {name: self._bucket.get(f"{_HINTS}/{name}") for name in sorted(names) if is_component(name)}
-        return {name: target for name, each in found.items() if each is not None and is_component(target := _hint(each))}
+        return {
+            name: target for name, each in found.items() if each is not None and is_component(target := _hint(each))
+        }
+
+    @property
+    def least_revision(self) -> int:
+        """See `LosesWriters`: how often the lease was taken from a writer that had not given it back."""
+        return self._lease.broken
 
     # --- the right to write, and room for it -----------------------------------------------------------------------
 
@@ -226,7 +237,7 @@ class ObjectStore:
         if first is None or again is not None or second is None or late is not None:
             raise InvalidArgument(self._url, expected="a store that refuses to create an object twice, and to replace one that has changed",
                                   found="one that takes such puts" if again or late else "one that refuses the first",
-                                  fix="use a provider with conditional puts: without them no two writers can be told apart")  # fmt: skip
+                                  fix="use a provider with conditional puts: without them two writers cannot be distinguished")  # fmt: skip
         self._is_probed = True
 
     def _conflict(self, name: str, expected: str, found: str) -> CommitConflict:
@@ -236,5 +247,3 @@ class ObjectStore:
 
 def _hint(found: Stored) -> str:
     return found.data[:256].decode(errors="replace")
-
-

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from trainfold.backends.stores.object_store.bucket import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.core.errors import InvalidArgument
 
@@ -36,18 +37,36 @@ def open_url(place: str) -> ObjectStore:
     AWS are read by boto3, if it is installed.
 
     Raises:
-        InvalidArgument: if obstore is not installed, or the URL is none, or holds what may be secret.
+        InvalidArgument: if obstore is not installed, or it is not such a URL, or has what may be secret.
     """
     found = _URL.match(place)
     if found is None or any(mark in place for mark in "@?#"):
-        raise InvalidArgument("run", expected="a URL such as s3://bucket/runs/a", found=repr(re.split("[@?#]", place)[0]) + (" and more" if found else ""),
+        shown = repr(place) if found is None else f"one of {found[1].lower()}:// with a name, a password or a query"
+        raise InvalidArgument("run", expected="a URL such as s3://bucket/runs/a", found=shown,
                               fix="leave out credentials and queries: they are taken from the provider's own chain")  # fmt: skip
     scheme, bucket, prefix = _PROVIDERS[found[1].lower()], found[2], found[3].strip("/")
     if not prefix:
-        raise InvalidArgument("run", expected="a prefix in the bucket, such as s3://bucket/runs/a", found=repr(place), fix="name the run: a bucket's top is no run")
+        raise InvalidArgument(
+            "run",
+            expected="a prefix in the bucket, such as s3://bucket/runs/a",
+            found=repr(place),
+            fix="name the run: the top of a bucket cannot be one",
+        )
     if importlib.util.find_spec("obstore") is None:
-        raise InvalidArgument("run", expected="obstore, which object stores need", found="it is not installed", fix="pip install 'trainfold[objectstore]'")
-    return ObjectStore(_store(scheme, bucket, prefix), url=f"{found[1].lower()}://{bucket}/{prefix}")
+        raise InvalidArgument(
+            "run",
+            expected="obstore, which object stores need",
+            found="it is not installed",
+            fix="pip install 'trainfold[objectstore]'",
+        )
+    from obstore.exceptions import BaseError
+
+    try:
+        store = _store(scheme, bucket, prefix)
+    except (BaseError, ValueError) as error:
+        raise InvalidArgument("run", expected="a store that the provider's settings describe", found=without_secrets(error),
+                              fix="set what its client needs in the environment, such as AZURE_STORAGE_ACCOUNT_NAME") from None  # fmt: skip
+    return ObjectStore(store, url=f"{found[1].lower()}://{bucket}/{prefix}")
 
 
 def _store(scheme: str, bucket: str, prefix: str) -> Any:

@@ -1,6 +1,6 @@
-"""`Lease`: the lock of a run in an object store. An object that its holder renews; who takes it over raises a count, so that a late holder is refused.
+"""`WriterLease`: the lock of a run in an object store. An object that its holder renews; who takes it over raises a count, so that a late holder is refused.
 
-No clock of a machine decides: ages are differences of the store's own times, and a holder measures with a clock that nothing sets.
+No clock that can be set decides: ages are differences of the store's own times, and a holder measures the time since its boot.
 """
 
 import json
@@ -9,18 +9,19 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, final
 
 import attrs
 
-from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
 from trainfold.backends.lock_holder import has_ended, myself
+from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
 from trainfold.core.errors import CheckpointError, CheckpointHostile, RunLocked, RunReplaced
 
 LEASE: Final = ".lease"
 _CLOCK: Final = ".clock-"
-_LOOK_SECS: Final = 0.2
-_TIME_STEP_SECS: Final = 2.0  # stores tell times in whole seconds
+_LOOK_SECS: Final = 0.5
+_TIME_STEP_SECS: Final = 2.0  # of the times of most stores
 _LIMIT_BYTES: Final = 4096
 
 
@@ -34,12 +35,14 @@ class LeaseRecord:
         token: a random name of the holding; a new one at each taking.
         taken: how often the lease was taken, this time included.
         lasts_secs: how long it is valid after its last renewal.
+        broken: how many of the holders before this one have not given it back; those may still be writing.
     """
 
     holder: str
     token: str
     taken: int
     lasts_secs: float
+    broken: int
 
     def encoded(self, beat: int) -> bytes:
         """The bytes of the object; each renewal has others, so that its version changes."""
@@ -50,17 +53,28 @@ class LeaseRecord:
         """The record in an object.
 
         Raises:
-            CheckpointHostile: if it is none.
+            CheckpointHostile: if it is not one.
         """
         try:
-            found = json.loads(data) if len(data) <= _LIMIT_BYTES else None
-            return LeaseRecord(str(found["holder"]), str(found["token"]), int(found["taken"]), float(found["lasts_secs"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointHostile(where, expected="a lease of trainfold", found=f"{data[:60]!r}", fix="find out what put it there, and remove it") from error
+            found = json.loads(data[:_LIMIT_BYTES])
+            return LeaseRecord(
+                str(found["holder"]),
+                str(found["token"]),
+                int(found["taken"]),
+                float(found["lasts_secs"]),
+                int(found["broken"]),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointHostile(
+                where,
+                expected="a lease of trainfold",
+                found=f"{data[:60]!r}",
+                fix="find out what put it there, and remove it",
+            ) from error
 
 
 @final
-class Lease:
+class WriterLease:
     """The right of one process to write into a run. Made once for each store object; `acquire` and `release` may follow each other.
 
     Args:
@@ -85,6 +99,12 @@ class Lease:
         """Whether this object holds the lease, or has lost it without a `release`."""
         return self._record is not None
 
+    @property
+    def broken(self) -> int:
+        """How many holders of the lease that this object holds have not given it back; 0 if it holds none."""
+        record = self._record
+        return 0 if record is None else record.broken
+
     def acquire(self) -> None:
         """Take the lease.
 
@@ -100,9 +120,9 @@ class Lease:
                 if _is_here(record) or (first is not None and first.version != found.version):
                     raise _locked(where, record)
                 first = found
-                time.sleep(_LOOK_SECS)
+                time.sleep(min(_LOOK_SECS, self._lasts_secs / 10))
                 continue
-            if self._take(found, 0 if record is None else record.taken):
+            if self._take(found, record):
                 return
             first = None
 
@@ -121,9 +141,10 @@ class Lease:
             self._bucket.delete([key])
         return 0.0 if head is None else head[1]
 
-    def _take(self, found: Stored | None, taken: int) -> bool:
-        record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs)
-        began = time.monotonic()
+    def _take(self, found: Stored | None, old: LeaseRecord | None) -> bool:
+        taken, broken = (old.taken, old.broken + bool(old.holder)) if old is not None else (0, 0)
+        record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs, broken)
+        began = _now_here()
         version = self._bucket.put_if(LEASE, record.encoded(0), None if found is None else found.version)
         if version is None:
             return False
@@ -131,17 +152,19 @@ class Lease:
             self._record, self._version, self._pid, self._loss = record, version, os.getpid(), ""
             self._until = began + self._lasts_secs
             self._stop = threading.Event()
-        threading.Thread(target=self._renew_until, args=(self._stop, record.token), name="trainfold-lease", daemon=True).start()
+        threading.Thread(
+            target=self._renew_until, args=(self._stop, record.token), name="trainfold-lease", daemon=True
+        ).start()
         return True
 
     def check(self) -> None:
         """Check that the lease is still held; asks the store only if the last renewal is too long ago. Does nothing if it was never taken.
 
         Raises:
-            RunLocked: if it is lost, or held by the process that this one was forked from.
+            RunLocked: if it is lost, or belongs to the process that this one was forked from.
             RunReplaced: if the run is gone.
         """
-        if self._record is not None and (self._loss or self._pid != os.getpid() or time.monotonic() > self._until):
+        if self._record is not None and (self._loss or self._pid != os.getpid() or _now_here() > self._until):
             self.confirm()
 
     def confirm(self) -> None:
@@ -188,7 +211,7 @@ class Lease:
                     self._renew(self._record)
 
     def _renew(self, record: LeaseRecord) -> None:
-        began = time.monotonic()
+        began = _now_here()
         self._beat += 1
         version = self._bucket.put_if(LEASE, record.encoded(self._beat), self._version)
         if version is not None:
@@ -203,6 +226,11 @@ class Lease:
             self._version = found.version
         else:
             self._loss = other.holder or "a process that has ended"
+
+
+def _now_here() -> float:
+    """Seconds by a clock that nothing sets, and that goes on while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _locked(where: str, record: LeaseRecord) -> RunLocked:
@@ -225,7 +253,7 @@ def _is_here(record: LeaseRecord) -> bool:
 def _machine() -> str:
     """This boot of this machine, and this namespace of processes: host names alone repeat."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return uuid.uuid4().hex

@@ -1,0 +1,112 @@
+"""URLs of buckets: opened where a run is named, refused with a reason, and never with what is secret."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from kit.backends.bucket_cases import KEYS, store_at
+
+import trainfold
+from trainfold.adapters.cli import main
+from trainfold.backends.stores.local import open_store
+from trainfold.backends.stores.object_store.bucket import without_secrets
+from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.core.errors import InvalidArgument, SaveFailed, TrainfoldError
+
+STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """Credentials, and no machine that could offer others."""
+    for name, value in {**KEYS, "AZURE_STORAGE_ACCOUNT_NAME": "account", "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("s3://bucket/runs/a", "s3://bucket/runs/a"),
+        ("s3:/bucket/runs/a", "s3://bucket/runs/a"),
+        ("S3A://bucket/a/", "s3a://bucket/a"),
+        ("gs://bucket/a", "gs://bucket/a"),
+        ("az://container/a", "az://container/a"),
+        ("abfss://container/a", "abfss://container/a"),
+    ],
+)
+def test_the_url_of_a_bucket_opens_an_object_store(given, url, keys):
+    """C03, W22: as text, and as a path, of which pathlib has removed a slash."""
+    for place in (given, Path(given)):
+        store = open_store(place)
+        assert isinstance(store, ObjectStore)
+        assert store.url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("s3://bucket", "a prefix in the bucket"),
+        ("s3://bucket/", "a prefix in the bucket"),
+        ("s3://AKIA:hunter2@bucket/a", "a name, a password or a query"),
+        ("az://container/a?sig=hunter2", "a name, a password or a query"),
+        ("s3://bucket/a#hunter2", "a name, a password or a query"),
+    ],
+)
+def test_a_url_that_names_no_run_is_refused_and_its_secrets_are_not_shown(url, reason, keys):
+    with pytest.raises(InvalidArgument) as refused:
+        open_store(url)
+    assert reason in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+    assert "AKIA" not in str(refused.value)
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch):
+    """C11: it is optional."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(InvalidArgument, match=r"trainfold\[objectstore\]"):
+        open_store("s3://bucket/run")
+
+
+def test_without_an_account_the_variable_is_named(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(InvalidArgument, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        open_store("az://container/run")
+
+
+def test_errors_never_show_credentials(s3, keys):
+    """No key, no signature and no query is in an error's text, its causes' text as the log shows it, or a repr."""
+    keys.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
+    for url in ("s3://no-such-bucket/run",):
+        with pytest.raises(TrainfoldError) as failed:
+            trainfold.save(STATE, url)
+        assert url in str(failed.value)
+        for text in (str(failed.value), repr(failed.value), repr(open_store(url))):
+            assert not any(secret in text for secret in (*KEYS.values(), "Signature", "Credential"))
+    text = without_secrets(
+        OSError(
+            'GET http://h/c/b?sv=2023&sig=hunter2%3D failed (http://h/x?X-Amz-Signature=hunter2) "?a=hunter2"\n\nDebug source:\nhunter2'
+        )
+    )
+    assert "hunter2" not in text
+    assert "failed" in text
+
+
+def test_a_bucket_that_is_not_there_is_said_to_be(s3, keys):
+    keys.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
+    store = open_store("s3://no-such-bucket/run")
+    with pytest.raises(SaveFailed, match="create it, or correct its name"):
+        store.commit("run.json", b"{}")
+
+
+def test_commands_read_a_run_in_a_bucket(s3, keys, capsys):
+    """C03: the same words as for a directory."""
+    keys.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
+    url = store_at(s3.port).url
+    trainfold.save(STATE, url)
+    assert trainfold.load(url, like=STATE).trainer.step == 3
+    for command in (["ls", url], ["verify", url], ["inspect", url], ["inspect", f"{url}/step-00000003"]):
+        assert main(command) == 0
+        assert url in capsys.readouterr().out
+    assert main(["ls", f"{url}-not"]) != 0
+    assert "nothing" in capsys.readouterr().err

@@ -1,0 +1,293 @@
+"""The lease of a run: one holder at a time, whatever clocks say, however long a holder sleeps, and whichever answer is lost."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.backends.bucket_cases import store_at
+from obstore.store import MemoryStore
+
+import trainfold
+from trainfold.backends.stores.object_store import writer_lease
+from trainfold.backends.stores.object_store.bucket import Stored
+from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.backends.stores.object_store.writer_lease import LEASE, WriterLease
+from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced, SaveFailed
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState
+
+
+class FakeBucket:
+    """A bucket whose time is a number, and in which every object has one version after the other."""
+
+    def __init__(self):
+        self.now, self.objects, self.version = 0.0, {}, 0
+
+    def where(self, key):
+        return f"fake://run/{key}"
+
+    def get(self, key):
+        return self.objects.get(key)
+
+    def head(self, key):
+        found = self.objects.get(key)
+        return None if found is None else (len(found.data), found.modified)
+
+    def put(self, key, data):
+        self.version += 1
+        self.objects[key] = Stored(data, {"e_tag": str(self.version)}, None, float(int(self.now)))
+
+    def put_if(self, key, data, expected):
+        found = self.objects.get(key)
+        if (None if found is None else found.version) != expected:
+            return None
+        self.put(key, data)
+        return self.objects[key].version
+
+    def delete(self, keys):
+        for key in keys:
+            self.objects.pop(key, None)
+
+
+def state_at(step):
+    model = ModelState(Leaves({"w": torch.full((4,), float(step))}), Leaves())
+    return trainfold.TrainState(trainer=trainfold.Progress(step=step), model=model)
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """Which machine this process is on; a function that changes it."""
+    monkeypatch.setattr(writer_lease, "_TIME_STEP_SECS", 0.0)
+    monkeypatch.setattr(writer_lease, "_LOOK_SECS", 0.01)
+
+    def be(name):
+        monkeypatch.setattr(writer_lease, "_machine", lambda: name)
+
+    be("a")
+    return be
+
+
+@pytest.fixture
+def sleeping(monkeypatch):
+    """No lease is renewed by itself: its holder sleeps."""
+    monkeypatch.setattr(WriterLease, "_renew_until", lambda *args: None)
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["take", "renew", "release", "wait", "wait"]), st.floats(0, 40)),
+    max_size=25,
+)
+
+
+@given(STEPS)
+def test_a_lease_is_taken_over_only_after_it_ended_and_its_holder_is_refused_from_then_on(steps):
+    """C03: three machines with a common store; each sleeps as long as it likes."""
+    bucket, lasts = FakeBucket(), 10.0
+    leases = [WriterLease(bucket, lasts) for _ in range(3)]
+    renewed, holder, counts = {}, None, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WriterLease, "_renew_until", lambda *args: None)
+        patch.setattr(writer_lease, "_now_here", lambda: bucket.now)
+        patch.setattr(time, "sleep", lambda secs: setattr(bucket, "now", bucket.now + secs))
+        patch.setattr(time, "time", lambda: pytest.fail("a clock that can be set"))
+        for who, what, secs in steps:
+            patch.setattr(writer_lease, "_machine", lambda who=who: f"machine {who}")
+            lease = leases[who]
+            if what == "wait":
+                bucket.now += secs
+            elif what == "take" and not lease.is_held:
+                lease.acquire()  # waits until it is over: the holder does not renew meanwhile
+                assert holder is None or bucket.now - renewed[holder] > lasts
+                holder, renewed[who] = who, bucket.now
+                counts.append(lease.broken)
+            elif what == "renew" and lease.is_held:
+                if who == holder:
+                    lease.confirm()
+                    renewed[who] = bucket.now
+                else:
+                    with pytest.raises(RunLocked):
+                        lease.confirm()
+            elif what == "release" and lease.is_held:
+                lease.release()
+                holder = None if who == holder else holder
+            if holder is not None and bucket.now <= renewed[holder] + lasts:
+                leases[holder].check()
+            for other, each in enumerate(leases):
+                if other != holder and each.is_held:
+                    with pytest.raises(RunLocked):
+                        each.confirm()
+    assert counts == sorted(counts)
+
+
+def test_a_living_holder_of_this_machine_is_named_and_nothing_waits():
+    """C03, W22: such as a second manager in the same program."""
+    client = MemoryStore()
+    with ObjectStore(client, url="memory://run").lock():
+        began = time.monotonic()
+        with pytest.raises(RunLocked, match=f"found process {os.getpid()} on .*, which is this one"):
+            ObjectStore(client, url="memory://run").lock().__enter__()
+        assert time.monotonic() - began < 0.3
+
+
+def test_a_holder_elsewhere_is_left_alone_while_it_renews_and_followed_when_it_does_not(machines, monkeypatch):
+    """C03: the second of two machines sees a renewal; the third sees none."""
+    client = MemoryStore()
+    one, two = (ObjectStore(client, url="memory://run", lease_secs=0.3) for _ in range(2))
+    with one.lock():
+        machines("b")
+        with pytest.raises(RunLocked):
+            two.lock().__enter__()
+        monkeypatch.setattr(WriterLease, "_renew", lambda *args: None)  # it sleeps from now on
+        with two.lock():
+            assert two.least_revision == 1
+
+
+def test_a_holder_that_sleeps_and_wakes_after_a_takeover_changes_nothing(machines, sleeping):
+    """C03, E01: each of its calls is refused, and a file that was on its way has a name that the new holder does not use."""
+    client = MemoryStore()
+    one, two = (ObjectStore(client, url="memory://run", lease_secs=0.05) for _ in range(2))
+    trainfold.save(state_at(2), one)
+    late = one.lock()
+    late.__enter__()
+    machines("b")
+    trainfold.save(state_at(3), two)
+    with two.lock():
+        machines("a")
+        for call in (
+            lambda: one.write("step-00000004/x", [b"1"], size_bytes=1),
+            lambda: one.commit("step-00000004/manifest.json", b"{}"),
+            lambda: one.delete("step-00000003/"),
+            lambda: one.delete("step-00000003/manifest.json"),
+        ):
+            with pytest.raises(RunLocked, match="expected the lease that this process has taken"):
+                call()
+        late.__exit__(None, None, None)  # gives nothing back
+        machines("b")
+        two.commit("step-00000005/manifest.json", b"{}")
+    assert trainfold.load(two, like=state_at(3), step=3).trainer.step == 3
+
+
+def test_files_of_a_lost_writer_never_have_names_of_the_next(machines, sleeping):
+    """E01: an upload that ends late would otherwise replace a file of an acknowledged checkpoint."""
+    client = MemoryStore()
+    lost, two, three = (ObjectStore(client, url="memory://run", lease_secs=0.05) for _ in range(3))
+    model = state_at(3)
+    late = lost.lock()
+    late.__enter__()
+    machines("b")
+    trainfold.save(model, two)
+    saved = {name: two.read(f"step-00000003/{name}") for name in two.list("step-00000003")}
+    assert any(".r1." in name for name in saved)
+    for name in saved:
+        if ".r1." in name:  # what the lost one would still write
+            lost._bucket.put(f"step-00000003/{name.replace('.r1.', '.')}", b"late")
+    assert trainfold.load(two, like=model).trainer.step == 3
+    trainfold.save(state_at(4), three)
+    assert any(".r1." in name for name in three.list("step-00000004")), "it may still write"
+
+
+def test_a_killed_holder_of_this_machine_is_followed_at_once(s3):
+    """C03: its lease would last for another 30 s."""
+    run = f"runs/killed-{time.time_ns()}"
+    program = (
+        "import sys; from kit.backends.bucket_cases import store_at\n"
+        f"held = store_at({s3.port}, run={run!r}).lock(); held.__enter__(); print('held', flush=True); sys.stdin.read()"
+    )
+    path = os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "src")])
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        store = store_at(s3.port, run=run)
+        with pytest.raises(RunLocked, match=f"process {holder.pid} on"):
+            store.lock().__enter__()
+        holder.kill()
+        with store.lock():
+            assert store.least_revision == 1
+
+
+def test_a_forked_child_does_not_write_for_its_parent():
+    """C03: as with a lock of a file."""
+    store = ObjectStore(MemoryStore(), url="memory://run")
+    with store.lock():
+        child = os.fork()
+        if child == 0:
+            try:
+                store.write("step-1/a", [b"1"], size_bytes=1)
+            except RunLocked as error:
+                os._exit(0 if "forked" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        store.commit("run.json", b"{}")
+
+
+def test_a_renewal_whose_answer_was_lost_is_recognised(proxy):
+    """C03: each second put of the lease is carried out, and then looks like a failure."""
+    puts = []
+
+    def fault(number, method, path):
+        if method == "PUT" and path.endswith(LEASE):
+            puts.append(number)
+            return ("done 500", "lost", "repeat")[len(puts) % 3]
+        return None
+
+    proxy.fault = fault
+    store = store_at(proxy.port)
+    with store.lock():
+        for _ in range(4):
+            store._lease.confirm()
+        store.commit("run.json", b"{}")
+    assert len(puts) >= 6
+    with store.lock():
+        assert store.least_revision == 0, "it was given back each time"
+
+
+def test_a_renewal_that_failed_and_was_carried_out_is_found_by_the_next(sleeping):
+    """C03: the network was away for longer than a put is tried again."""
+    bucket = FakeBucket()
+    lease = WriterLease(bucket, 10.0)
+    lease.acquire()
+    put_if = bucket.put_if
+
+    def failing(key, data, expected):
+        put_if(key, data, expected)
+        raise SaveFailed("s3://bucket/run", expected="an answer", found="none", fix="look at the network")
+
+    bucket.put_if = failing
+    with pytest.raises(SaveFailed):
+        lease.confirm()
+    bucket.put_if = put_if
+    lease.confirm()
+    lease.release()
+    other = WriterLease(bucket, 10.0)
+    other.acquire()
+    assert other.broken == 0
+
+
+def test_a_run_that_was_removed_is_said_to_be():
+    """As with a directory that was removed."""
+    client = MemoryStore()
+    store = ObjectStore(client, url="memory://run")
+    with store.lock():
+        client.delete(LEASE)
+        with pytest.raises(RunReplaced, match="the run was removed"):
+            store.commit("run.json", b"{}")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"{}", b'{"holder": 1}', b"null", b"\xff" * 5000, b'{"a": ' + b"[" * 5000]
+)
+def test_what_is_not_a_lease_is_hostile(data):
+    """W22: an error with a name, not that of a parser."""
+    client = MemoryStore()
+    client.put(LEASE, data)
+    with pytest.raises(CheckpointHostile, match="a lease of trainfold"):
+        ObjectStore(client, url="memory://run").lock().__enter__()
