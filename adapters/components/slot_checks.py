@@ -140,7 +140,11 @@ def _wanted(  # noqa: PLR0913 - private
 ) -> str | None:
     """Return what a slot should be if it cannot be right, and None if it can."""
     if is_torchs and key in _LIKE_PARAMETER:
-        return None if _is_like(value, parameter) else f"a tensor of shape {list(parameter.shape)} like its parameter"
+        return (
+            None
+            if _is_like(value, parameter)
+            else f"a tensor of {parameter.dtype}, shape {list(parameter.shape)}, like its parameter"
+        )
     if is_torchs and key in _ONE_NUMBER:
         return None if _is_one_number(value) else "one number that is finite and not negative"
     kinds = {_kind(value), usual, *([] if present is None else [_kind(present)])} - {_ANYTHING}

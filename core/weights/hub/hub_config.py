@@ -56,7 +56,7 @@ def config_of(text: bytes, where: str) -> dict[str, Any]:
 
 
 def config_text(config: Mapping[str, Any], dtype: str | None, *, dtypes: Collection[str] = ()) -> bytes:
-    r"""The bytes of ``config.json``. It says of the dtype what the weights were cast to, and nothing of a quantisation that they do not have any more.
+    r"""The bytes of ``config.json``. It says of the dtype what the weights have, because its readers round to it, and nothing of a quantisation that they do not have any more.
 
     Args:
         config: what is in it.
@@ -66,9 +66,13 @@ def config_text(config: Mapping[str, Any], dtype: str | None, *, dtypes: Collect
     Examples:
         >>> config_text({"torch_dtype": "float32"}, "bfloat16")
         b'{\n  "torch_dtype": "bfloat16"\n}\n'
+        >>> config_text({"torch_dtype": "bfloat16"}, None, dtypes=["float32", "int64"])
+        b'{\n  "torch_dtype": "float32"\n}\n'
     """
-    changed = {key: dtype for key in _DTYPE_KEYS if dtype is not None and key in config}
     is_quantised = any(each.startswith(_QUANTISED) for each in dtypes)
+    floating = {each for each in dtypes if each.startswith(("float", "bfloat"))}
+    only = floating.pop() if dtype is None and not is_quantised and len(floating) == 1 else dtype
+    changed = {key: only for key in _DTYPE_KEYS if only is not None and config.get(key) is not None}
     kept = {key: each for key, each in config.items() if is_quantised or key != "quantization_config"}
     return (json.dumps({**kept, **changed}, indent=2, default=_listed) + "\n").encode()
 

@@ -203,3 +203,21 @@ def test_each_rank_reads_its_part_under_the_new_name(before, now):
     parts = run_threads(now, loaded)
     assert [row for weight, _ in parts for row in weight] == whole.tolist()
     assert [row for _, slot in parts for row in slot] == (2 * whole).tolist()
+
+
+def test_an_export_with_the_old_names_is_passed_over_for_what_can_be_resumed():
+    """V06, T24: the newest checkpoint that can do what was asked, under the new names too; a request for weights alone takes the export."""
+    names, transform = RULES["prefix"]
+    store = MemoryStore()
+    ran(2, names=OLD, store=store)
+    live, *_ = started(OLD)
+    with CheckpointManager(store) as manager:
+        manager.restore(live)
+    live.advance(samples=0)
+    save(live.capture(), store, components=["model", "trainer"])
+    new, *_ = started(names)
+    full = plan(store, like=new.capture(), transform=transform)
+    assert (full.step, [each.where.rpartition("/")[2] for each in full.passed_over]) == (2, ["step-00000003"])
+    assert plan(store, like=new.capture(), transform=transform, components=["model"]).step == 3
+    with CheckpointManager(store) as manager, pytest.warns(UserWarning, match="step-00000003"):
+        assert manager.restore(new, transform=transform).step == 2
