@@ -75,7 +75,7 @@ def test_it_keeps_the_contract_whatever_it_is_made_of(tmp_path):
 
 @given(st.permutations(sorted(HUB)), st.data())
 def test_whatever_comes_first_a_rank_gets_its_parts_and_reads_no_more_than_their_boxes(order, data):
-    """J01, P21: tensors wait for those that they are put together with, in any order."""
+    """J01: tensors wait for those that they are put together with, in any order."""
     wanted, rows = {}, 0
     for name in data.draw(st.sets(st.sampled_from(sorted(MINE)), min_size=1)):
         shape = tuple(MINE[name].shape)

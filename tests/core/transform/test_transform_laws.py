@@ -167,7 +167,7 @@ def test_the_inverse_after_a_transform_is_the_identity(chain):
 
 @given(chains(), st.data())
 def test_a_part_has_the_bits_of_that_part_of_the_whole_and_reads_what_the_plan_says(chain, data):
-    """K01, P21: a rank computes its part from parts; what it reads is what was planned, and enough."""
+    """K01: a rank computes its part from parts; what it reads is what was planned, and enough."""
     tensors, transform, _ = chain
     whole = transformed(transform, tensors)
     name = data.draw(st.sampled_from(sorted(whole)))

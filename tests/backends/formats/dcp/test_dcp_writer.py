@@ -49,7 +49,7 @@ def test_other_tensors_than_planned_are_refused(tmp_path):
 
 
 def test_a_directory_of_many_tensors_takes_little_time_and_memory_to_plan():
-    """P21: 300 tensors; the figures for 100,000 are those of the benchmark."""
+    """300 tensors; the figures for 100,000 are those of the benchmark."""
     specs = {f"layers.{number}.mlp.weight": cases.LeafSpec("bfloat16", (4096, 4096)) for number in range(300)}
     tracemalloc.start()
     plan = plan_dcp(specs)
