@@ -10,7 +10,7 @@ from trainfold.backends.formats.detect import check_format
 from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
 from trainfold.backends.weights.foreign.torch_file import TorchFile
 from trainfold.backends.weights.hub_directory import HubDirectory
-from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument
+from trainfold.core.errors import CheckpointForeign, CheckpointHostile, CheckpointMissing, InvalidArgument
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.printable import printable
 from trainfold.core.state.fqn import canonical_name
@@ -79,7 +79,14 @@ class Training:
         return any(isinstance(each, int) for group in self.groups for each in group.params)
 
 
-def dcp_training(path: str | Path, *, model: str = "model", optimizer: str = "optim", step: str = "step") -> Training:
+def dcp_training(
+    path: str | Path,
+    *,
+    model: str = "model",
+    optimizer: str = "optim",
+    step: str = "step",
+    scheduler: str = "lr_scheduler",
+) -> Training:
     """Open a directory of `torch.distributed.checkpoint` that has a model and an optimizer by name.
 
     Both forms of an optimizer are read: that of `get_state_dict`, and the flat one of torchtitan, for which the arguments are
@@ -90,6 +97,7 @@ def dcp_training(path: str | Path, *, model: str = "model", optimizer: str = "op
         model: the keys of the model, with dots between them; empty if its names are at the top.
         optimizer: the keys of the optimizer.
         step: the name of the step.
+        scheduler: the keys of the scheduler's state dict. It is taken if it is there, and has numbers, texts, lists, tuples and dicts of them.
 
     Raises:
         CheckpointError: the matching subclass; see `DcpDirectory`.
@@ -112,7 +120,8 @@ def dcp_training(path: str | Path, *, model: str = "model", optimizer: str = "op
     tops = {
         name.partition(".")[0] for name in (*named, *(listed if model else ()))
     }  # without a key, a tensor at the top may be a weight
-    known = {each.partition(".")[0] for each in (model, optimizer, step)}
+    schedule, refused = _scheduler(whole, scheduler)
+    known = {each.partition(".")[0] for each in (model, optimizer, step, *((scheduler,) if schedule else ()))}
     return Training(
         str(path),
         source,
@@ -120,9 +129,35 @@ def dcp_training(path: str | Path, *, model: str = "model", optimizer: str = "op
         {name.removeprefix(slots): each for name, each in objects.items() if name.startswith(slots)},
         _groups_by_name(objects, f"{optimizer}.param_groups."),
         _step(objects.get(step)),
-        None,
-        tuple((name, _ANOTHER) for name in sorted(tops - known)),
+        schedule or None,
+        tuple(
+            (name, refused if refused and name == scheduler.partition(".")[0] else _ANOTHER)
+            for name in sorted(tops - known)
+        ),
     )
+
+
+def _scheduler(whole: DcpDirectory, keys: str) -> tuple[dict[Any, Any], str]:
+    """The state dict under keys, as it was nested; empty if there is none, or, with the reason, if it has what is not read as a plain value."""
+    found: dict[Any, Any] = {}
+    prefix = f"{keys}."
+    if any(name.startswith(prefix) for name in whole.specs()):
+        return {}, "it has tensors"
+    for name in whole.metadata.objects if keys else ():
+        if not name.startswith(prefix):
+            continue
+        path = whole.metadata.paths.get(name, tuple(name.split(".")))
+        inner = next((path[at:] for at in range(1, len(path)) if ".".join(map(str, path[:at])) == keys), (name,))
+        place = found
+        for key in inner[:-1]:
+            place = place.setdefault(key, {})
+            if type(place) is not dict:
+                return {}, f"{printable(name)} is inside of another value"
+        try:
+            place[inner[-1]] = whole.object_of(name)
+        except CheckpointHostile as error:
+            return {}, f"{printable(name)} has {error.found}"
+    return found, ""
 
 
 def torch_training(

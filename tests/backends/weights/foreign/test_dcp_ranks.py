@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 from kit.adapters.fsdp2_cases import OPTIMIZERS, Model, bits, sharded
 from kit.backends import dcp_cases as cases
 from kit.system.rank_refusals_cases import PATIENT
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from trainfold.adapters.live.attach import attach
 from trainfold.core.weights.source import Wanted
@@ -21,12 +21,14 @@ def begun(world_size, *, seed=0, **options):
     return model, OPTIMIZERS["adamw"](model.parameters())
 
 
-def trained(model, optimizer):
-    for step in range(STEPS):
+def trained(model, optimizer, scheduler=None, steps=range(STEPS)):
+    for step in steps:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))  # each rank has the same
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
 
 
 def saved(collectives, folder):
@@ -57,6 +59,58 @@ def loaded(collectives, folder):
     set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
     assert found["step"] == STEPS
     return bits(model, optimizer)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def titan(collectives, *, seed, step):
+    """The objects of a program in the manner of torchtitan, and the state that it saves."""
+    model, optimizer = begun(collectives.world_size, seed=seed)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + number))
+    trained(model, optimizer, scheduler, range(step))
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=FLAT)
+    state = {
+        **model_state,
+        "optimizer": optimizer_state,
+        "lr_scheduler": scheduler.state_dict(),
+        "train_state": {"step": torch.tensor(step)},
+    }
+    return model, optimizer, scheduler, state
+
+
+def saved_by_titan(collectives, folder):
+    state = titan(collectives, seed=0, step=STEPS)[-1]
+    dcp.save({**state, "dataloader": {f"dp_rank_{collectives.rank}": b"of a rank"}}, checkpoint_id=folder)
+
+
+def goes_on(collectives, folder, with_torch):
+    """The bits of the program after more steps, with what torch's own load has put into it, or this library."""
+    model, optimizer, scheduler, state = titan(collectives, seed=9, step=1)
+    if with_torch:
+        dcp.load(state, checkpoint_id=folder)
+        weights = {
+            name: each for name, each in state.items() if name not in ("optimizer", "lr_scheduler", "train_state")
+        }
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"], options=FLAT)
+        scheduler.load_state_dict(state["lr_scheduler"])
+    else:
+        live = attach(model, optimizer, scheduler=scheduler)
+        training = dcp_training(folder, model="", optimizer="optimizer", step="train_state.step")
+        live.restore(take_training(live.capture(), training, collectives=collectives), collectives=collectives)
+        assert live.progress.step == STEPS
+        assert "not taken  dataloader" in str(training)
+    trained(model, optimizer, scheduler, range(STEPS, STEPS + 3))
+    return bits(model, optimizer)
+
+
+def test_a_run_on_other_ranks_goes_on_from_torchtitan_as_with_its_own_load(processes, tmp_path):
+    """M24: saved on two ranks, with a flat optimizer, a scheduler and a position that is not taken; the same bits after more steps as with `torch.distributed.checkpoint.load`."""
+    folder = str(tmp_path / "theirs")
+    processes.run(2, saved_by_titan, folder, collectives=PATIENT)
+    for world_size in (1, 3):
+        wanted = processes.run(world_size, goes_on, folder, True, collectives=PATIENT)
+        assert processes.run(world_size, goes_on, folder, False, collectives=PATIENT) == wanted
 
 
 def test_what_fsdp2_has_saved_on_two_ranks_is_read_by_one_and_in_parts_of_four(processes, tmp_path):

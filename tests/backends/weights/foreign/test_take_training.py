@@ -159,7 +159,15 @@ def test_what_is_taken_and_what_is_not_is_printed(tmp_path):
         "  not taken  hyper_parameters: it is of the other program; what it says cannot be checked here"
     )
     titan = write_titan(tmp_path / "titan", *train(*build(), BATCHES[:STEPS]))
-    assert "lr_scheduler" in str(titan)
+    assert "scheduler  its state_dict" in str(titan)
+    assert titan.scheduler.keys() == build()[2].state_dict().keys()
+    other = {
+        "model": {"w": torch.ones(1)},
+        "optim": {"param_groups": [{"params": ["w"]}]},
+        "lr_scheduler": {"at": 3, "own": Position()},
+    }
+    cases.save(tmp_path / "own", other)
+    assert "not taken  lr_scheduler: lr_scheduler.own has" in str(dcp_training(tmp_path / "own"))
     accelerate = write_accelerate(tmp_path / "b", *train(*build(), BATCHES[:STEPS]))
     assert "not taken  random_states_0.pkl" in str(accelerate)
 
