@@ -6,7 +6,13 @@ from typing import Any, final
 
 from trainfold.adapters.batches.feed import END
 from trainfold.adapters.bridges.lightning_logged import add_sums, is_alike, states_of_metrics, sums_of
-from trainfold.adapters.bridges.lightning_seams import Followed, RunOrFile, check_lightning_trainer, check_module
+from trainfold.adapters.bridges.lightning_seams import (
+    Followed,
+    RunOrFile,
+    check_lightning_trainer,
+    check_module,
+    check_unpickled,
+)
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -21,7 +27,7 @@ from trainfold.core.state.state import Opaque, TrainState
 _KEPT = "lightning"
 _ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")  # components of their own
 _ALIKE = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "limit_train_batches", "overfit_batches")  # fmt: skip
-_LIGHTNINGS = ("model._trainer", "model._fabric", "model._current_fx_name", "model._metric_attributes")
+_LIGHTNINGS = ("model._current_fx_name", "model._metric_attributes")
 _NOTHING = TrainState(extra={_KEPT: Opaque({})})
 _CURE = "train with trainer.fit(..., ckpt_path=callback.resume(trainer))"
 
@@ -262,6 +268,7 @@ class LightningCallback:
             "is_at_end": self._is_at_end,
         }
         plain: dict[str, Any] = to_plain(kept, {})
+        check_unpickled(plain["checkpoint"])
         return plain
 
     def _take(self, kept: dict[str, Any]) -> None:

@@ -5,7 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from trainfold.core.errors import InvalidArgument
+import numpy as np
+import torch
+
+from trainfold.core import tree
+from trainfold.core.errors import InvalidArgument, UnsupportedLeaf
+from trainfold.core.json_values import encode_scalar
 
 
 @final
@@ -114,3 +119,21 @@ def check_module(module: Any) -> None:
     for is_wrong, expected, fix in found:
         if is_wrong:
             raise InvalidArgument("LightningCallback", expected=f"a module with {expected}", found="another", fix=fix)
+
+
+def check_unpickled(checkpoint: dict[str, Any]) -> None:
+    """Refuse what Lightning would pickle, with how to leave it out.
+
+    Args:
+        checkpoint: what Lightning saves, in plain containers.
+
+    Raises:
+        UnsupportedLeaf: naming the first such value.
+    """
+    for path, leaf in tree.named_leaves(checkpoint):
+        try:
+            None if isinstance(leaf, torch.Tensor | np.ndarray) else encode_scalar(leaf, path)
+        except UnsupportedLeaf as error:
+            fix = "leave a hyperparameter out with save_hyperparameters(ignore=[...]); write other state as tensors and plain values in its own "
+            raise UnsupportedLeaf(f"what Lightning saves: {path}", expected=error.expected, found=error.found,
+                                  fix=f"{fix}hook, such as on_save_checkpoint: nothing is pickled") from None  # fmt: skip

@@ -49,6 +49,7 @@ _LOADER: Final = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_i
 _COMPUTE: Final = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.")
 _NO_STATE: Final = (*FSDP_ATTRIBUTES, RECIPES)  # how the names of attributes begin that are not state of a module
 _CODE: Final = (type, type(sys), torch.jit.ScriptModule)
+_HOSTS: Final = {"lightning": ("Trainer", "Fabric"), "pytorch_lightning": ("Trainer",), "lightning_fabric": ("Fabric",)}
 _ENTERED: Final = frozenset({"builtins", "collections", "types", "functools", "random"})
 
 
@@ -191,6 +192,8 @@ class Look:
         kind = type(value)
         home = kind.__module__.split(".")[0]
         if isinstance(value, _CODE) or home == "trainfold":
+            return False
+        if kind.__name__ in _HOSTS.get(home, ()):  # a module refers to it; what it holds would use up this look
             return False
         if callable(value) and not isinstance(value, _DATA) and kind.__module__ in ("builtins", "functools"):
             return self._in_loader and not str(getattr(value, "__module__", "torch.")).startswith("torch.")

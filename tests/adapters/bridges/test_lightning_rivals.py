@@ -264,6 +264,28 @@ def test_a_request_to_stop_saves_and_ends(by, step, tmp_path):
     assert last(run)[1:] == last(tmp_path / "whole")[1:]
 
 
+class Collects(Module):
+    """It has a list, which nothing saves."""
+
+    def on_train_start(self):
+        self.outputs = []
+
+    def training_step(self, batch, number):
+        loss = super().training_step(batch, number)
+        self.outputs.append(loss.item())
+        return loss
+
+
+def test_what_a_module_keeps_without_saving_it_is_named(tmp_path, caplog):
+    """And nothing of the trainer, to which each module of Lightning refers."""
+    run = str(tmp_path / "a")
+    callback = LightningCallback(run, every=1)
+    trainer = trainer_of(run, [callback])
+    trainer.fit(Collects(f"{run}.seen"), one_loader(), ckpt_path=callback.resume(trainer))
+    assert "model.outputs" in caplog.text
+    assert "model._" not in caplog.text
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +342,14 @@ class Unsaveable(Module):
         checkpoint["mine"] = {"function": lambda: None}
 
 
+class KeepsModules(Module):
+    """It keeps a module as a hyperparameter, as Lightning's first page does."""
+
+    def __init__(self, seen):
+        super().__init__(seen)
+        self.hparams["kind"] = torch.nn.Linear(1, 1)
+
+
 def one_loader():
     return DataLoader(Data(), batch_size=4)
 
@@ -329,11 +359,12 @@ def one_loader():
     [
         (Manual, one_loader, "automatic_optimization=True"),
         (Pulls, one_loader, r"training_step\(batch\)"),
+        (KeepsModules, one_loader, r"hyper_parameters.*'kind'.*Linear; leave .*save_hyperparameters\(ignore="),
         (Unsaveable, one_loader, r"\['mine'\]\['function'\]: expected a tensor"),
         (Module, lambda: [one_loader(), one_loader()], "one training loader, with a length, found several"),
         (Module, lambda: iter(one_loader()), "attach.loader"),
     ],
-    ids=["manual", "iterator", "unsaveable", "loaders", "loader"],
+    ids=["manual", "iterator", "hyperparameter", "unsaveable", "loaders", "loader"],
 )
 def test_what_cannot_be_followed_or_saved_is_refused_by_name(made, loaders, expected, tmp_path):
     run = str(tmp_path / "a")

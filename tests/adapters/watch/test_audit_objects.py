@@ -318,3 +318,30 @@ class Keeps(nn.Module):
 
 def test_what_a_forward_leaves_for_its_backward_is_no_hidden_state():
     assert run(Keeps(), strict=True) == ([], {})
+
+
+class Trainer:
+    """Lightning's: a graph of counters, to which its modules refer."""
+
+    def __init__(self):
+        self.steps = 0
+
+
+Trainer.__module__ = "lightning.pytorch.trainer.trainer"
+
+
+def test_the_trainer_that_a_module_refers_to_is_not_looked_at():
+    """It used up the look, and what the module itself keeps went unnoticed."""
+
+    class Module(Net):
+        def __init__(self):
+            super().__init__()
+            self._trainer, self.calls = Trainer(), 0
+
+        def forward(self, x):
+            self._trainer.steps += 1
+            self.calls += 1
+            return super().forward(x)
+
+    _, listed = run(Module(), steps=4)
+    assert listed == {"model.calls": audit.NUMBER}
