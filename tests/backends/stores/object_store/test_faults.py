@@ -1,0 +1,144 @@
+"""What was acknowledged is there: after a death at any request of a save, and through a network that fails all the time."""
+
+import random
+import warnings
+
+import obstore
+import pytest
+import torch
+from kit.backends.bucket_cases import FAULTS, store_at
+from obstore.store import MemoryStore
+
+import trainfold
+from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.stores.object_store import writer_lease
+from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.core.errors import TrainfoldError
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
+
+LONG = pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
+
+
+class Dying:
+    """The calls of obstore, of which all fail from one on: the machine is gone. That one may have been carried out."""
+
+    def __init__(self, left, *, is_done):
+        self.left, self.is_done, self.exceptions = left, is_done, obstore.exceptions
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.left -= 1
+            if self.left < 0:
+                if self.left == -1 and self.is_done:
+                    getattr(obstore, name)(*args, **kwargs)
+                raise obstore.exceptions.GenericError("the machine is gone")
+            return getattr(obstore, name)(*args, **kwargs)
+
+        return call
+
+
+def state_at(step, salt=0):
+    model = ModelState(Leaves({"w": torch.full((4,), float(step + 1000 * salt))}), Leaves())
+    return TrainState(model=model, trainer=Progress(step=step))
+
+
+def value_of(state):
+    """The step, and the number that is in all of the model."""
+    (value,) = set(state.model.params["w"].tolist())
+    return state.trainer.step, value
+
+
+def loaded(store):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointPassedOver)
+        return trainfold.load(store, like=state_at(0))
+
+
+@pytest.mark.parametrize(
+    ("step", "is_done"),
+    [
+        pytest.param(2, True, id="another step, carried out"),
+        pytest.param(1, False, id="the step again, not carried out"),
+        pytest.param(2, False, id="another step, not carried out", marks=pytest.mark.long),
+        pytest.param(1, True, id="the step again, carried out", marks=pytest.mark.long),
+    ],
+)
+def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_one(step, is_done, monkeypatch):
+    """E01, E02: and the next writer takes over and saves, as after the death of a process."""
+    monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
+    old, new = state_at(1), state_at(step, salt=1)
+    died, at = True, 0
+    while died:
+        client = MemoryStore()
+        trainfold.save(old, ObjectStore(client, url="memory://run"))
+        dying = ObjectStore(client, url="memory://run")
+        dying._bucket._api = Dying(at, is_done=is_done)
+        try:
+            trainfold.save(new, dying)
+            died = dying._bucket._api.left < 0
+            is_acknowledged = True
+        except TrainfoldError:
+            is_acknowledged = False
+        found = value_of(loaded(ObjectStore(client, url="memory://run")))
+        assert found in ({value_of(new)} if is_acknowledged else {value_of(old), value_of(new)}), at
+        after = ObjectStore(client, url="memory://run")
+        trainfold.save(state_at(step, salt=2), after)
+        assert value_of(trainfold.load(after, like=old, step=step)) == value_of(state_at(step, salt=2))
+        at += 1
+    assert at > 20
+
+
+@pytest.mark.parametrize("faults", [30, LONG])
+@pytest.mark.slow(3)
+def test_nothing_that_a_manager_acknowledged_is_lost_in_many_faults(faults, proxy):
+    """C03, E01: saves, retention and resumes through a network of which every fourth request fails in one of nine ways."""
+    chance, seen = random.Random(faults), []
+
+    def fault(number, method, path):
+        if chance.random() < 0.25:
+            seen.append(chance.choice(FAULTS))
+            return seen[-1]
+        return None
+
+    run = store_at(proxy.port).url.removeprefix("s3://bucket/")
+    model = torch.nn.Linear(3, 3)
+    acknowledged, saved = 0, {}
+    while len(seen) < faults:
+        live = trainfold.attach(model)
+        proxy.fault = fault
+        try:
+            with (
+                warnings.catch_warnings(),
+                trainfold.CheckpointManager(
+                    store_at(proxy.port, run=run), every=1, keep_last=2, mode="sync"
+                ) as manager,
+            ):
+                warnings.simplefilter("ignore")
+                manager.restore(live)
+                step = live.progress.step
+                assert step >= acknowledged, "an acknowledged checkpoint was not found"
+                if step in saved:
+                    assert torch.equal(model.weight, saved[step])
+                for _ in range(3):
+                    with torch.no_grad():
+                        model.weight.add_(torch.randn(3, 3))
+                    live.advance(samples=1)
+                    saved[live.progress.step] = model.weight.detach().clone()
+                    manager.step(live)
+                    acknowledged = live.progress.step
+        except TrainfoldError:
+            continue  # the run's program is started again
+        finally:
+            model = torch.nn.Linear(3, 3)
+    assert acknowledged >= faults // 100
+    proxy.fault = lambda number, method, path: None
+    last = loaded_step(store_at(proxy.port, run=run), model)
+    assert last >= acknowledged
+
+
+def loaded_step(store, model):
+    live = trainfold.attach(model)
+    with trainfold.CheckpointManager(store) as manager:
+        manager.restore(live)
+    return live.progress.step
