@@ -142,7 +142,7 @@ def test_every_package_that_a_page_imports_is_declared(root):
     extras = project["optional-dependencies"]
     texts = [
         *project["dependencies"],
-        *(text for name in ("plot", "properties", "docs", "dev") for text in extras[name]),
+        *(text for name in ("plot", "properties", "objectstore", "docs", "dev") for text in extras[name]),
     ]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     distributions = importlib.metadata.packages_distributions()
