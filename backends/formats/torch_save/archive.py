@@ -5,6 +5,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import xxhash
+
 from trainfold.backends.formats.torch_save.byte_range import ByteRange
 from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointHostile
 from trainfold.core.printable import printable
@@ -20,6 +22,10 @@ _FULL_32: Final = 0xFFFF_FFFF
 _PICKLE_LIMIT: Final = 1 << 30
 _DIRECTORY_LIMIT: Final = 1 << 28
 _PIECE_BYTES: Final = 1 << 22
+_LARGE_BYTES: Final = 1 << 20
+_LAST: Final[
+    list[tuple[bytes, Any]]
+] = []  # the values of the last large pickle by its digest: a command asks for them several times, and 100,000 tensors take seconds
 _MAGIC: Final = b"PK\x03\x04"
 
 
@@ -73,7 +79,7 @@ def check_sums(file: ByteRange, *, advance: Callable[[int], None] = lambda _: No
 
 
 def archive_values(file: ByteRange, members: Mapping[str, ByteRange]) -> Any:
-    """What was saved, with a `StoredTensor` for each tensor; see `read_values`.
+    """What was saved, with a `StoredTensor` for each tensor; see `read_values`. Do not change it: other callers may have the same.
 
     Raises:
         CheckpointHostile: if the pickle would run something, or the machine that wrote it has the other order of bytes.
@@ -87,7 +93,16 @@ def archive_values(file: ByteRange, members: Mapping[str, ByteRange]) -> Any:
         raise _damaged(
             file, f"a data.pkl of at most {_PICKLE_LIMIT} bytes", "none" if pickled is None else pickled.size
         )
-    return read_values(pickled.read(0, pickled.size), file.name)
+    data = pickled.read(0, pickled.size)
+    if len(data) < _LARGE_BYTES:
+        return read_values(data, file.name)
+    key = xxhash.xxh3_128_digest(data)
+    for held, values in _LAST[:1]:
+        if held == key:
+            return values
+    values = read_values(data, file.name)
+    _LAST[:] = [(key, values)]
+    return values
 
 
 def member_of(file: ByteRange, members: Mapping[str, ByteRange], stored: StoredTensor) -> ByteRange:

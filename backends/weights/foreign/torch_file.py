@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, final
 
@@ -174,7 +175,8 @@ class TorchFile:
             CheckpointMissing: as in `specs`, and so the others.
         """
         with open_torch_file(self._path) as opened:
-            return {name: each for name, each in self._named(opened.values).items() if type(each) is not StoredTensor}
+            found = {name: each for name, each in self._named(opened.values).items() if type(each) is not StoredTensor}
+        return deepcopy(found)
 
     def at(self, keys: str) -> Any:
         """The value under keys with dots between them, and numbers for lists; None if there is none. A tensor of one element is its value.

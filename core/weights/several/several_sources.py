@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 
 def _specs_given(given: Sequence[LoadSpec | WeightSource]) -> tuple[LoadSpec, ...]:
-    return tuple(each if isinstance(each, LoadSpec) else LoadSpec(each) for each in given)
+    found = tuple(each if isinstance(each, LoadSpec) else LoadSpec(each) for each in given)
+    if not found:
+        raise InvalidArgument(
+            "sources",
+            expected="one source or more",
+            found="an empty list",
+            fix="name a source; ByScript() keeps what the script gave",
+        )
+    return found
 
 
 @final

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kit.backends import dcp_cases as cases
 from kit.depth import IS_DEEP
 
-from trainfold.backends.formats.torch_save import tensor_parts
+from trainfold.backends.formats.torch_save import archive, tensor_parts
 from trainfold.backends.formats.torch_save.archive import archive_values, read_archive
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, TrainfoldError
@@ -168,6 +168,22 @@ def test_a_part_of_a_view_is_read_in_short_pieces(data, dims):
     assert torch.equal(into, member.whole[7:].as_strided(shape, strides)[part])
     if not stored.is_contiguous:
         assert max(member.lengths, default=0) <= 240
+
+
+def test_a_large_pickle_is_read_once_for_its_bytes(saved, monkeypatch):
+    """And anew if they change; what a caller gets of its values, it may change."""
+    monkeypatch.setattr(archive, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(archive, "_LAST", [])
+    read, calls = archive.read_values, []
+    monkeypatch.setattr(archive, "read_values", lambda *args: calls.append(1) or read(*args))
+    for step in (3, 4):
+        torch.save({"w": torch.ones(2), "step": step, "tags": [1]}, saved)
+        for _ in range(2):
+            found = TorchFile(saved).objects()
+            assert found == {"step": step, "tags": [1]}
+            found["tags"].append(2)
+        assert TorchFile(saved).at("step") == step
+    assert len(calls) == 2
 
 
 def test_old_files_and_folders_are_named(tmp_path):

@@ -233,3 +233,9 @@ def test_a_source_is_pinned_wherever_it_is_wrapped_and_described_without_address
     assert "Moves(4)" in described(pinned(source))
     assert "Moves(None)" in described(source)
     assert " at 0x" not in described(Renamed(Moves(), lambda name: name))
+
+
+def test_an_empty_list_of_sources_is_refused():
+    """L02: it would give nothing in silence."""
+    with pytest.raises(InvalidArgument, match="expected one source or more, found an empty list"):
+        SeveralSources([])
