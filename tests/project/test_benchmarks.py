@@ -29,7 +29,7 @@ KEYS = {
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},
-    "torch_formats": {"mib", "rounds", "rows"},
+    "torch_formats": {"mib", "rounds", "rows", "planning"},
     "unchanged": {"rows"},
 }
 TARGETS = {
@@ -94,9 +94,13 @@ TARGETS = {
     ],
     "step": ["time", "first steps too", "peak memory", "same bits"],
     "torch_formats": [
-        f"ours: {way}: {what}"
-        for way in ("dcp -> hf", "hf -> dcp")
-        for what in ("time /", "throughput /", "memory, MiB", "memory / the least")
+        "planning dcp -> hf",
+        "planning hf -> dcp",
+        *(
+            f"ours: {way}: {what}"
+            for way in ("dcp -> hf", "hf -> dcp")
+            for what in ("time /", "throughput /", "memory, MiB", "memory / the least")
+        ),
     ],
     "unchanged": ["bytes of adapters", "time of adapters", "CPU time if everything"],
 }

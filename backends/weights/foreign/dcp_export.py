@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from trainfold.backends.formats.dcp.dcp_writer import write_dcp
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.weights.opened import ReusedMemory, opened_weights
 from trainfold.core.errors import InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
@@ -90,7 +91,7 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
         # values that are not known again are not gone on with
         identity = weights.identity or os.urandom(16).hex()
         write_dcp(
-            plan_dcp(specs, others, paths=paths, file_bytes=file_bytes),
+            without_collecting(plan_dcp)(specs, others, paths=paths, file_bytes=file_bytes),
             read,
             path,
             identity=identity,
