@@ -82,7 +82,7 @@ class LosesWriters(Protocol):
 
     @property
     def least_revision(self) -> int:
-        """The revision that files of a new checkpoint have at least, so that no file of a writer that has lost the lock has the name of one (ADR-0056)."""
+        """The revision that files of a new checkpoint have at least, so that no file of a writer that has lost the lock has the name of one (ADR-0055)."""
 
 
 def least_revision_of(store: object) -> int:
