@@ -15,6 +15,7 @@ import xxhash
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.direct_io import write_stream
 from trainfold.backends.stores.os_errors import save_failure, wrong_size
+from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.backends.stores.staged_files import check_path, make_directories, sync_above
 from trainfold.core.checks import count
@@ -204,12 +205,12 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
     Law: whenever the process or the machine dies, the directory is as it was before, or whole; and the same calls, made again, finish it or find it there.
 
     Args:
-        path: the directory. It does not exist yet, or is empty. Links on the way are followed. Files are staged beside it, in ``.NAME.partial``.
+        path: the directory, or its ``file://`` URL. It does not exist yet, or is empty. Links on the way are followed. Files are staged beside it, in ``.NAME.partial``.
         plan: what is written, as a text such as a digest: what another plan has finished is removed.
         size_bytes: how much is written in all, to see at once whether it fits.
 
     Raises:
-        InvalidArgument: if there is something at the path, other than what the same plan has committed.
+        InvalidArgument: if there is something at the path, other than what the same plan has committed; and for another URL.
         RunLocked: if another process writes there.
         NoSpace: if the disk has no room for it.
         CheckpointHostile: if what is staged there is not this user's.
@@ -226,8 +227,9 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
         (False, '123', ['model'])
     """
     count("staged_directory.size_bytes", size_bytes, least=0, fix="pass the size of all files together")
-    check_path(os.fspath(path))
-    real = os.path.realpath(path)
+    given = local_path(os.fspath(path), argument="path")
+    check_path(given)
+    real = os.path.realpath(given)
     if real == "/":
         raise _in_the_way(real)
     above_path, name = os.path.split(real)

@@ -9,15 +9,19 @@ from urllib.parse import unquote
 
 from trainfold.core.errors import InvalidArgument
 
+OBJECT_SCHEMES: Final = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
+"""Of URLs that name a bucket."""
+
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 
 
-def local_path(place: str) -> str:
-    """Return the path on this machine of a run's location.
+def local_path(place: str, *, argument: str = "run") -> str:
+    """Return the path on this machine of a run's location, or of a directory that is written.
 
     Args:
         place: a path, or a ``file://`` URL of this machine.
+        argument: what the caller calls it, for the error.
 
     Returns:
         The path.
@@ -31,18 +35,20 @@ def local_path(place: str) -> str:
         >>> local_path("hdfs://host/run")
         Traceback (most recent call last):
             ...
-        trainfold.core.errors.InvalidArgument: run: expected a path or a file:// URL, found 'hdfs://host/run'; save to a local \
-or mounted directory, or pass a store of your own: trainfold has none for hdfs:// yet
+        trainfold.core.errors.InvalidArgument: run: expected a path or a file:// URL, found 'hdfs://host/run'; name a local \
+or mounted directory, or for a run pass a store of your own: trainfold has none for hdfs:// yet
     """
     found = _SCHEME.match(place)
     if found is None:
         return place
     scheme, rest = found[1].lower(), place[found.end() :]
     if scheme != "file":
-        raise InvalidArgument("run", expected="a path or a file:// URL", found=repr(place),
-                              fix=f"save to a local or mounted directory, or pass a store of your own: trainfold has none for {scheme}:// yet")  # fmt: skip
+        fix = f"name a local or mounted directory, or for a run pass a store of your own: trainfold has none for {scheme}:// yet"
+        if scheme in OBJECT_SCHEMES:
+            fix = "name a local or mounted directory: only a run may be in a bucket"
+        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(place), fix=fix)
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
-        raise InvalidArgument("run", expected="a file:// URL with an absolute path of this machine", found=repr(place),
+        raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(place),
                               fix="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
     return "/" + unquote(path, errors="surrogateescape")

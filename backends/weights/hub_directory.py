@@ -1,6 +1,7 @@
 """`HubDirectory`: the weights in a directory of safetensors files, as model hubs have them, mapped into memory."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from trainfold.core.weights.hub.hub_plan import HUB_INDEX
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
+_MODEL_FILE: Final = "model.safetensors"
+_SECOND_COPY: Final = "consolidated"  # the same weights under the names of their authors' own code
 _DTYPES: Final = {stored: name for name, stored in HUB_DTYPES.items()}
 
 
@@ -42,6 +45,8 @@ class HubDirectory:
 
     Files are mapped into memory, so that a rank reads only what it holds. Their contents have no digests; the fingerprint of what was loaded is in each
     checkpoint of a run whose frozen weights come from here. Files of pickles are not read.
+
+    Without an index, all files of the directory are read together; beside ``model.safetensors``, ``consolidated*.safetensors`` are the same weights under other names, and left out.
 
     Links to files are followed inside the directory, and into the ``blobs`` of a hub's own cache. Nothing else outside it is opened.
 
@@ -201,7 +206,10 @@ class HubDirectory:
         index = self._path / HUB_INDEX
         if not index.is_file():
             self._check_foreign()
-            files = [self._inside(each.name) for each in sorted(self._path.glob("*.safetensors"))]
+            names = sorted(each.name for each in self._path.glob("*.safetensors"))
+            if _MODEL_FILE in names:
+                names = [each for each in names if not each.startswith(_SECOND_COPY)]
+            files = list(map(self._inside, names))
             if not files:
                 raise CheckpointMissing(
                     str(self._path),
@@ -211,7 +219,7 @@ class HubDirectory:
                 )
             return dict.fromkeys(files)
         found: dict[Path, list[str] | None] = {}
-        for name, file in _weight_map(index).items():
+        for name, file in _weight_map(self._inside(HUB_INDEX)).items():
             found.setdefault(self._inside(file), []).append(name)  # type: ignore[union-attr]
         return found
 
@@ -228,7 +236,7 @@ class HubDirectory:
             raise CheckpointForeign(str(self._path), expected="a directory of a model hub, or a safetensors file", found=FORMATS[found.format], fix=f"use {reader_of(found)}")  # fmt: skip
 
     def _inside(self, name: object) -> Path:
-        if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+        if not isinstance(name, str) or name != Path(name).name or "\0" in name or name in ("", ".", ".."):
             raise CheckpointHostile(
                 str(self._path / HUB_INDEX),
                 expected="names of files in its directory",
@@ -236,6 +244,8 @@ class HubDirectory:
                 fix="do not use this directory",
             )
         file = self._path / name
+        if file.is_fifo() or file.is_socket() or file.is_char_device() or file.is_block_device():
+            raise CheckpointHostile(str(file), expected="a file", found="a pipe, a socket or a device", fix="do not use this directory")  # fmt: skip
         if file.is_symlink():
             home, real = self._path.resolve(), file.resolve()
             if real.parent not in (home, home.parent.parent / "blobs"):
@@ -245,15 +255,23 @@ class HubDirectory:
 
 
 def _weight_map(index: Path) -> dict[str, Any]:
+    """What the index says. Unlike a manifest it may have letters of all languages."""
     try:
-        found = strict_json(index.read_bytes(), str(index))["weight_map"]
-        if isinstance(found, dict):
-            return found
-    except (KeyError, TypeError, json.JSONDecodeError):
-        pass
-    raise CheckpointDamaged(
-        str(index), expected="an object with a weight_map", found="another document", fix="download it again"
-    )
+        text = index.read_bytes().decode()
+        ascii_only = re.sub(r"[^\x00-\x7f]", lambda each: json.dumps(each[0])[1:-1], text)
+        found = strict_json(ascii_only.encode(), str(index)).get("weight_map")
+    except (UnicodeDecodeError, CheckpointHostile) as error:
+        found = error.found if isinstance(error, CheckpointHostile) else error
+    except OSError as error:
+        raise CheckpointMissing(
+            str(index), expected="a file that can be read", found=error, fix="download it again"
+        ) from error
+    if not isinstance(found, dict):
+        shown = "another document" if found is None or isinstance(found, list) else found
+        raise CheckpointDamaged(
+            str(index), expected="an object with a weight_map", found=shown, fix="download it again"
+        )
+    return found
 
 
 def _places(file: Path) -> dict[str, _Place]:

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.backends.formats.staged_directory import staged_directory
+from trainfold.backends.stores.place import local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointHostile, InvalidState
@@ -118,7 +119,7 @@ class HubFiles:
             InvalidArgument: if something else is at the path.
             SaveFailed: if it cannot be written.
         """
-        files, place = self._given(["*"]), Path(path)
+        files, place = self._given(["*"]), Path(local_path(str(path), argument="path"))
         if place.is_dir() and {each.name: each.read_bytes() for each in place.iterdir() if each.is_file()} == files:
             return place
         identity = digest_of("\n".join(f"{name} {digest_of(data)}" for name, data in files.items()).encode())

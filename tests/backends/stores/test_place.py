@@ -3,13 +3,19 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import trainfold
 from trainfold.adapters.cli import main
 from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState
+from trainfold.weights import HubFiles, write_adapter_directory, write_dcp_directory, write_hub_directory
 
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))
+MODEL = ModelState(Leaves({"w": torch.ones(2)}), Leaves({}))
+ADAPTER = ModelState(Leaves({"q.lora_A.default.weight": torch.ones(1, 2)}), Leaves({}))
 URLS = ["ftp://host/run", "HDFS://bucket", "hdfs:///data/run", "http://host/run", "az+x.y-z://c/run"]
 
 
@@ -61,3 +67,29 @@ def test_a_file_url_of_another_machine_is_refused(url):
 @pytest.mark.parametrize("path", ["runs/a", "C:/runs", "a:b/c", "./s3:/x", "/s3://x", "lr=0.1:wd=0/run"])
 def test_a_path_stays_as_it_is(path):
     assert local_path(path) == path
+
+
+def _files(path):
+    files = HubFiles("*")
+    files.load_state_dict({"source": "", "files": {"config.json": torch.zeros(2, dtype=torch.uint8)}})
+    return files.write(path)
+
+
+WRITERS = {
+    "a directory of a hub": lambda path: write_hub_directory(STATE.evolve(model=MODEL), path),
+    "an adapter": lambda path: write_adapter_directory(STATE.evolve(model=ADAPTER), path, config={"peft_type": "LORA"}),
+    "a directory of torch": lambda path: write_dcp_directory(path, STATE.evolve(model=MODEL)),
+    "files beside weights": _files,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_writer_of_a_directory_refuses_a_url_and_takes_that_of_a_file(writer, tmp_path, monkeypatch):
+    """K09: an export to ``s3://bucket/x`` succeeded, into a folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("s3://bucket/x", Path("s3://bucket/x")):
+        with pytest.raises(InvalidArgument, match="path: expected a path or a file:// URL, found 's3:/"):
+            WRITERS[writer](path)
+    assert not any(tmp_path.iterdir())
+    WRITERS[writer](f"file://{tmp_path}/a")
+    assert any((tmp_path / "a").iterdir())

@@ -1,6 +1,7 @@
 """Sources of weights keep their contract, read no more than they have to, and refuse what is not sound."""
 
 import json
+import os
 
 import hypothesis.strategies as st
 import pytest
@@ -168,21 +169,54 @@ def test_a_directory_of_a_hub_is_confined_to_its_own_files(tmp_path):
     folder = hub(tmp_path / "hub", files=2)
     index = folder / "model.safetensors.index.json"
     wanted = {"h.weight": Wanted("float32", (6, 4), ((0, 6), (0, 4)))}
-    for name in ("../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", 3):
+    for name in ("../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", "a\0b", 3):
         index.write_text(json.dumps({"weight_map": {"h.weight": name}}))
         with pytest.raises(CheckpointHostile, match="names of files in its directory"):
             list(HubDirectory(folder).supply(wanted))
     index.write_text(json.dumps({"weight_map": {"h.weight": "model-1.safetensors"}}))
     with pytest.raises(CheckpointDamaged, match=r"the tensor h\.weight"):
         list(HubDirectory(folder).supply(wanted))
-    index.write_text("[]")
-    with pytest.raises(TrainfoldError):
+    index.unlink()
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"h.weight": "model-0.safetensors"}}))
+    index.symlink_to("../index.json")
+    with pytest.raises(CheckpointHostile, match="found a link to"):
+        list(HubDirectory(folder).supply(wanted))
+    index.unlink()
+    (folder / "model-1.safetensors").unlink()
+    os.mkfifo(folder / "model-1.safetensors")
+    with pytest.raises(CheckpointHostile, match="a pipe, a socket or a device"):
         list(HubDirectory(folder).supply(wanted))
     empty = tmp_path / "pickles"
     empty.mkdir()
     torch.save(TENSORS, empty / "pytorch_model.bin")
     with pytest.raises(CheckpointMissing, match="save_pretrained"):
         list(HubDirectory(empty).supply(wanted))
+
+
+INDEX = json.dumps({"weight_map": {"wé": "model.safetensors"}}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[]", b'{"weight_map": null}', INDEX[:-4].encode(), INDEX.encode("latin-1"), b"[" * 9999, b""]
+)
+def test_an_index_that_was_not_copied_whole_is_to_be_downloaded_again(tmp_path, text):
+    """K09: there is no older one to fall back to. Names may have letters of all languages."""
+    save_file({"wé": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(INDEX, encoding="utf-8")
+    assert list(HubDirectory(tmp_path).specs()) == ["wé"]
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(
+        CheckpointDamaged, match=r"index\.json: expected an object with a weight_map.*download it again"
+    ):
+        HubDirectory(tmp_path).specs()
+
+
+def test_a_second_copy_under_other_names_is_not_read_beside_the_first(tmp_path):
+    """K09: some directories have the weights for the code of their authors too; alone these are read."""
+    save_file({"x": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert list(HubDirectory(tmp_path).specs()) == ["x"]
+    save_file({"model.x": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(HubDirectory(tmp_path).specs()) == ["model.x"]
 
 
 @pytest.mark.parametrize("named", ["embed", "head", "both", "tied", "tied the other way"])
