@@ -171,7 +171,7 @@ def test_a_part_of_a_view_is_read_in_short_pieces(data, dims):
 
 
 def test_a_large_pickle_is_read_once_for_its_bytes(saved, monkeypatch):
-    """And anew if they change; what a caller gets of its values, it may change."""
+    """And again if they change; what a caller gets of its values, it may change."""
     monkeypatch.setattr(archive, "_LARGE_BYTES", 1)
     monkeypatch.setattr(archive, "_LAST", [])
     read, calls = archive.read_values, []
