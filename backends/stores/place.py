@@ -9,8 +9,10 @@ from urllib.parse import unquote
 
 from trainfold.core.errors import InvalidArgument
 
-OBJECT_SCHEMES: Final = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
-"""Of URLs that name a bucket."""
+PROVIDERS: Final = {
+    "s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az",
+}  # fmt: skip
+"""Scheme of a URL that names a bucket -> the name of its provider."""
 
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
@@ -44,7 +46,7 @@ or mounted directory, or for a run pass a store of your own: trainfold has none 
     scheme, rest = found[1].lower(), place[found.end() :]
     if scheme != "file":
         fix = f"name a local or mounted directory, or for a run pass a store of your own: trainfold has none for {scheme}:// yet"
-        if scheme in OBJECT_SCHEMES:
+        if scheme in PROVIDERS:
             fix = "name a local or mounted directory: only a run may be in a bucket"
         raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(place), fix=fix)
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")

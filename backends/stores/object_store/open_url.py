@@ -9,11 +9,9 @@ from typing import Any, Final
 
 from trainfold.backends.stores.object_store.bucket import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.backends.stores.place import PROVIDERS
 from trainfold.core.errors import InvalidArgument
 
-_PROVIDERS: Final = {
-    "s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az",
-}  # fmt: skip
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]+)/*(.*)", re.DOTALL)
 _REQUEST_SECS: Final = 30  # one request: below the lease's 30 s, so that none that a lost lease began ends after it
 _RETRY_SECS: Final = 60
@@ -27,7 +25,7 @@ def is_object_url(place: str) -> bool:
         (True, True, False, False)
     """
     found = _URL.match(place)
-    return found is not None and found[1].lower() in _PROVIDERS
+    return found is not None and found[1].lower() in PROVIDERS
 
 
 def open_url(place: str) -> ObjectStore:
@@ -44,7 +42,7 @@ def open_url(place: str) -> ObjectStore:
         shown = repr(place) if found is None else f"one of {found[1].lower()}:// with a name, a password or a query"
         raise InvalidArgument("run", expected="a URL such as s3://bucket/runs/a", found=shown,
                               fix="leave out credentials and queries: they are taken from the provider's own chain")  # fmt: skip
-    scheme, bucket, prefix = _PROVIDERS[found[1].lower()], found[2], found[3].strip("/")
+    scheme, bucket, prefix = PROVIDERS[found[1].lower()], found[2], found[3].strip("/")
     if not prefix:
         raise InvalidArgument(
             "run",
