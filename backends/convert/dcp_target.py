@@ -97,8 +97,10 @@ def dcp_contents(
             identity = digest_of(canonical_json([identity, record.fingerprint]))
         except InvalidState as error:  # torch has no name for it
             reasons["optimizer"] = f"{error.found}: {error.expected} are written"
+    if "trainer" in opened.others and opened.step is not None:
+        reasons["trainer"] = "its step is written, and torch has no form for its samples, tokens and epoch"
     plan = plan_dcp({name: each.spec for name, each in read.items()}, objects, paths=paths)
-    left = tuple(in_order(name for name in opened.others if name not in components and name != "trainer"))
+    left = tuple(in_order(name for name in opened.others if name not in components))
     return DcpContents(plan, read, tuple(components), left, reasons, identity)
 
 

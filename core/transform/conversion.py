@@ -24,12 +24,8 @@ DTYPES: Final = {
 }  # fmt: skip
 """What ``--dtype`` may say -> torch's name."""
 
-_HUB: Final = (
-    "hf",
-    "safetensors",
-    "torch",
-    "accelerate",
-)  # where the names of a model are those of a hub, if rules are asked for
+_HAS_HUB_NAMES: Final = {"hf": True, "safetensors": True, "run": False, "checkpoint": False}
+"""Whether a model has the names of a hub in a format; others have either."""
 
 
 @final
@@ -107,7 +103,7 @@ def rules_for(source_format: str, to: str, family: str | None, config: Mapping[s
     """
     if family is None:
         return None
-    if is_of_hub(source_format) == (to == "hf"):
+    if _HAS_HUB_NAMES.get(source_format) == (to == "hf"):
         raise InvalidArgument("convert.rules", expected="one side with the names of a hub, and one with those of the reference code",
                               found=f"{source_format} to {to}", fix="leave out --rules: both sides have the same names")  # fmt: skip
     if family == _TRANSFORMERS and config is None:
@@ -161,9 +157,26 @@ def check_without_adapters(names: Iterable[str], to: str) -> None:
             fix="merge them: --lora adapter_config.json. Adapters alone are written by trainfold.weights.write_adapter_directory")  # fmt: skip
 
 
-def is_of_hub(source_format: str) -> bool:
-    """Whether the names of a model in this format are those of a hub, as far as rules are asked for."""
-    return source_format in _HUB
+def is_of_hub(a: str, b: str) -> bool:
+    """Whether the first of two sides has the names of a hub, if rules are to lead from one to the other.
+
+    Args:
+        a: its format.
+        b: that of the other.
+
+    Raises:
+        InvalidArgument: if both have the same names, or both may have either.
+
+    Examples:
+        >>> is_of_hub("torch", "run"), is_of_hub("torch", "hf")
+        (True, False)
+    """
+    mine, theirs = _HAS_HUB_NAMES.get(a), _HAS_HUB_NAMES.get(b)
+    if mine == theirs:
+        fix = "leave out --rules: both sides have the same names" if mine is not None else "convert one of them, with --rules if it has the names of the code, and compare the other with that"  # fmt: skip
+        raise InvalidArgument("diff.rules", expected="one side with the names of a hub, and one with those of the reference code",
+                              found=f"{a} and {b}", fix=fix)  # fmt: skip
+    return mine if mine is not None else not theirs
 
 
 def checked_target(name: str) -> str:

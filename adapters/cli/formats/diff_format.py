@@ -11,7 +11,6 @@ from trainfold.backends.convert.compare_sources import ComparedTensor, ReadTable
 from trainfold.backends.convert.conversion_run import like_of
 from trainfold.backends.convert.opened_source import OpenedSource, has_keys, open_source
 from trainfold.backends.weights.opened import opened_weights
-from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.transform.apply import table_of
 from trainfold.core.transform.conversion import is_of_hub, rules_for
@@ -48,6 +47,9 @@ def diff_formats(
         total = sum(size_bytes(each.dtype, each.shape) for side in tables for each in side.table.values())
         with reading("comparing", total) as advance:
             found = list(compare_sources(*tables, advance=advance))
+    tied = {
+        name: first for side, another in (tables, tables[::-1]) for name, first in side.alone_by_a_tie(another).items()
+    }
     differ = [each for each in found if not each.same]
     rows = [(each.name, _shown(each.a), _shown(each.b), _said(each)) for each in differ[:_SHOWN]]
     if len(differ) > _SHOWN:
@@ -55,6 +57,7 @@ def diff_formats(
     facts = (
         ("a", f"{a} ({one.format})"),
         ("b", f"{b} ({other.format})"),
+        *(("tied", f"{name} to {first}, on one side alone; compared once") for name, first in tied.items()),
         ("same", f"{len(found) - len(differ)} of {len(found)} tensors"),
     )
     shown = [Table("Weights", ("", ""), facts)]
@@ -65,7 +68,7 @@ def diff_formats(
         error = Different(f"{a} and {b}", expected="the same weights", found=f"{len(differ)} of {len(found)} tensors that differ",
                           fix="see the tables; --json has every tensor. Names of another library are translated with --rules")  # fmt: skip
     data = {
-        "a": str(a), "b": str(b), "same": error is None, "compared": len(found),
+        "a": str(a), "b": str(b), "same": error is None, "compared": len(found), "tied": tied,
         "tensors": [_json(each) for each in differ],
     }  # fmt: skip
     return Answer(data, tuple(shown), error)
@@ -76,12 +79,9 @@ def _table(side: OpenedSource, other: OpenedSource, rules: str | None, like: Pat
     weights = held.enter_context(opened_weights(side.model))
     table = with_aliases(table_of(compose(), weights.specs), weights.ties)
     if rules is None:
-        return ReadTable(table, weights.read)
-    if is_of_hub(side.format) == is_of_hub(other.format):
-        raise InvalidArgument("diff.rules", expected="one side with the names of a hub, and one with those of the reference code",
-                              found=f"{side.format} and {other.format}", fix="leave out --rules: both sides have the same names")  # fmt: skip
-    if is_of_hub(side.format):
-        return ReadTable(table, weights.read)
+        return ReadTable(table, weights.read, weights.ties)
+    if is_of_hub(side.format, other.format):
+        return ReadTable(table, weights.read, weights.ties)
     _, config = like_of(other, like)
     found = rules_for(side.format, "hf", rules, config)
     assert found is not None, "a family was given"
@@ -93,10 +93,11 @@ def _shown(spec: object) -> str:
 
 
 def _said(each: ComparedTensor) -> str:
+    if each.a is None or each.b is None:
+        return ""
     if each.distance is None:
-        return "shapes differ" if each.a is not None and each.b is not None else ""
-    is_rounded = each.a is not None and each.b is not None and each.a.dtype != each.b.dtype
-    return f"{'after rounding: ' if is_rounded else ''}{each.distance}"
+        return "shapes differ" if each.a.shape != each.b.shape else "kinds of numbers differ"
+    return f"{'after rounding: ' if each.is_rounded else ''}{each.distance}"
 
 
 def _json(each: ComparedTensor) -> Mapping[str, Any]:

@@ -11,7 +11,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import trainfold
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
+from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.transforms import hub_rules, transform_tensors
 from trainfold.weights import CheckpointWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says that there is one process, and that typed storages end
@@ -55,7 +57,8 @@ def test_a_checkpoint_goes_to_torch_with_its_optimizer_and_step(tmp_path, checkp
     run, model, adamw = checkpoint
     plan = converted(run, tmp_path / "dcp", "dcp")
     assert (plan.components, plan.step) == (("model", "optimizer"), 1)
-    assert plan.left_out == ("rng",)
+    assert plan.left_out == ("trainer", "rng")
+    assert "samples" in plan.tensors_left_out["trainer"]
     assert {each.name: each.stat().st_size for each in (tmp_path / "dcp").iterdir()} == plan.files
     other, theirs = trained(1)
     weights, slots = get_state_dict(other, theirs)
@@ -73,7 +76,7 @@ def test_a_cast_model_goes_to_torch_without_its_optimizer(tmp_path, checkpoint):
     """K04: optimizer state is never cast, so it does not come along; buffers keep their dtypes."""
     run, model, _ = checkpoint
     plan = converted(run, tmp_path / "dcp", "dcp", dtype="bf16")
-    assert (plan.components, plan.left_out) == (("model",), ("optimizer", "rng"))
+    assert (plan.components, plan.left_out) == (("model",), ("optimizer", "trainer", "rng"))
     found = {"model": {name: torch.empty_like(each) for name, each in model.state_dict().items()}}
     dtypes = {name: str(open_source(tmp_path / "dcp").model.specs()[name].dtype) for name in found["model"]}
     assert dtypes == {
@@ -222,3 +225,30 @@ def test_tensors_at_the_top_are_the_model_and_what_is_nested_beside_them_is_not(
     plan = converted(tmp_path / "x", tmp_path / "hub", "hf")
     assert (plan.step, set(plan.left_out)) == (None, {"scheduler", "epoch"})
     same(load_file(tmp_path / "hub" / "model.safetensors"), dict(sorted(weights.items())))
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+@pytest.mark.parametrize("names", ["hub", "code"])
+def test_rules_lead_from_the_names_that_torch_has_written_or_are_refused(tmp_path, form, names):
+    """Either program may have written them: a file with the names of the reference code was refused ("both sides have the same names"), a directory with those of the hub too."""
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "tie_word_embeddings": false}'
+    )
+    of_hub = {f"model.layers.0.self_attn.{name}_proj.weight": torch.randn(8, 8) for name in "qk"}
+    rules = hub_rules("llama", heads=2, kv_heads=2, head_dim=4, tied=False)
+    of_code = dict(transform_tensors(rules.inverse, of_hub))
+    weights = of_hub if names == "hub" else of_code
+    if form == "torch":
+        torch.save(weights, tmp_path / "x")
+    else:
+        dcp.save(weights, checkpoint_id=str(tmp_path / "x"), no_dist=True)
+    fits, other = ("native", "hf") if names == "hub" else ("hf", "native")
+    converted(tmp_path / "x", tmp_path / "out", fits, rules="llama", like=config)
+    with opened_weights(open_source(tmp_path / "out").model) as found:
+        same(
+            {name: found.read(name, ((0, 8), (0, 8))) for name in sorted(found.specs)},
+            dict(sorted((of_code if names == "hub" else of_hub).items())),
+        )
+    with pytest.raises(InvalidState, match="have these names already"):
+        converted(tmp_path / "x", tmp_path / "other", other, rules="llama", like=config)

@@ -11,6 +11,7 @@ from kit.adapters import cli_cases
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+import trainfold
 from trainfold.weights import CheckpointWeights, DcpDirectory, TorchFile, write_dcp_directory, write_hub_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -313,3 +314,47 @@ def test_verify_says_what_has_no_sums(answered, tmp_path):
     finally:
         torch.serialization.set_crc32_options(before)
     assert "x.pt" in answered("verify", tmp_path / "x.pt")[0]["not_checked"]
+
+
+def test_a_run_with_tied_weights_is_the_same_as_its_export(answered, call, tmp_path):
+    """The export has the tensor once: its other name was called absent."""
+    model = torch.nn.Module()
+    model.emb, model.head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
+    model.head.weight = model.emb.weight
+    trainfold.save(trainfold.attach(model).capture(), tmp_path / "run")
+    write_hub_directory(CheckpointWeights(tmp_path / "run"), tmp_path / "hub")
+    for sides in (("run", "hub"), ("hub", "run")):
+        found, _ = answered("diff", *(tmp_path / each for each in sides))
+        assert (found["same"], found["compared"], found["tied"]) == (True, 1, {"head.weight": "emb.weight"})
+    out, _ = call("diff", tmp_path / "run", tmp_path / "hub")
+    assert "head.weight to emb.weight" in out
+    save_file(
+        {"head.weight": model.emb.weight.detach()}, tmp_path / "hub" / "model.safetensors"
+    )  # under the other name
+    assert answered("diff", tmp_path / "run", tmp_path / "hub")[0]["same"]
+    save_file(
+        {"emb.weight": model.emb.weight.detach(), "head.weight": torch.ones(3, 2)},
+        tmp_path / "hub" / "model.safetensors",
+    )
+    found, _ = answered("diff", tmp_path / "run", tmp_path / "hub", code=3)
+    assert [each["name"] for each in found["tensors"]] == ["head.weight"]
+
+
+@pytest.mark.parametrize(("one", "other", "differing", "word"), [
+    (torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1.5, 2.9]), None, "kinds of numbers differ"),
+    (torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2 + 2**32]), 1, "1 of 2 differ"),
+    (torch.tensor([1.0, 2.0]).half(), torch.tensor([1.0, 2.0 + 2**-6]).bfloat16(), 1, "1 of 2 differ"),
+    (torch.tensor([1.0, 2.0009765625]), torch.tensor([1.0, 2.0]).bfloat16(), 0, "after rounding: equal"),
+    (torch.tensor([True, False]), torch.tensor([1, 0]), None, "kinds of numbers differ"),
+])  # fmt: skip
+def test_two_dtypes_are_compared_without_a_guess_whatever_their_order(
+    answered, call, tmp_path, one, other, differing, word
+):
+    """[1, 2] and [1.5, 2.9] were equal "after rounding", and of two dtypes of one width the first decided."""
+    for name, each in (("a", one), ("b", other)):
+        save_file({"w": each}, tmp_path / f"{name}.safetensors")
+    for sides in ("ab", "ba"):
+        paths = [tmp_path / f"{each}.safetensors" for each in sides]
+        found, _ = answered("diff", *paths, code=3)
+        assert [each["differing"] for each in found["tensors"]] == [differing]
+        assert word in call("diff", *paths, code=3)[0]
