@@ -5,15 +5,19 @@ So one description serves a plan that reads nothing, a stream that holds one ten
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, final
 
 import attrs
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.layout.slices import Box, volume, whole_box
+from trainfold.core.layout.slices import Box, row_blocks, volume, whole_box
 
 if TYPE_CHECKING:
     import torch
+
+BAND_BYTES: Final = 1 << 22
+"""How much of a result is computed in float32 at once, so that what is computed on the way needs no memory of its size."""
+_FLOAT_BYTES: Final = 4
 
 Read: TypeAlias = "Callable[[str, Box], torch.Tensor]"
 """Returns a part of a source tensor, by its name. What it returns is not written to."""
@@ -238,9 +242,13 @@ class CastTo:
 
     def computed(self, box: Box, read: Read) -> "torch.Tensor":
         """See `Expression`."""
+        import torch
+
         from trainfold.core.format.codec import torch_dtype
 
-        return self.of.computed(box, read).to(torch_dtype(self.dtype))
+        found = self.of.computed(box, read)
+        # in rows: `to` keeps the strides of a transposed tensor, which would be copied once more to be written
+        return torch.empty(found.shape, dtype=torch_dtype(self.dtype), device=found.device).copy_(found)
 
 
 @final
@@ -277,11 +285,23 @@ class Dequantised:
 
         from trainfold.core.format.codec import torch_dtype
 
-        scale = self.scale.computed(self._blocks(box), read).to(torch.float32)
+        blocks = self._blocks(box)
+        scale = self.scale.computed(blocks, read).to(torch.float32)
         scale = scale.reshape(*scale.shape, *[1] * (len(self.block) - scale.dim()))
-        for dim, (size, (start, stop)) in enumerate(zip(self.block, box, strict=True)):
-            scale = scale.repeat_interleave(size, dim).narrow(dim, start % size if stop > start else 0, stop - start)
-        return (self.of.computed(box, read).to(torch.float32) * scale).to(torch_dtype(self.dtype))
+        of = self.of.computed(box, read)
+        found = torch.empty(of.shape, dtype=torch_dtype(self.dtype), device=of.device)
+        origin = [start for start, _ in box]
+        for band in row_blocks(whole_box(tuple(of.shape)), _FLOAT_BYTES, BAND_BYTES):
+            place = tuple(slice(*side) for side in band)
+            part = scale
+            for dim, (size, at, (start, stop)) in enumerate(zip(self.block, origin, band, strict=True)):
+                first, last = at + start, at + stop
+                low = first // size - at // size
+                high = -(-last // size) - at // size if stop > start else low
+                part = part.narrow(dim, low, high - low).repeat_interleave(size, dim)
+                part = part.narrow(dim, first % size if stop > start else 0, stop - start)
+            found[place] = of[place].to(torch.float32) * part
+        return found
 
     def _blocks(self, box: Box) -> Box:
         """The scales of a part. A scale without the last dimensions has one for all of them."""
@@ -345,9 +365,11 @@ def computed_whole(each: Expression, read: Read) -> "torch.Tensor":
 def nothing_of(each: Expression, box: Box, read: Read) -> "torch.Tensor":
     """A part without elements, in the form of a box."""
     nothing = each.computed(no_box(each), read)
+    if not each.shape:
+        nothing = nothing.reshape(1)[:0]
     return nothing.reshape([stop - start for start, stop in box])
 
 
 def no_box(each: Expression) -> Box:
-    """A box of a tensor without any of its elements."""
+    """A box of a tensor without any of its elements; that of a scalar has its one, as there is no other."""
     return tuple((0, 0) for _ in each.shape)

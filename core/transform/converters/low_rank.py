@@ -53,27 +53,43 @@ class LowRank:
         """See `Expression`."""
         if not volume(box):
             return self.of.computed(box, read)
+        import torch
+
         from trainfold.core.format.codec import torch_dtype
 
-        return self.summed(box, read).to(torch_dtype(self.dtype))
+        base, bands = self.bands(box, read)
+        found = torch.empty(base.shape, dtype=torch_dtype(self.dtype), device=base.device)
+        by_row = found.T if self.is_transposed else found
+        for start, part in bands:
+            by_row[start : start + part.shape[0]] = part
+        return found
 
-    def summed(self, box: Box, read: Read) -> "torch.Tensor":
-        """A part before it is rounded, in float32, or float64 for such a matrix."""
+    def bands(self, box: Box, read: Read) -> "tuple[torch.Tensor, Iterator[tuple[int, torch.Tensor]]]":
+        """The matrix itself, and a part before it is rounded, some rows at once, each with the first: in float32, or float64 for such a matrix.
+
+        A row is what leads to one output.
+        """
         import torch
 
         base = self.of.computed(box, read)
         dtype = torch.float64 if self.dtype == "float64" else torch.float32
         b, a = (part.computed(inner, read).to(dtype) for part, inner in self._thin(box))
-        total = torch.zeros(b.shape[0], a.shape[1], dtype=dtype, device=base.device)
         rows = max(1, _AT_ONCE // a.shape[1])
-        for start in range(0, b.shape[0], rows):
-            part, thin = total[start : start + rows], b[start : start + rows]
-            term = torch.empty_like(part)
-            for number in range(a.shape[0]):
-                torch.mul(thin[:, number, None], a[None, number], out=term)
-                part.add_(term)  # rounded apart: a fused operation would depend on the place in the row
-        total *= self.scale
-        return (total.T if self.is_transposed else total) + base.to(dtype)
+
+        def each() -> "Iterator[tuple[int, torch.Tensor]]":
+            by_row = base.T if self.is_transposed else base
+            for start in range(0, b.shape[0], rows):
+                thin = b[start : start + rows]
+                part = torch.zeros(thin.shape[0], a.shape[1], dtype=dtype, device=base.device)
+                term = torch.empty_like(part)
+                for number in range(a.shape[0]):
+                    torch.mul(thin[:, number, None], a[None, number], out=term)
+                    part.add_(term)  # rounded apart: a fused operation would depend on the place in the row
+                part *= self.scale
+                part += by_row[start : start + rows].to(dtype)
+                yield start, part
+
+        return base, each()
 
     def _thin(self, box: Box) -> Iterator[tuple[Expression, Box]]:
         outputs, inputs = reversed(box) if self.is_transposed else box
@@ -120,13 +136,15 @@ class Decomposed:
         if not volume(box):
             return self.of.computed(box, read)
         rows, (start, stop), whole = self._rows(box)
-        summed = self.of.summed(whole, read)
-        by_row = summed.T if self.of.is_transposed else summed
-        blocks = torch.split(by_row, max(1, _AT_ONCE // by_row.shape[1]))
-        lengths = torch.cat(list(map(_lengths, blocks)))
-        factor = self.magnitude.computed((rows,), read).to(summed.dtype) / lengths
-        found = by_row[:, start:stop] * factor[:, None]
-        return (found.T if self.of.is_transposed else found).to(torch_dtype(self.dtype))
+        base, bands = self.of.bands(whole, read)
+        magnitude = self.magnitude.computed((rows,), read)
+        found = torch.empty([high - low for low, high in box], dtype=torch_dtype(self.dtype), device=base.device)
+        by_row = found.T if self.of.is_transposed else found
+        for first, part in bands:
+            last = first + part.shape[0]
+            factor = magnitude[first:last].to(part.dtype) / _lengths(part)
+            by_row[first:last] = part[:, start:stop] * factor[:, None]
+        return found
 
     def _rows(self, box: Box) -> tuple[tuple[int, int], tuple[int, int], Box]:
         """The rows and the columns of a part, and the box of these rows; none of no rows."""
