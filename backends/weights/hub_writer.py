@@ -81,7 +81,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
 ) -> HubPlan:
     """Write weights as model hubs have them: safetensors files, their index, and what is known of the configuration and the tokenizer.
 
-    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on with the files that are missing. Each tensor is in one file. Memory: two of the largest tensor, and buffers; on ranks that give their parts, buffers alone.
+    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on with the files that are missing. Each tensor is in one file. Memory: two of the largest tensor (two and a half where it is put together and cast), and buffers; on ranks that give their parts, buffers alone.
 
     Args:
         weights: a source that lists what it has, such as ``CheckpointWeights(run)``, or a state with a model, such as ``live.capture()``. Of a state that ranks hold in parts, or in

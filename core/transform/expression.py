@@ -15,7 +15,7 @@ from trainfold.core.layout.slices import Box, row_blocks, volume, whole_box
 if TYPE_CHECKING:
     import torch
 
-BAND_BYTES: Final = 1 << 22
+_BAND_BYTES: Final = 1 << 22
 """How much of a result is computed in float32 at once, so that what is computed on the way needs no memory of its size."""
 _FLOAT_BYTES: Final = 4
 
@@ -291,7 +291,7 @@ class Dequantised:
         of = self.of.computed(box, read)
         found = torch.empty(of.shape, dtype=torch_dtype(self.dtype), device=of.device)
         origin = [start for start, _ in box]
-        for band in row_blocks(whole_box(tuple(of.shape)), _FLOAT_BYTES, BAND_BYTES):
+        for band in row_blocks(whole_box(tuple(of.shape)), _FLOAT_BYTES, _BAND_BYTES):
             place = tuple(slice(*side) for side in band)
             part = scale
             for dim, (size, at, (start, stop)) in enumerate(zip(self.block, origin, band, strict=True)):

@@ -6,11 +6,13 @@ from collections import Counter
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import volume, whole_box
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
+from trainfold.core.transform import expression
 from trainfold.core.transform.apply import plan_parts, transform_specs, transform_stream, transform_tensors
 from trainfold.core.transform.expression import SourceTensor, computed_whole
 from trainfold.core.transform.fusing import merge, stack
@@ -204,9 +206,16 @@ def test_blocks_of_scales_end_where_the_tensor_ends(rows, columns, block, data):
     for i in range(rows):
         row = scale[i // block].repeat_interleave(block)[:columns]
         expected[i] *= row
+    before, expression._BAND_BYTES = expression._BAND_BYTES, data.draw(st.sampled_from((4, 1000, 1 << 22)))
+    try:
+        check_blocks(transform, tensors, expected, data.draw(boxes((rows, columns))))
+    finally:
+        expression._BAND_BYTES = before
+
+
+def check_blocks(transform, tensors, expected, box):
     found = transformed(transform, tensors)
     assert bits(found) == bits({"a.b.weight": expected, "norm": torch.ones(3)})
-    box = data.draw(boxes((rows, columns)))
     (source,) = [
         each
         for name, each in transform.on(
@@ -215,6 +224,45 @@ def test_blocks_of_scales_end_where_the_tensor_ends(rows, columns, block, data):
         if name != "norm"
     ]
     assert bits({"": source.computed(box, part_of(tensors))}) == bits({"": part_of(found)("a.b.weight", box)})
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest memory that an operation makes, beside that of known tensors."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.largest = {each.untyped_storage().data_ptr() for each in known}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in self.known:
+            self.largest = max(self.largest, found.untyped_storage().nbytes())
+        return found
+
+
+def test_no_more_than_the_result_is_made_on_the_way(monkeypatch):
+    """K01: not its size in float32, nor one scale for each element; a cast of a transposed tensor is in rows, so it is not copied again to be written."""
+    monkeypatch.setattr(expression, "_BAND_BYTES", 4096)
+    tensors = {"w": torch.ones(512, 256).to(torch.float8_e4m3fn), "s": torch.ones(4, 2), "t": torch.ones(64, 512)}
+    transform = compose(
+        dequantise("w", "s", block=(128, 128), dtype="bfloat16"), transpose("t"), cast("bfloat16", only="t")
+    )
+    table = transform.on({name: SourceTensor(name, each.dtype, each.shape) for name, each in specs_of(tensors).items()})
+    for name, size in (("w", 2 * 512 * 256), ("t", 2 * 512 * 64)):
+        with Largest(tensors.values()) as made:
+            found = computed_whole(table[name], lambda name, box: tensors[name])
+        assert found.is_contiguous()
+        assert made.largest == size
+
+
+def test_a_part_without_elements_of_stacked_scalars_has_none():
+    """K02: ranks may have more places than there are rows."""
+    tensors = {f"l.{number}.z": torch.tensor(float(number)) for number in range(2)}
+    table = stack("l.{i}.z", "z", over="i").on(
+        {name: SourceTensor(name, each.dtype, each.shape) for name, each in specs_of(tensors).items()}
+    )
+    assert table["z"].computed(((2, 2),), part_of(tensors)).shape == (0,)
+    assert table["z"].computed(((1, 2),), part_of(tensors)).tolist() == [1.0]
 
 
 def test_each_element_is_read_once_for_all_results():
