@@ -9,8 +9,7 @@ import attrs
 
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore, open_store
-from trainfold.backends.stores.object_store.open_url import is_object_url
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.place import is_object_url, local_path
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.staged_files import check_path, too_long
 from trainfold.core import errors

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias, final
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.place import is_object_url, local_path
 from trainfold.backends.stores.protocol import Buffer, Store
 from trainfold.backends.stores.staged_files import (
     STAGED_PREFIX,
@@ -423,12 +423,11 @@ def open_store(run: Run) -> Store:
         InvalidArgument: if it is neither, or a path that no filesystem can have.
     """
     if isinstance(run, str | Path):
-        from trainfold.backends.stores.object_store.open_url import (
-            is_object_url,
-            open_url,
-        )  # late: few runs are in a bucket
+        if not is_object_url(str(run)):
+            return LocalStore(run)
+        from trainfold.backends.stores.object_store.open_url import open_url  # late: few runs are in a bucket
 
-        return open_url(str(run)) if is_object_url(str(run)) else LocalStore(run)
+        return open_url(str(run))
     if not isinstance(run, Store):
         raise InvalidArgument("run", expected="a path or a store", found=shown(run), fix="name the run's directory")
     return run

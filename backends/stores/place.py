@@ -1,4 +1,4 @@
-"""`local_path`: turns a user's path or ``file://`` URL into a path of this machine.
+"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` tells the URL of a bucket.
 
 Here a place is the location of a run, as in `Store.url`; a `Place` of `stores.protocol` is memory for bytes.
 """
@@ -16,6 +16,17 @@ PROVIDERS: Final = {
 
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
+
+
+def is_object_url(place: str) -> bool:
+    """Whether a run's location names a bucket; pathlib makes ``s3:/`` of ``s3://``, and that is one too.
+
+    Examples:
+        >>> is_object_url("s3://bucket/run"), is_object_url("s3:/bucket/run"), is_object_url("file:///run"), is_object_url("runs/a")
+        (True, True, False, False)
+    """
+    found = _SCHEME.match(place)
+    return found is not None and found[1].lower() in PROVIDERS
 
 
 def local_path(place: str, *, argument: str = "run") -> str:

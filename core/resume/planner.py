@@ -46,7 +46,6 @@ from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
 from trainfold.core.state.contract_kinds import contract_kind, prefix_of_optimizer, step_contract
-from trainfold.core.transform.renamed_manifest import renamed_manifest
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
 _OF_RANKS: Mapping[str, tuple[str, str]] = {
@@ -92,6 +91,8 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
     _check_names(manifest, target, request)
     chosen, renamed = manifest, ""
     if request.transform is not None:
+        from trainfold.core.transform.renamed_manifest import renamed_manifest  # late: few resumes rename
+
         try:
             manifest, renaming = renamed_manifest(manifest, request.transform)
         except InvalidState as error:

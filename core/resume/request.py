@@ -1,7 +1,7 @@
 """`ResumeRequest`: what the caller wants to load. `Target`: the run that resumes."""
 
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import attrs
 
@@ -10,7 +10,9 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.structure.described import Described
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import DriftAction, check_policy
-from trainfold.core.transform.transform import Transform
+
+if TYPE_CHECKING:
+    from trainfold.core.transform.transform import Transform
 
 
 @final
@@ -54,7 +56,7 @@ class ResumeRequest:
     reset: Mapping[str, str] = attrs.field(factory=dict)
     optional: frozenset[str] = frozenset()
     new_streams: bool = False
-    transform: Transform | None = None
+    transform: "Transform | None" = None
 
 
 def resume_request(
@@ -63,7 +65,7 @@ def resume_request(
     components: Sequence[str] | None = None,
     policy: Mapping[str, DriftAction] | None = None,
     reset: Mapping[str, str] | None = None,
-    transform: Transform | None = None,
+    transform: "Transform | None" = None,
 ) -> ResumeRequest:
     """Return a checked request.
 
@@ -92,11 +94,18 @@ def resume_request(
                 found=repr(reason),
                 fix="write why it starts from scratch",
             )
-    if transform is not None and not isinstance(transform, Transform):
+    if transform is not None:
+        _check_transform(transform)
+    return ResumeRequest(step, names_given(components), check_policy(policy), reasons, transform=transform)
+
+
+def _check_transform(given: object) -> None:
+    from trainfold.core.transform.transform import Transform  # late: few resumes rename
+
+    if not isinstance(given, Transform):
         raise InvalidArgument(
             "transform",
             expected="a transform, such as trainfold.transforms.rename(old, new)",
-            found=type(transform).__qualname__,
+            found=type(given).__qualname__,
             fix="put several in order with trainfold.transforms.compose(...)",
         )
-    return ResumeRequest(step, names_given(components), check_policy(policy), reasons, transform=transform)

@@ -17,17 +17,6 @@ _REQUEST_SECS: Final = 30  # one request: below the lease's 30 s, so that none t
 _RETRY_SECS: Final = 60
 
 
-def is_object_url(place: str) -> bool:
-    """Whether a run's location names a bucket; pathlib makes ``s3:/`` of ``s3://``, and that is one too.
-
-    Examples:
-        >>> is_object_url("s3://bucket/run"), is_object_url("s3:/bucket/run"), is_object_url("file:///run"), is_object_url("runs/a")
-        (True, True, False, False)
-    """
-    found = _URL.match(place)
-    return found is not None and found[1].lower() in PROVIDERS
-
-
 def open_url(place: str) -> ObjectStore:
     """Open the store of a run in a bucket. Nothing is asked of the provider yet.
 
