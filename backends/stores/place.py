@@ -1,4 +1,4 @@
-"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` tells the URL of a bucket.
+"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` finds the URL of a bucket.
 
 Here a place is the location of a run, as in `Store.url`; a `Place` of `stores.protocol` is memory for bytes.
 """
