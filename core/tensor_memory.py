@@ -90,7 +90,7 @@ def fill_unset(memory: torch.UntypedStorage, dtype: torch.dtype) -> None:
         >>> weight, unset_elements(weight), looks_unset(weight)
         (tensor([nan, nan]), 2, True)
     """
-    torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory).fill_(unset_byte(dtype))
+    torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory).fill_(_unset_byte(dtype))
 
 
 def unset_elements(tensor: torch.Tensor) -> int:
@@ -133,13 +133,7 @@ def looks_unset(tensor: torch.Tensor) -> bool:
     return unset_elements(tensor[(0,) * tensor.dim()]) > 0
 
 
-def unset_byte(dtype: torch.dtype) -> int:
-    """What each byte of a tensor without a value is; see `fill_unset`.
-
-    Examples:
-        >>> hex(unset_byte(torch.float32)), hex(unset_byte(torch.int64))
-        ('0xff', '0xa5')
-    """
+def _unset_byte(dtype: torch.dtype) -> int:
     if not _has_nan(dtype):
         return _ODD
     return 0x80 if str(dtype).endswith("fnuz") else 0xFF  # the one NaN of dtypes without a negative zero
@@ -150,7 +144,7 @@ def _has_nan(dtype: torch.dtype) -> bool:
 
 
 def _unset_word(dtype: torch.dtype, size: int) -> int:
-    return int.from_bytes(bytes([unset_byte(dtype)]) * size, "little", signed=size > 1)
+    return int.from_bytes(bytes([_unset_byte(dtype)]) * size, "little", signed=size > 1)
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.sharded.trees import as_leaves, as_owned, tree_cut_problems
-from trainfold.backends.large_memory import copy_into
 from trainfold.core import tree
 from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.json_values import SCALARS
@@ -59,8 +58,9 @@ def copy_values(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         >>> weight
         tensor([1., 1.])
     """
-    for memory, value in pairs:
-        copy_into(memory, value)
+    with torch.no_grad():
+        for memory, value in pairs:
+            memory.copy_(value)
 
 
 def copied_containers(value: Any) -> Any:

@@ -9,9 +9,8 @@ import torch
 from trainfold.adapters.construct.recipes import Slot, modules_given, slots_of
 from trainfold.adapters.construct.replay import value_of
 from trainfold.adapters.sharded.dtensor import is_dtensor, local_part
-from trainfold.backends.large_memory import fill_bytes
 from trainfold.core.errors import InvalidState
-from trainfold.core.tensor_memory import unset_byte
+from trainfold.core.tensor_memory import fill_unset
 
 Modules = torch.nn.Module | Sequence[Any]
 
@@ -72,13 +71,13 @@ class _Memory:
             return tensor if is_there else tensor.to(self._device)
         if is_dtensor(tensor):
             made = torch.empty_like(tensor, device=self._device)
-            fill_bytes(local_part(made).untyped_storage(), unset_byte(made.dtype))
+            fill_unset(local_part(made).untyped_storage(), made.dtype)
             return made
         storage = tensor.untyped_storage()
         address = storage._cdata  # noqa: SLF001  # there is no public identity of a storage without memory
         if address not in self._storages:
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._device)
-            fill_bytes(memory.untyped_storage(), unset_byte(tensor.dtype))
+            fill_unset(memory.untyped_storage(), tensor.dtype)
             self._storages[address] = (storage, memory)
         memory = self._storages[address][1]
         made = torch.empty(0, dtype=tensor.dtype, device=self._device)

@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 import torch
 
-from trainfold.backends.large_memory import copy_into
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.weights.plan import planned
@@ -66,8 +65,7 @@ def take_weights(state: TrainState, source: WeightSource, *, collectives: Collec
         with closing(received(plan.source, left_to(wanted, plan.coverage), held=found.__getitem__)) as parts:
             for name, part in parts:
                 mine = leaves[name]
-                found[name] = torch.empty_like(mine.tensor if isinstance(mine, Shard) else mine)
-                copy_into(found[name], part)
+                found[name] = torch.empty_like(mine.tensor if isinstance(mine, Shard) else mine).copy_(part)
         return {
             name: mine
             if name not in found

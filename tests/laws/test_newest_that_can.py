@@ -92,5 +92,7 @@ def test_the_command_line_and_a_manager_choose_alike(tmp_path):
             assert decision.reason.count("passed over") == 2 - step if components is None else True
     plan = trainfold.plan(run, like=state_at(9), initial=HubDirectory("models/base"))
     assert "note         initial weights ignored: HubDirectory('models/base'): the run has checkpoints of its own" in str(plan)  # fmt: skip
-    with pytest.raises(InvalidArgument, match=r"plan\.initial: expected a WeightSource that supplies what is trained, found str"):
+    with pytest.raises(
+        InvalidArgument, match=r"plan\.initial: expected a WeightSource that supplies what is trained, found str"
+    ):
         trainfold.plan(run, like=state_at(9), initial="models/base")
