@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -24,7 +24,7 @@ from trainfold.core.rehearsal.number import exact_text
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention, keep_all, keep_last
-from trainfold.core.state.state import TrainState
+from trainfold.core.state.state import Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
 _LINGER_SECS: Final = 0.05
@@ -107,8 +107,8 @@ class Rehearsal:
 
     def watch(self, run: Live | TrainState) -> None:
         """Listen to a live run."""
-        if isinstance(run, Live) and run.recorder is not self:
-            run.recorder = self
+        if isinstance(run, Live) and not any(each is self for each in run.recorders):
+            run.recorders = (*(each for each in run.recorders if not isinstance(each, Rehearsal)), self)
             if run.progress.step:  # it was not restored by a manager: record where it is
                 self._step(run.progress.step)
 
@@ -140,9 +140,13 @@ class Rehearsal:
         texts = {name: exact_text(plain_number(value)) for name, value in values.items()}
         self._write("values", step, values=texts)
 
-    def advanced(self, step: int, epoch: int) -> None:
+    def consumed(self, batches: Sequence[str]) -> None:
+        """A rehearsal compares positions; batches are not recorded."""
+
+    def advanced(self, progress: Progress) -> None:
         """Record a step; kill a run that ignores its end."""
-        self._step(step, epoch=epoch)
+        step = progress.step
+        self._step(step, epoch=progress.epoch)
         if not self._met_boundary and step > _PATIENCE * self.orders.steps:
             self._done(step, "no call of manager.step or manager.save")
             self._die(step)

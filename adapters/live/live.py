@@ -49,7 +49,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     Attributes:
         components: those that its checkpoints have; None for all.
         optional: components that a save and a restore can do without.
-        recorder: of a rehearsal; set by a manager that was made in one.
+        recorders: of a rehearsal, and of a flight log; set by managers.
         share: which share of the data this rank reads; None if only the caller knows.
         saved_in: run id -> its checkpoint that this run comes from, or was saved as.
         unread: what a restore reads in place; set by a manager.
@@ -71,7 +71,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         self._feed, self.share = feed, None if feed is None else feed.share
         self._data = None if feed is None else LoopData(feed, self._parts_now)
         self.optional = frozenset(optional)
-        self.recorder: Recorder | None = None
+        self.recorders: tuple[Recorder, ...] = ()
         self.saved_in: dict[str, ParentCheckpoint] = {}
         self.unread: UnreadTensors | None = None
         self.began: Mapping[str, str] = {}
@@ -177,28 +177,31 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             samples, tokens=tokens or 0, steps=steps, is_scheduled=self._microbatches.ramp is not None
         )
         progress = self._counters.progress
+        if self.recorders:
+            self._tell_consumed()
         if not steps:
             self._watch.window.open(counted)
             return progress
         self._watch.stepped()
         if not self._is_tried:
             self._try_capture()
-        if self.recorder is not None:
-            self.recorder.advanced(progress.step, progress.epoch)
+        for each in self.recorders:
+            each.advanced(progress)
         return progress
 
     def record(self, **values: Any) -> None:
-        """Give `trainfold rehearse` values to compare, such as the loss; call it in each step, before `advance`.
+        """Give `trainfold rehearse`, and a manager that records, values to compare, such as the loss; call it in each step, before `advance`.
 
         Args:
-            values: numbers, or tensors without dimensions, by name. Outside a rehearsal nothing is kept, and nothing waits for a GPU.
+            values: numbers, or tensors without dimensions, by name. Otherwise nothing is kept, and nothing waits for a GPU. A flight log
+                keeps ``loss`` and ``grad_norm``.
 
         Raises:
             InvalidArgument: for any other value.
         """
         check_values(values)
-        if self.recorder is not None:
-            self.recorder.record(self._counters.step + 1, values)
+        for each in self.recorders:
+            each.record(self._counters.step + 1, values)
 
     def drop_window(self) -> Progress:
         """Discard an accumulation window that the end of the data, or an error, left open, and return the counters.
@@ -213,8 +216,8 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         return self.progress
 
     def _is_over(self, steps: int | None = None) -> bool:
-        step, recorder = self._counters.step, self.recorder
-        return (steps is not None and step >= steps) or (recorder is not None and recorder.is_over(step))
+        step = self._counters.step
+        return (steps is not None and step >= steps) or any(each.is_over(step) for each in self.recorders)
 
     # --- capture and restore -----------------------------------------------------------------------------------------
 
@@ -458,6 +461,12 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         }
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _tell_consumed(self) -> None:
+        feeds = {} if self._data is None else self._data.feeds()
+        batches = [feed.last_read for feed in feeds.values() if feed.last_read is not None]
+        for each in self.recorders:
+            each.consumed(batches)
 
     def _try_capture(self) -> None:
         """Find out at the first step whether every save would fail; put the streams back if user code draws."""

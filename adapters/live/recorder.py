@@ -1,26 +1,30 @@
-"""`Recorder`: listens to a live run during a rehearsal; also checks the values that a program records."""
+"""`Recorder`: listens to a live run, in a rehearsal or for a flight log; also checks the values that a program records."""
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.printable import with_article
+from trainfold.core.state.state import Progress
 
 
 class Recorder(Protocol):
-    """Listens to a live run. A manager that was made in a rehearsal gives one to each live run that it sees."""
+    """Listens to a live run. A manager that was made in a rehearsal, or that records, gives one to each live run that it sees."""
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         """Record values of the current step."""
 
-    def advanced(self, step: int, epoch: int) -> None:
-        """Note that an optimizer step was counted; the next one is in this epoch."""
+    def consumed(self, batches: Sequence[str]) -> None:
+        """Note the digests of the batches that were counted last, one of each loader; of several, that of the last one."""
+
+    def advanced(self, progress: Progress) -> None:
+        """Note that an optimizer step was counted; the next one is in the epoch of these counters."""
 
     def is_over(self, step: int) -> bool:
-        """Whether the rehearsal ends at this step."""
+        """Whether the run ends at this step."""
 
 
 def check_values(values: Mapping[str, Any]) -> None:

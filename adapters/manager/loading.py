@@ -384,6 +384,7 @@ class LoadRunner:
     def _restored(self, live: Live, *, is_fresh: bool = False) -> Restored:
         live.meet(self.loader.collectives)
         self.asked.watch(live)
+        self.saves.watch(live)
         return Restored(self.loader.store.url, live.progress.step, is_fresh=is_fresh)
 
 

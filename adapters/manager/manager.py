@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, final, overload
 
+from trainfold.adapters.flight.flight_recorder import flight_recorder
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.rehearsal import rehearsal_of
 from trainfold.adapters.guards.unused_manager import UnusedManager
@@ -66,16 +67,15 @@ class CheckpointManager:
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the run says itself.
+        record: write a flight log of a live run beside its checkpoints, with digests of the state each so many steps, 0 for none; see `trainfold bisect`.
         requests: where requests to save or to stop come from on this rank, such as `SignalRequests()`; closed with the manager.
         on_event: gets each `Event`, in the thread that calls the manager; an exception of it is logged.
         collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process, which is refused
             where torch.distributed or a launcher has several. Pass ``SingleProcess()`` if this rank saves alone on purpose.
 
     Raises:
-        InvalidArgument: for an invalid argument; nothing was touched.
-        UnknownComponent: for a name in ``components`` that nearly is that of a built-in component.
-        UnsupportedLeaf: for a value of the contract that has no exact form.
-        CheckpointForeign: if the place holds something other than a run; nothing is written there.
+        InvalidArgument: for an invalid argument; nothing was touched. UnknownComponent: for a name that nearly is that of a built-in component.
+        UnsupportedLeaf: for a value of the contract that has no exact form. CheckpointForeign: if the place holds something other than a run; nothing is written there.
         RunLocked: if another process saves into this run. RanksDisagree: if some ranks have another cadence or mode, or other components.
         SaveFailed: if the place cannot be read or written, or the subclass that fits.
 
@@ -112,6 +112,7 @@ class CheckpointManager:
         components: Sequence[str] | None = None,
         policy: Mapping[str, DriftAction] | None = None,
         contract: Mapping[str, Any] | None = None,
+        record: int | None = None,
         requests: RequestSource | None = None,
         on_event: Callable[[Event], object] | None = None,
         collectives: Collectives | None = None,
@@ -139,7 +140,7 @@ class CheckpointManager:
             self._due = due = SaveTriggers(triggers, requests, world, auto=auto, alike=given.alike(options, every, every_secs, at_end=at_end, place=store.url))  # fmt: skip
             self._asked = asked = UnusedManager(store.url)
             self._saves = SaveRunner(store, world, options, due=due, first=first, events=events, rehearsal=rehearsal, lease=lease,
-                                     pruner=Pruner(store, retention, left_behind))  # fmt: skip
+                                     flight=flight_recorder(store, world.rank, record), pruner=Pruner(store, retention, left_behind))  # fmt: skip
             self._loads = LoadRunner(RunLoader(store, world, names, policy, agreed, proves=options.check_replicas == "full"), self._saves, due, first, asked, events, rehearsal)  # fmt: skip
             self._check_run = given.RunCheck(names)
             self._how = f"{store.url!r}, {mode}, {given.cadence_text(every, every_secs)}, keep: {retention}"
@@ -291,8 +292,7 @@ class CheckpointManager:
             decision: what `should_load` returned; None for the newest.
 
         Raises:
-            InvalidArgument: for a decision not to load, for one of another manager, or for the newest if a newer one is there now.
-            SaveFailed: if a save was under way and failed.
+            InvalidArgument: for a decision not to load, for one of another manager, or for the newest if a newer one is there now. SaveFailed: if a save was under way and failed.
             ResumeRefused: with every reason why a resume would not be exact, or if there is nothing to resume. RestoreRefused: if the live objects cannot take the state.
         """
         self._check(run, asks=False)

@@ -7,6 +7,7 @@ from typing import final
 
 import attrs
 
+from trainfold.adapters.flight.flight_recorder import FlightRecorder
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.adapters.live.live import Live
@@ -71,6 +72,7 @@ class SaveRunner:
         pruner: deletes old checkpoints after each commit.
         events: gets what happens.
         rehearsal: what `trainfold rehearse` changes; None without one.
+        flight: records the steps; None to record none.
         lease: what must stay alive until the save under way has ended, because it holds the run's lock.
 
     Attributes:
@@ -90,6 +92,7 @@ class SaveRunner:
         pruner: Pruner,
         events: EventLog,
         rehearsal: Rehearsal | None,
+        flight: FlightRecorder | None,
         lease: object,
     ) -> None:
         self.descends_from: ParentCheckpoint | None = None
@@ -103,6 +106,7 @@ class SaveRunner:
         self._pruner = pruner
         self._events = events
         self._rehearsal = rehearsal
+        self._flight = flight
         self._lease = lease
         self._hooks = UpdateHooks(self.protect)
         self._contents = RunContents(world, self._hooks, components=options.components, contract=options.contract, check_replicas=options.check_replicas)  # fmt: skip
@@ -128,6 +132,9 @@ class SaveRunner:
         """
         if self._rehearsal is not None:
             is_last = self._rehearsal.is_last(run) or is_last
+        self.watch(run)
+        if self._flight is not None and isinstance(run, Live):
+            self._flight.boundary(run)
         step = _step_of(run)
         boundary = self._due.arrive(step, is_last=is_last, is_best=is_best, has_ended=self._has_ended)
         if boundary.has_ended:
@@ -138,6 +145,11 @@ class SaveRunner:
         changes = ramp is not None and ramp.changes_after(boundary.step) and boundary.step != self._due.last_saved
         verdict = self._due.decide(boundary)
         return verdict.with_change() if changes else verdict
+
+    def watch(self, run: Live | TrainState) -> None:
+        """Record the steps of this run from here on, if the manager records."""
+        if self._flight is not None:
+            self._flight.watch(run)
 
     def leave(self, run: Live | TrainState) -> None:
         """Send the other ranks what this one knows, for the next boundary. Call it when what was decided at this one is done."""
@@ -233,6 +245,8 @@ class SaveRunner:
         self.end_previous(failures)
         self.wait_for_deletions()
         self._hooks.remove()
+        if self._flight is not None:
+            self._flight.close()
 
     def describe(self) -> str:
         """What is being saved, and what was saved last, in words."""

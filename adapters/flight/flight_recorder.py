@@ -1,0 +1,113 @@
+"""`FlightRecorder`: writes the flight log of a live run for its manager."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import xxhash
+
+from trainfold.adapters.flight.stream_digest import StreamDigest
+from trainfold.adapters.live.live import Live
+from trainfold.adapters.live.recorder import plain_number
+from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name
+from trainfold.backends.stores.protocol import Store
+from trainfold.core.checks import count
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.flight.flight import state_digests
+from trainfold.core.flight.step_record import StepRecord, float_bits_of
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.state.state import Progress, TrainState
+
+_LOSS, _NORM = "loss", "grad_norm"
+
+
+def flight_recorder(store: Store, rank: int, states_every: int | None) -> "FlightRecorder | None":
+    """The recorder that a manager's ``record=`` asks for; None without one.
+
+    Raises:
+        InvalidArgument: for anything but a number of steps, or for a run that is not in a directory.
+    """
+    if states_every is None:
+        return None
+    count("CheckpointManager.record", states_every, least=0,
+          fix="pass a number of steps between digests of the whole state, such as record=100; 0 for none of these")  # fmt: skip
+    return FlightRecorder(directory_for_log(store) / flight_name(rank), states_every)
+
+
+@final
+class FlightRecorder:
+    """A `Recorder` of the live runs of a manager.
+
+    Args:
+        path: the log.
+        states_every: digest the state each so many steps; 0 for never.
+    """
+
+    def __init__(self, path: Path, states_every: int) -> None:
+        self._file = FlightFile(path)
+        self._states_every = states_every
+        self._streams = StreamDigest()
+        self._watched: weakref.ref[Live] | None = None
+        self._values: dict[str, bytes] = {}
+        self._batches: list[str] = []
+        self._step: int | None = None  # the last one that was recorded here
+
+    def watch(self, run: Live | TrainState) -> None:
+        """Record the steps of a live run from here on.
+
+        Raises:
+            InvalidArgument: for a state: what a step of it read, and its loss, are known to the loop alone.
+        """
+        if not isinstance(run, Live):
+            raise InvalidArgument(
+                "CheckpointManager.record",
+                expected="None, for a loop of states",
+                found="a number",
+                fix="record the step itself: step = trainfold.states.FlightLog(run).recorded(step)",
+            )
+        if self._watched is None or self._watched() is not run:
+            self._watched = weakref.ref(run)
+            run.recorders = (*(each for each in run.recorders if not isinstance(each, FlightRecorder)), self)
+
+    def boundary(self, run: Live) -> None:
+        """Digest the state, if that is due after this step."""
+        step = run.progress.step
+        if self._states_every and step == self._step and step % self._states_every == 0:
+            self._step = None
+            view = run.read(view=True, is_saved=False)
+            state = view.state if view.rng is None else view.state.evolve(rng=view.rng())
+            self._file.append(state_digests(step, fingerprint(state)))
+
+    def close(self) -> None:
+        """Close the log."""
+        self._file.close()
+
+    # --- as a recorder -----------------------------------------------------------------------------------------------
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep the loss and the norm of the step under way; of several values the last one counts."""
+        del step
+        self._values |= {name: float_bits_of(_real(values[name])) for name in (_LOSS, _NORM) if name in values}
+
+    def consumed(self, batches: Sequence[str]) -> None:
+        """Keep the digests of batches of the step under way."""
+        self._batches += batches
+
+    def advanced(self, progress: Progress) -> None:
+        """Write the step."""
+        batches = xxhash.xxh3_64_digest(" ".join(self._batches).encode()) if self._batches else None
+        self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
+                                      self._values.get(_NORM), batches, self._streams())])  # fmt: skip
+        self._values, self._batches, self._step = {}, [], progress.step
+
+    def is_over(self, step: int) -> bool:
+        """A log ends no run."""
+        del step
+        return False
+
+
+def _real(value: Any) -> float:
+    """A number as a float; the real part of a complex one."""
+    found = plain_number(value)
+    return found.real if isinstance(found, complex) else found

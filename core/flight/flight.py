@@ -1,0 +1,59 @@
+"""`Flight`: a flight log as a value: the record of each step, and the digests of the state."""
+
+from collections.abc import Iterable, Mapping
+from typing import final
+
+import attrs
+
+from trainfold.core.flight.log_lines import short_name
+from trainfold.core.flight.step_record import LogLine, StateDigest, StepRecord
+
+
+@final
+@attrs.frozen
+class Flight:
+    """What a run did, by its steps.
+
+    Attributes:
+        steps: step -> its record, in order.
+        states: step -> component -> digest of its bits.
+
+    Examples:
+        >>> print(flight_of([StepRecord(1), StepRecord(2), StateDigest(2, "model", bytes(16))]))
+        2 steps, 1 to 2; the state of 1 of them
+    """
+
+    steps: Mapping[int, StepRecord] = attrs.field(factory=dict)
+    states: Mapping[int, Mapping[str, bytes]] = attrs.field(factory=dict)
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "no step"
+        states = f"; the state of {len(self.states)} of them" if self.states else ""
+        count = f"{len(self.steps)} step{'s' if len(self.steps) > 1 else ''}"
+        return f"{count}, {min(self.steps)} to {max(self.steps)}{states}"
+
+
+def flight_of(lines: Iterable[LogLine]) -> Flight:
+    """The flight that these lines record; of two lines about the same thing the later one counts."""
+    steps: dict[int, StepRecord] = {}
+    states: dict[int, dict[str, bytes]] = {}
+    for line in lines:
+        if isinstance(line, StateDigest):
+            states.setdefault(line.step, {})[line.component] = line.digest
+        else:
+            steps[line.step] = line
+    return Flight(steps, states)
+
+
+def state_digests(step: int, fingerprints: Mapping[str, str]) -> tuple[StateDigest, ...]:
+    """The lines for the fingerprints of a state.
+
+    Examples:
+        >>> state_digests(2, {"model": "xxh3:" + "0" * 32})[0].component
+        'model'
+    """
+    return tuple(
+        StateDigest(step, short_name(name), bytes.fromhex(text.partition(":")[2]))
+        for name, text in fingerprints.items()
+    )

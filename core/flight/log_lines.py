@@ -1,0 +1,117 @@
+"""The bytes of a flight log: lines of 64 bytes, each with its own checksum, so that a torn end is seen and cut."""
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import xxhash
+
+from trainfold.core.flight.step_record import DIGEST_BYTES, LogLine, StateDigest, StepRecord
+
+LINE_BYTES: Final = 64
+_MARK: Final = b"TF"
+_STEP, _STATE = 1, 2  # kinds of lines; a kind that a reader does not know ends what it can read
+_OF_STEP: Final = struct.Struct(
+    "<2sBBQ8s8s8s8sQQ"
+)  # mark, kind, which are known, step, loss, norm, batch, streams, samples, epoch
+_OF_STATE: Final = struct.Struct("<2sBBQ24s16s")
+_SUM: Final = struct.Struct("<I")
+_KNOWN: Final = ("loss", "norm", "batch", "streams")
+_NOTHING: Final = bytes(DIGEST_BYTES)
+_NAME_BYTES: Final = 24
+_MOST: Final = (1 << 64) - 1
+
+
+def encode_line(line: LogLine) -> bytes:
+    """The bytes of a line.
+
+    Law: ``decode_line(encode_line(line)) == line``.
+
+    Examples:
+        >>> len(encode_line(StepRecord(1, 0, 32))), decode_line(encode_line(StepRecord(1, 0, 32)))
+        (64, StepRecord(step=1, epoch=0, samples=32, loss=None, norm=None, batch=None, streams=None))
+    """
+    if isinstance(line, StepRecord):
+        fields = [getattr(line, name) for name in _KNOWN]
+        known = sum(1 << at for at, field in enumerate(fields) if field is not None)
+        packed = _OF_STEP.pack(_MARK, _STEP, known, line.step, *(field or _NOTHING for field in fields),
+                               min(line.samples, _MOST), min(line.epoch, _MOST))  # fmt: skip
+    else:
+        packed = _OF_STATE.pack(_MARK, _STATE, 0, line.step, short_name(line.component).encode(), line.digest)
+    body = packed.ljust(LINE_BYTES - _SUM.size, b"\0")
+    return body + _SUM.pack(zlib.crc32(body))
+
+
+def decode_line(data: bytes) -> LogLine | None:
+    """The line of these bytes; None if they are torn, damaged, or of a kind that this version does not know."""
+    body, checksum = data[: -_SUM.size], data[-_SUM.size :]
+    if len(data) != LINE_BYTES or body[:2] != _MARK or _SUM.unpack(checksum)[0] != zlib.crc32(body):
+        return None
+    if body[2] == _STEP:
+        _, _, known, step, *fields, samples, epoch = _OF_STEP.unpack(body[: _OF_STEP.size])
+        given = {name: field for at, (name, field) in enumerate(zip(_KNOWN, fields, strict=True)) if known >> at & 1}
+        return StepRecord(step, epoch, samples, **given)
+    if body[2] == _STATE:
+        _, _, _, step, name, digest = _OF_STATE.unpack(body[: _OF_STATE.size])
+        return StateDigest(step, name.rstrip(b"\0").decode(errors="replace"), digest)
+    return None
+
+
+def encode_lines(lines: Iterable[LogLine]) -> bytes:
+    """The bytes of several lines."""
+    return b"".join(map(encode_line, lines))
+
+
+def decode_lines(data: bytes) -> tuple[LogLine, ...]:
+    """The lines of a log up to its torn end, or up to its first damaged line.
+
+    Law: a log that is cut anywhere gives the first of its lines, whole ones.
+    """
+    found: list[LogLine] = []
+    for start in range(0, len(data), LINE_BYTES):
+        line = decode_line(data[start : start + LINE_BYTES])
+        if line is None:
+            break
+        found.append(line)
+    return tuple(found)
+
+
+def lines_before(step: int, count: int, line: Callable[[int], LogLine | None]) -> int:
+    """How many lines a log keeps when the next one is of ``step``: those of earlier steps, without a torn end.
+
+    Args:
+        step: of the next line.
+        count: whole lines of the log.
+        line: reads one of them by its number; None for a damaged one.
+
+    Examples:
+        >>> log = [StepRecord(1), StepRecord(2), StepRecord(3)]
+        >>> lines_before(3, 3, log.__getitem__), lines_before(9, 3, log.__getitem__)
+        (2, 3)
+    """
+    while count and line(count - 1) is None:
+        count -= 1
+    low, high = 0, count
+    while low < high:  # steps never fall
+        middle = (low + high) // 2
+        found = line(middle)
+        if found is None or found.step >= step:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def short_name(component: str) -> str:
+    """The name of a component as a line holds it, in at most 24 bytes.
+
+    Examples:
+        >>> short_name("optimizer"), len(short_name("a_component_with_a_very_long_name").encode())
+        ('optimizer', 24)
+    """
+    written = component.encode()
+    if len(written) <= _NAME_BYTES:
+        return component
+    start = written[:15].decode(errors="ignore")
+    return f"{start}~{xxhash.xxh3_64_hexdigest(written)[:8]}"

@@ -1,0 +1,83 @@
+"""`StepRecord`: what a run did in one optimizer step; `StateDigest`: the bits of one component after it."""
+
+import struct
+from typing import Final, TypeAlias, final
+
+import attrs
+
+DIGEST_BYTES: Final = 8
+_FLOAT: Final = struct.Struct("<d")
+
+
+@final
+@attrs.frozen
+class StepRecord:
+    """What a run did in one optimizer step, as far as it is known.
+
+    Numbers are compared by their bits: two NaNs of the same bits are equal, and 0.0 and -0.0 are not.
+
+    Attributes:
+        step: optimizer steps done after it.
+        epoch: the epoch after it.
+        samples: samples consumed after it.
+        loss: bits of the loss as a float64, 8 bytes; None if none was recorded.
+        norm: bits of the norm of the gradient; None if none was recorded.
+        batch: digest of the batches of the step, 8 bytes; None if they are not known.
+        streams: digest of the random streams after the step, 8 bytes; None if they are not known.
+
+    Examples:
+        >>> record = StepRecord(3, 0, 96, loss=float_bits_of(0.5))
+        >>> print(record)
+        step 3: loss 0.5, epoch 0, 96 samples
+    """
+
+    step: int
+    epoch: int = 0
+    samples: int = 0
+    loss: bytes | None = None
+    norm: bytes | None = None
+    batch: bytes | None = None
+    streams: bytes | None = None
+
+    def __str__(self) -> str:
+        known = [f"{name} {float_of_bits(bits)!r}" for name, bits in (("loss", self.loss), ("norm", self.norm)) if bits is not None]  # fmt: skip
+        digests = [f"{name} {bits.hex()}" for name, bits in (("batch", self.batch), ("streams", self.streams)) if bits is not None]  # fmt: skip
+        return f"step {self.step}: {', '.join([*known, *digests, f'epoch {self.epoch}', f'{self.samples} samples'])}"
+
+
+@final
+@attrs.frozen
+class StateDigest:
+    """The digest of one component of the state after a step.
+
+    Attributes:
+        step: optimizer steps done.
+        component: its name; one above 24 bytes as its log has it, shortened with a digest.
+        digest: of its bits, 16 bytes: those of its fingerprint.
+    """
+
+    step: int
+    component: str
+    digest: bytes
+
+
+LogLine: TypeAlias = StepRecord | StateDigest
+
+
+def float_bits_of(number: float) -> bytes:
+    """The bits of a number as a float64; an int too large for one is infinite, because a log must not end a run.
+
+    Examples:
+        >>> float_bits_of(-0.0) == float_bits_of(0.0), float_of_bits(float_bits_of(0.1))
+        (False, 0.1)
+    """
+    try:
+        return _FLOAT.pack(float(number))
+    except OverflowError:
+        return _FLOAT.pack(float("inf") if number > 0 else float("-inf"))
+
+
+def float_of_bits(bits: bytes) -> float:
+    """The number of these bits."""
+    found: float = _FLOAT.unpack(bits)[0]
+    return found

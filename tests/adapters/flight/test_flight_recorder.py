@@ -1,0 +1,128 @@
+"""The flight log of a live run: what a step leaves in it, and that a kill leaves no trace in it."""
+
+import random
+import weakref
+
+import pytest
+import torch
+from kit.adapters.manager_cases import Job
+
+from trainfold.adapters.flight.flight_recorder import FlightRecorder, flight_recorder
+from trainfold.adapters.live.attach import attach
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.flight.flight_file import flight_name, read_flights
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.flight.step_record import float_of_bits
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.state.state import TrainState
+
+
+class Recorded(Job):
+    """A job that records its loss, and dies without a word at a step."""
+
+    def run(self, manager, steps, dies_after=None):
+        manager.restore(self.live)
+        for x, y in self.live.batches(steps=steps):
+            loss = ((self.model(x + random.random()) - y) ** 2).mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.ema.update_parameters(self.model)
+            self.live.record(loss=loss, grad_norm=float(self.live.progress.step))
+            self.live.advance(samples=len(x))
+            if self.live.progress.step == dies_after:
+                return
+            manager.step(self.live)
+
+
+def log_of(run):
+    return (run / flight_name(0)).read_bytes()
+
+
+@pytest.mark.parametrize("dies_after", [1, 2, 3, 7])
+def test_a_killed_and_resumed_run_has_the_log_of_one_that_was_never_killed(tmp_path, dies_after):
+    """R04: bit for bit, in the middle of an epoch and across epochs; the second process has other streams until it restores."""
+    with CheckpointManager(tmp_path / "whole", every=2, record=3) as manager:
+        Recorded(0).run(manager, 9)
+    with CheckpointManager(tmp_path / "killed", every=2, record=3) as manager:
+        Recorded(0).run(manager, 9, dies_after)
+    with CheckpointManager(tmp_path / "killed", every=2, record=3) as manager:
+        Recorded(0).run(manager, 9)
+    assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
+    assert str(read_flights(tmp_path / "whole")[0]) == "9 steps, 1 to 9; the state of 3 of them"
+
+
+def test_a_step_has_its_loss_its_batch_and_its_streams(tmp_path):
+    with CheckpointManager(tmp_path, every=2, record=4) as manager:
+        Recorded(0).run(manager, 4)
+        live = Recorded(0).live
+        manager.load(live)
+        digests = fingerprint(live.capture())
+    flight = read_flights(tmp_path)[0]
+    records = list(flight.steps.values())
+    assert [float_of_bits(record.norm) for record in records] == [0, 1, 2, 3]
+    assert [record.samples for record in records] == [4, 8, 12, 16]
+    assert len({record.batch for record in records}) == len({record.streams for record in records}) == 4
+    assert all(0 < float_of_bits(record.loss) < 10 for record in records)
+    assert {name: digest.hex() for name, digest in flight.states[4].items()} == {
+        name: text.removeprefix("xxh3:") for name, text in digests.items()
+    }
+
+
+def test_every_batch_of_a_window_counts(tmp_path):
+    """A swapped microbatch is seen, whichever it is."""
+    found = []
+    for swapped in (False, True):
+        data = torch.arange(8.0).reshape(8, 1)
+        if swapped:
+            data[0] = 9.0
+        model = torch.nn.Linear(1, 1)
+        live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=torch.utils.data.DataLoader(data, batch_size=2))  # fmt: skip
+        with CheckpointManager(tmp_path / str(swapped), every=None, every_secs=999, record=0) as manager:
+            manager.restore(live)
+            for number, batch in enumerate(live.batches(epochs=1)):
+                live.record(loss=model(batch).sum())
+                live.advance(steps=number % 2)
+                manager.step(live)
+        found.append([record.batch for record in read_flights(tmp_path / str(swapped))[0].steps.values()])
+    assert found[0][0] != found[1][0]
+    assert found[0][1] == found[1][1]
+
+
+def test_recording_changes_no_bit(tmp_path):
+    found = []
+    for record in (None, 1):
+        with CheckpointManager(tmp_path / str(record), every=4, record=record) as manager:
+            job = Recorded(0)
+            job.run(manager, 8)
+            found.append(fingerprint(job.live.capture()))
+    assert found[0] == found[1]
+
+
+def test_a_recorder_keeps_no_run_alive(tmp_path):
+    recorder = FlightRecorder(tmp_path / "a.log", 0)
+    live = Job(0).live
+    recorder.watch(live)
+    gone = weakref.ref(live)
+    live.recorders = ()
+    del live
+    assert gone() is None
+
+
+@pytest.mark.parametrize("given", [True, -1, "all"])
+def test_a_record_that_is_no_number_of_steps_is_refused(given):
+    with pytest.raises(InvalidArgument, match="record=100"):
+        flight_recorder(MemoryStore(), 0, given)
+
+
+def test_a_loop_of_states_is_shown_what_records_it(tmp_path):
+    """The manager does not see the batch and the loss of a pure step; a log without them would look like one."""
+    with (
+        CheckpointManager(tmp_path / "run", every=1, record=0) as manager,
+        pytest.raises(InvalidArgument, match="FlightLog"),
+    ):
+        manager.step(TrainState())
+    with pytest.raises(InvalidArgument, match="leave record out"):
+        CheckpointManager(MemoryStore(), record=0)

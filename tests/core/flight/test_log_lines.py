@@ -1,0 +1,86 @@
+"""The bytes of a flight log: round trips, torn ends, and where a resumed log is cut."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfold.core.flight.flight import flight_of
+from trainfold.core.flight.log_lines import (
+    LINE_BYTES,
+    decode_line,
+    decode_lines,
+    encode_line,
+    encode_lines,
+    lines_before,
+    short_name,
+)
+from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bits_of, float_of_bits
+
+COUNTS = st.integers(0, (1 << 64) - 1)
+EIGHT = st.none() | st.binary(min_size=8, max_size=8)
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=24).filter(
+    lambda text: len(text.encode()) <= 24
+)
+RECORDS = st.builds(StepRecord, COUNTS, COUNTS, COUNTS, loss=EIGHT, norm=EIGHT, batch=EIGHT, streams=EIGHT)
+LINES = RECORDS | st.builds(StateDigest, COUNTS, NAMES, st.binary(min_size=16, max_size=16))
+
+
+@given(LINES)
+def test_a_line_is_what_was_written(line):
+    """Unknown is not zero: a loss of 0.0 differs from no loss."""
+    assert decode_line(encode_line(line)) == line
+    assert len(encode_line(line)) == LINE_BYTES
+
+
+@given(st.lists(LINES, max_size=6), st.integers(0, 6 * LINE_BYTES))
+def test_a_log_cut_anywhere_is_a_prefix(lines, cut):
+    """A process can die inside a write: what is read are the first lines, whole ones."""
+    data = encode_lines(lines)[:cut]
+    assert decode_lines(data) == tuple(lines[: len(data) // LINE_BYTES])
+
+
+@given(st.lists(LINES, min_size=1, max_size=4), st.data())
+def test_a_changed_bit_ends_what_is_read(lines, data):
+    """Bits that rot are not shown as what a run did."""
+    bit = data.draw(st.integers(0, len(lines) * LINE_BYTES * 8 - 1))
+    written = bytearray(encode_lines(lines))
+    written[bit // 8] ^= 1 << bit % 8
+    assert decode_lines(bytes(written)) == tuple(lines[: bit // 8 // LINE_BYTES])
+
+
+@given(st.lists(st.integers(0, 9), max_size=9), st.integers(0, 10), st.integers(0, 3))
+def test_a_log_keeps_the_lines_before_the_step_that_comes(steps, step, torn):
+    """R04: a resumed run continues its log without a step twice; what a crash left of the end is cut first."""
+    log = [StepRecord(each) for each in sorted(steps)] + [None] * torn
+    assert lines_before(step, len(log), log.__getitem__) == sum(each < step for each in steps)
+
+
+def test_numbers_are_compared_by_their_bits():
+    quiet = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000001))[0]
+    assert float_of_bits(float_bits_of(0.1)) == 0.1
+    assert float_bits_of(quiet) == struct.pack("<Q", 0x7FF8000000000001)
+    assert float_bits_of(0.0) != float_bits_of(-0.0)
+    assert float_bits_of(10**400) == float_bits_of(float("inf"))
+
+
+def test_long_names_stay_apart():
+    """Two components with the same start have different lines."""
+    one, other = (short_name(f"a_component_with_a_long_name_{end}") for end in "ab")
+    assert one != other
+    assert max(len(one.encode()), len(other.encode())) <= 24
+
+
+@pytest.mark.parametrize("kind", [0, 3, 255])
+def test_a_line_of_a_kind_of_later_versions_is_not_guessed(kind):
+    import zlib
+
+    body = bytearray(encode_line(StepRecord(1))[:-4])
+    body[2] = kind
+    assert decode_line(bytes(body) + struct.pack("<I", zlib.crc32(body))) is None
+
+
+def test_a_flight_says_what_it_covers():
+    assert str(flight_of([])) == "no step"
+    assert str(flight_of([StepRecord(4)])) == "1 step, 4 to 4"
