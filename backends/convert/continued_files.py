@@ -11,6 +11,7 @@ from typing import BinaryIO, Final, final
 import attrs
 import xxhash
 
+from trainfold.backends.formats.staged_record import NOTE_BYTES, digest_of_first
 from trainfold.backends.stores.names import split_name
 from trainfold.backends.stores.os_errors import named_failures, wrong_size
 from trainfold.backends.stores.protocol import Buffer
@@ -18,9 +19,6 @@ from trainfold.backends.stores.staged_files import make_directories, open_direct
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile
 from trainfold.core.format.strict_json import strict_json
-
-NOTE_BYTES: Final = 256 << 20
-"""How much is written before it is made durable and noted: what a killed process may lose."""
 
 _RECORD_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 4 << 20
@@ -95,7 +93,7 @@ class ContinuedWrites:
                     os.rename(last, _partial(last), src_dir_fd=parent, dst_dir_fd=parent)
                 fd = os.open(_partial(last), os.O_RDONLY | _OPEN, dir_fd=parent)
                 self._opened.callback(os.close, fd)
-                if _is_plain(fd) and os.fstat(fd).st_size >= noted and _digest(fd, noted) == digest:
+                if _is_plain(fd) and os.fstat(fd).st_size >= noted and digest_of_first(fd, noted)[0] == digest:
                     return Kept(noted, lambda start, stop: _read(fd, start, stop))
         return nothing
 
@@ -206,13 +204,6 @@ def _last_note(parent: int, last: str, plan: str) -> tuple[int, str]:
                 entry = strict_json(line, last)
                 found = int(entry["until"]), str(entry["digest"])
     return found
-
-
-def _digest(fd: int, size_bytes: int) -> str:
-    whole = xxhash.xxh3_128()
-    for start in range(0, size_bytes, _READ_BYTES):
-        whole.update(os.pread(fd, min(_READ_BYTES, size_bytes - start), start))
-    return DIGEST_PREFIX + whole.hexdigest()
 
 
 def _read(fd: int, start: int, stop: int) -> bytearray:

@@ -1,17 +1,26 @@
 """`staged_directory`: writes the files of a directory beside it, keeps those that a killed writer has finished, and commits all of them with one rename."""
 
-import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, TypeAlias, final
 
-import attrs
 import xxhash
 
+from trainfold.backends.formats.file_sections import CutParts
+from trainfold.backends.formats.staged_record import (
+    NOTE_BYTES,
+    Durable,
+    StagedRecord,
+    checked_file_name,
+    digest_of_first,
+    own_file,
+    read_record,
+    remove_record,
+)
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.direct_io import write_stream
 from trainfold.backends.stores.os_errors import save_failure, wrong_size
@@ -21,21 +30,12 @@ from trainfold.backends.stores.staged_files import check_path, make_directories,
 from trainfold.core.checks import count
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile, InvalidArgument, NoSpace, RunLocked, RunReplaced
-from trainfold.core.format.strict_json import strict_json
+
+PartsFrom: TypeAlias = Callable[[int], Iterable[Buffer]]
+"""Gives the bytes of a file from an offset on."""
 
 _FILES: Final = "files"  # what becomes the directory
-_RECORD: Final = "record"  # a line with the plan, and one for each finished file
-_RECORD_BYTES: Final = 64 << 20
-_READ_BYTES: Final = 4 << 20
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-@final
-@attrs.frozen
-class _Finished:
-    size_bytes: int
-    digest: str
 
 
 @final
@@ -51,10 +51,11 @@ class StagedDirectory:
         self._path = path
         self._above = above
         self._staging = staging
-        self._finished: dict[str, _Finished] = {}
+        self._known: dict[str, Durable] = {}
         self._checked: set[str] = set()
         self._opened = ExitStack()
-        self._files = self._record = -1
+        self._files = -1
+        self._record: StagedRecord | None = None
 
     def has(self, name: str, *, size_bytes: int) -> bool:
         """Whether a file is finished: here, or by an earlier process, and then it is read and checked.
@@ -63,21 +64,21 @@ class StagedDirectory:
             name: of the file.
             size_bytes: what the plan gives it. A file of another size is not kept.
         """
-        known = self._finished.get(_file_name(name))
-        if known is None or (known.size_bytes == size_bytes and name in self._checked):
-            return known is not None
-        if known.size_bytes == size_bytes and _is_as_recorded(self._files, name, known):
-            self._checked.add(name)
-            return True
-        del self._finished[name]
-        return False
+        known = self._known.get(checked_file_name(name))
+        if known is None or not known.is_whole or known.size_bytes != size_bytes:
+            return False
+        if name not in self._checked and not _is_as_recorded(self._files, name, known):
+            return False
+        self._checked.add(name)
+        return True
 
-    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> bool:
+    def write(self, name: str, parts: Iterable[Buffer] | PartsFrom, *, size_bytes: int) -> bool:
         """Write a file, make it durable, and record it. One that is finished is kept, and nothing of its parts is asked for.
 
         Args:
             name: of the file, without a directory.
-            parts: its bytes in order; a part is copied or written before the next one is asked for.
+            parts: its bytes in order; a part is copied or written before the next one is asked for. A function is called with an offset, and gives the bytes from there on:
+                then a large file of a killed writer is gone on with, and at most `NOTE_BYTES` of it are written again.
             size_bytes: how many they are in all.
 
         Returns:
@@ -88,32 +89,56 @@ class StagedDirectory:
         """
         if self.has(name, size_bytes=size_bytes):
             return False
-        whole, where = xxhash.xxh3_128(), f"{self._path}/{name}"
-
-        def hashed() -> Iterator[Buffer]:
-            for part in parts:
-                whole.update(part)
-                yield part
-
+        where = f"{self._path}/{name}"
         with _failures(where):
-            _remove(name, self._files)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(name, flags, 0o666, dir_fd=self._files)
+            fd, start, whole = self._begun(name, size_bytes) if callable(parts) else self._new(name)
             try:
-                given = write_stream(fd, hashed(), size_bytes=size_bytes)
-                if given != size_bytes:
-                    raise wrong_size(where, planned_bytes=size_bytes, given=f"{given} bytes or more")
-                os.fsync(fd)
+                rest = CutParts(parts(start) if callable(parts) else parts, whole)
+                given = self._append(fd, name, rest, start=start, size_bytes=size_bytes)
+                if given != size_bytes or rest.has_more():
+                    raise wrong_size(
+                        where, planned_bytes=size_bytes, given=f"{given} bytes" if given < size_bytes else "more"
+                    )
             finally:
                 os.close(fd)
-            self._finished[name] = found = _Finished(size_bytes, DIGEST_PREFIX + whole.hexdigest())
             self._checked.add(name)
-            self._note({"name": name, **attrs.asdict(found)})
         return True
+
+    def _append(self, fd: int, name: str, parts: CutParts, *, start: int, size_bytes: int) -> int:
+        """Write up to the size, and note what is durable each time that `NOTE_BYTES` are; return where the file ends."""
+        assert self._record is not None
+        while True:
+            due = min(size_bytes, start + NOTE_BYTES - start % NOTE_BYTES) - start
+            given = write_stream(fd, parts.upto(due), size_bytes=due, start=start)
+            start += given
+            if given < due or (start == size_bytes and parts.has_more()):
+                return start
+            os.fsync(fd)
+            self._known[name] = durable = Durable(start, DIGEST_PREFIX + parts.whole.hexdigest(), start == size_bytes)
+            self._record.note(name, durable)
+            if start == size_bytes:
+                return start
+
+    def _begun(self, name: str, size_bytes: int) -> tuple[int, int, Any]:
+        """A file that an earlier process has begun, up to where its bytes are as they were noted; or a new one."""
+        known = self._known.get(name)
+        fd = None if known is None else own_file(self._files, name, mode=os.O_RDWR)
+        if known is not None and fd is not None:
+            digest, whole = digest_of_first(fd, known.size_bytes)
+            if digest == known.digest and os.fstat(fd).st_size == known.size_bytes <= size_bytes:
+                return fd, known.size_bytes, whole
+            os.close(fd)
+        return self._new(name)
+
+    def _new(self, name: str) -> tuple[int, int, Any]:
+        self._known.pop(name, None)
+        _remove(name, self._files)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o666, dir_fd=self._files), 0, xxhash.xxh3_128()
 
     def path_of(self, name: str) -> str:
         """Where a file is until the commit."""
-        return f"{os.path.dirname(self._path)}/{_staging_name(self._path)}/{_FILES}/{_file_name(name)}"  # noqa: PTH120
+        return f"{os.path.dirname(self._path)}/{_staging_name(self._path)}/{_FILES}/{checked_file_name(name)}"  # noqa: PTH120
 
     def commit(self) -> None:
         """Give the directory its name. It is durable when this returns.
@@ -146,56 +171,65 @@ class StagedDirectory:
 
     def begin(self, plan: str, *, size_bytes: int) -> None:
         """Take over what an earlier process with this plan has finished, or start over. The caller has the lock."""
-        planned, finished = _read_record(self._staging)
+        planned, known = read_record(self._staging)
         has_files = _is_directory(_FILES, self._staging)
         if _what_is_at(self._path):
             # a writer that was killed after its rename leaves its record alone
-            self.is_committed = not has_files and planned == plan and _has_exactly(self._path, finished)
+            self.is_committed = not has_files and planned == plan and _has_exactly(self._path, known)
             if not self.is_committed:
                 raise _in_the_way(self._path)
             return
         with _failures(self._path):
             is_kept = has_files and planned == plan
-            finished = finished if is_kept else {}
+            if not is_kept:
+                known = {}
+                remove_record(self._staging)
+                _remove(_FILES, self._staging)
+            else:
+                self._open_files()
+                known = {name: each for name, each in known.items() if each.is_whole or self._is_cut(name, each)}
+                for name in set(os.listdir(self._files)) - known.keys():  # noqa: PTH208
+                    _remove(name, self._files)
             disk = os.fstatvfs(self._staging)
             free = disk.f_bavail * disk.f_frsize
-            needed = size_bytes - sum(each.size_bytes for each in finished.values())
+            needed = size_bytes - sum(each.size_bytes for each in known.values())
             if needed > free:
                 raise NoSpace(self._path, expected=f"{needed} bytes free", found=free,
                               fix="make room there, or choose another disk; nothing was written")  # fmt: skip
             if not is_kept:
-                with suppress(FileNotFoundError):
-                    os.unlink(_RECORD, dir_fd=self._staging)
-                _remove(_FILES, self._staging)
                 os.mkdir(_FILES, dir_fd=self._staging)
                 os.fsync(self._staging)  # from here on a record without files is that of a commit
-            self._files = os.open(_FILES, _DIRECTORY, dir_fd=self._staging)
-            self._opened.callback(os.close, self._files)
-            for name in set(os.listdir(self._files)) - finished.keys():  # noqa: PTH208
-                _remove(name, self._files)
-            self._finished = finished
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._record = os.open(f"{_RECORD}.new", flags, 0o666, dir_fd=self._staging)
-            self._opened.callback(os.close, self._record)
-            self._note({"plan": plan}, *({"name": name, **attrs.asdict(each)} for name, each in finished.items()))
-            os.rename(f"{_RECORD}.new", _RECORD, src_dir_fd=self._staging, dst_dir_fd=self._staging)
-            os.fsync(self._staging)
+                self._open_files()
+            self._known = known
+            self._record = StagedRecord(self._staging, plan, known)
+            self._opened.callback(self._record.close)
 
     def close(self) -> None:
         """Close what is open, and remove what is left of a directory that is committed. The caller has the lock."""
         self._opened.close()
         if self.is_committed or not _is_directory(_FILES, self._staging):
             with suppress(OSError):
-                for name in (f"{_RECORD}.new", run_lock.LOCK_NAME, _RECORD):
-                    with suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=self._staging)
+                with suppress(FileNotFoundError):
+                    os.unlink(run_lock.LOCK_NAME, dir_fd=self._staging)
+                remove_record(self._staging)
                 os.rmdir(_staging_name(self._path), dir_fd=self._above)
 
-    def _note(self, *entries: dict[str, object]) -> None:
-        data = memoryview("".join(f"{json.dumps(each)}\n" for each in entries).encode())
-        while data:
-            data = data[os.write(self._record, data) :]
-        os.fsync(self._record)
+    def _open_files(self) -> None:
+        self._files = os.open(_FILES, _DIRECTORY, dir_fd=self._staging)
+        self._opened.callback(os.close, self._files)
+
+    def _is_cut(self, name: str, known: Durable) -> bool:
+        """Whether a file that was begun is there, and now ends where it is durable."""
+        fd = own_file(self._files, name, mode=os.O_RDWR)
+        if fd is None:
+            return False
+        try:
+            is_there = os.fstat(fd).st_size >= known.size_bytes
+            if is_there:
+                os.ftruncate(fd, known.size_bytes)
+            return is_there
+        finally:
+            os.close(fd)
 
 
 @contextmanager
@@ -301,55 +335,18 @@ def _planted(path: str, found: str) -> CheckpointHostile:
                              fix="find out what put it there, and remove it")  # fmt: skip
 
 
-def _file_name(name: str) -> str:
-    if name in ("", ".", "..") or not name.isprintable() or "/" in name:
-        raise CheckpointHostile(
-            repr(name[:200]), expected="the name of a file, without a directory", found="another text", fix="rename it"
-        )
-    return name
-
-
-def _read_record(staging: int) -> tuple[str | None, dict[str, _Finished]]:
-    """The plan of an earlier process, and what it has finished: up to the first line that is not whole. None for no record."""
-    try:
-        fd = os.open(_RECORD, _READ, dir_fd=staging)
-    except OSError:
-        return None, {}
-    try:
-        found = os.fstat(fd)
-        size_bytes = min(found.st_size, _RECORD_BYTES) if stat.S_ISREG(found.st_mode) else 0
-        first, *rest = os.pread(fd, size_bytes, 0).split(b"\n")[:-1] or [b""]
-    finally:
-        os.close(fd)
-    plan, finished = None, {}
-    with suppress(CheckpointHostile, KeyError, TypeError, ValueError):
-        plan = str(strict_json(first, _RECORD)["plan"])
-        for line in rest:
-            entry = strict_json(line, _RECORD)
-            finished[_file_name(str(entry["name"]))] = _Finished(int(entry["size_bytes"]), str(entry["digest"]))
-    return plan, finished
-
-
-def _is_as_recorded(directory: int, name: str, known: _Finished) -> bool:
-    """Whether a file has the bytes that were recorded; a link, a special file, and one with another name have not."""
-    try:
-        fd = os.open(name, _READ, dir_fd=directory)
-    except OSError:
+def _is_as_recorded(directory: int, name: str, known: Durable) -> bool:
+    """Whether a file has the bytes that were recorded, and no others; a link, a special file, and one with another name have not."""
+    fd = own_file(directory, name)
+    if fd is None:
         return False
     try:
-        found = os.fstat(fd)
-        is_one = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid()
-        if not is_one or found.st_size != known.size_bytes:
-            return False
-        whole, buffer = xxhash.xxh3_128(), bytearray(min(_READ_BYTES, known.size_bytes + 1))
-        while size := os.readv(fd, [buffer]):
-            whole.update(memoryview(buffer)[:size])
+        return os.fstat(fd).st_size == known.size_bytes and digest_of_first(fd, known.size_bytes)[0] == known.digest
     finally:
         os.close(fd)
-    return DIGEST_PREFIX + whole.hexdigest() == known.digest
 
 
-def _has_exactly(path: str, finished: dict[str, _Finished]) -> bool:
+def _has_exactly(path: str, finished: dict[str, Durable]) -> bool:
     """Whether a directory has these files, and nothing else."""
     try:
         fd = os.open(path, _DIRECTORY)
@@ -385,5 +382,5 @@ def _failures(where: str) -> Iterator[None]:
     except OSError as error:
         named = save_failure(error, where)
         raise type(named)(where, expected=named.expected, found=error,
-                          fix="make room or look at the device there, or choose another disk; run this again, and it goes on with the files that are missing",
+                          fix="make room or look at the device there, or choose another disk; run this again, and it goes on with what is missing",
                           ) from error  # fmt: skip

@@ -4,11 +4,13 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
 
+from trainfold.backends.formats.file_sections import Section, bytes_from
 from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_rank_zero
@@ -21,6 +23,7 @@ from trainfold.backends.weights.hub_files import BESIDE, HubFiles
 from trainfold.backends.weights.opened import ReusedMemory, opened_weights, weights_of_state
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, InvalidState, SaveFailed
+from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.json_values import shown
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
@@ -81,7 +84,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
 ) -> HubPlan:
     """Write weights as model hubs have them: safetensors files, their index, and what is known of the configuration and the tokenizer.
 
-    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on with the files that are missing. Each tensor is in one file. Memory: two of the largest tensor (two and a half where it is put together and cast), and buffers; on ranks that give their parts, buffers alone.
+    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on where it was killed, with at most 256 MB that are written again. Each tensor is in one file. Memory: two of the largest tensor (two and a half where it is put together and cast), and buffers; on ranks that give their parts, buffers alone.
 
     Args:
         weights: a source that lists what it has, such as ``CheckpointWeights(run)``, or a state with a model, such as ``live.capture()``. Of a state that ranks hold in parts, or in
@@ -290,7 +293,7 @@ def _written(weights: OpenWeights, path: str | Path, arguments: Mapping[str, Any
             return plan
         weights.expect(_reads(work))
         for file in plan.files:
-            staged.write(file.name, _bytes_of(file, work.table, memory), size_bytes=file.size_bytes)
+            staged.write(file.name, partial(_bytes_of, file, work.table, memory), size_bytes=file.size_bytes)
         for name, data in plan.beside.items():
             staged.write(name, [data], size_bytes=len(data))
         for file in plan.files:
@@ -310,16 +313,21 @@ def _identity(work: _Work) -> str:
     return digest_of(json.dumps([weights.identity, plan.rules, headers, beside, list(plan.left_out)]).encode())
 
 
-def _bytes_of(file: HubFile, table: Mapping[str, Expression], memory: ReusedMemory) -> Iterator[Buffer]:
-    """The bytes of a file, one tensor after the other."""
-    yield file.header
-    for name in file.tensors:
-        whole = whole_box(table[name].shape)
-        is_of_one = len(list(table[name].reads(whole))) == 1
-        data = tensor_bytes(table[name].computed(whole, memory.read if is_of_one else memory.weights.read))
-        for start in range(0, len(data), _PIECE_BYTES):
-            yield data[start : start + _PIECE_BYTES]
-        del data
+def _bytes_of(file: HubFile, table: Mapping[str, Expression], memory: ReusedMemory, start: int) -> Iterator[Buffer]:
+    """The bytes of a file from an offset on, one tensor after the other."""
+
+    def of_tensor(each: Expression) -> Iterator[Buffer]:
+        whole = whole_box(each.shape)
+        is_of_one = len(list(each.reads(whole))) == 1
+        data = tensor_bytes(each.computed(whole, memory.read if is_of_one else memory.weights.read))
+        for at in range(0, len(data), _PIECE_BYTES):
+            yield data[at : at + _PIECE_BYTES]
+
+    sections: list[Section] = [(len(file.header), lambda: [file.header])]
+    sections += [
+        (size_bytes(spec.dtype, spec.shape), partial(of_tensor, table[name])) for name, spec in file.tensors.items()
+    ]
+    return bytes_from(sections, start)
 
 
 def _reads(work: _Work) -> Iterator[tuple[str, Box]]:

@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from trainfold.backends.formats.dcp.dcp_reader import METADATA
+from trainfold.backends.formats.file_sections import bytes_from
 from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.errors import InvalidState
@@ -15,7 +17,7 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
-from trainfold.core.torch_files.dcp_plan import DcpFile, DcpPlan, identity_of
+from trainfold.core.torch_files.dcp_plan import DcpEntry, DcpFile, DcpPlan, identity_of
 
 _PIECE_BYTES: Final = 256 << 10  # summed, hashed and copied while it is in the processor's cache
 
@@ -26,7 +28,7 @@ ReadPart: TypeAlias = Callable[[str, Box], torch.Tensor]
 def write_dcp(
     plan: DcpPlan, read: ReadPart, path: str | Path, *, identity: str = "", check: Callable[[], Any] = lambda: None
 ) -> None:
-    """Write a directory. What a killed process has finished of it stays, for a call with an equal plan and identity.
+    """Write a directory. What a killed process has written of it stays, for a call with an equal plan and identity.
 
     Memory: one tensor, and what its source needs to read it.
 
@@ -46,27 +48,30 @@ def write_dcp(
         if staged.is_committed:
             return
         for file in plan.files:
-            staged.write(file.name, _parts(file, read), size_bytes=file.size_bytes)
+            staged.write(file.name, partial(_bytes_from, file, read), size_bytes=file.size_bytes)
         check()
         staged.write(METADATA, [plan.metadata], size_bytes=len(plan.metadata))
         staged.commit()
 
 
-def _parts(file: DcpFile, read: ReadPart) -> Iterator[Buffer]:
-    for each in file.entries:
-        if each.spec is None:
-            yield from each.around()
-            continue
-        tensor = read(each.name, whole_box(each.spec.shape))
-        found = LeafSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
-        if found != LeafSpec(each.spec.dtype, each.spec.shape):
-            raise InvalidState(each.name, expected=each.spec, found=found, fix="let the source give what it has listed")
-        data = tensor_bytes(tensor)
-        del tensor
-        check_sum = 0
-        yield each.around()[0]
-        for at in range(0, len(data), _PIECE_BYTES):
-            piece = data[at : at + _PIECE_BYTES]
-            check_sum = zlib.crc32(piece, check_sum)
-            yield piece
-        yield each.around(check_sum)[1]
+def _bytes_from(file: DcpFile, read: ReadPart, start: int) -> Iterator[Buffer]:
+    return bytes_from(((each.size, partial(_entry_bytes, each, read)) for each in file.entries), start)
+
+
+def _entry_bytes(entry: DcpEntry, read: ReadPart) -> Iterator[Buffer]:
+    if entry.spec is None:
+        yield from entry.around()
+        return
+    tensor = read(entry.name, whole_box(entry.spec.shape))
+    found = LeafSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+    if found != LeafSpec(entry.spec.dtype, entry.spec.shape):
+        raise InvalidState(entry.name, expected=entry.spec, found=found, fix="let the source give what it has listed")
+    data = tensor_bytes(tensor)
+    del tensor
+    check_sum = 0
+    yield entry.around()[0]
+    for at in range(0, len(data), _PIECE_BYTES):
+        piece = data[at : at + _PIECE_BYTES]
+        check_sum = zlib.crc32(piece, check_sum)
+        yield piece
+    yield entry.around(check_sum)[1]

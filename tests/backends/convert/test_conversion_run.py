@@ -1,9 +1,12 @@
 """Conversions to a checkpoint: the same bytes, a tensor at a time, with what is left out on record, and continued where they were killed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +19,10 @@ import trainfold
 from trainfold.backends.convert import continued_files
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
+from trainfold.backends.formats import staged_directory
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
-from trainfold.core.torch_files.dcp_plan import plan_dcp
 from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.families.hub_rules import hub_rules
 from trainfold.core.weights.source import Wanted
@@ -222,6 +225,35 @@ def test_a_conversion_goes_on_where_it_stopped_and_reads_no_more_than_it_needs(t
     assert len(read) == 10, "all of it is there, and nothing is read again"
 
 
+@settings(max_examples=6)
+@given(data=st.data())
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_directory_is_the_same_wherever_its_writer_was_stopped(tmp_path_factory, to, data):
+    """Law: killed in any tensor and run again, as often as may be, is run at once; inside of a file too."""
+    top = tmp_path_factory.mktemp("top")
+    sizes = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=8))
+    hub = a_hub_directory(top / "hub", {f"w{number}": torch.randn(size) for number, size in enumerate(sizes)})
+    converted(hub, top / "at_once", to=to)
+    stops = data.draw(st.lists(st.integers(1, len(sizes)), max_size=3))
+    with mock.patch.object(staged_directory, "NOTE_BYTES", 64):
+        for stop in stops:
+            read = []
+
+            def advance(size_bytes, read=read, stop=stop):
+                read.append(size_bytes)
+                if len(read) == stop:
+                    raise Interrupted
+
+            with suppress(Interrupted):  # or it had less to do than that
+                run_conversion(plan_conversion(open_source(hub), top / "target", to=to), advance=advance)
+                break
+            assert not (top / "target").exists()
+        else:
+            converted(hub, top / "target", to=to)
+    files = [{each.name: each.read_bytes() for each in (top / name).iterdir()} for name in ("at_once", "target")]
+    assert files[0] == files[1]
+
+
 def test_the_step_of_a_checkpoint_goes_to_the_hub_and_back(tmp_path):
     """K10: in the headers of the files, where a hub has room for texts."""
     live = trained()
@@ -369,12 +401,11 @@ def test_a_path_that_is_not_understood_is_refused_with_what_was_seen(tmp_path):
 
 KILLED = """
 import os, signal, sys
+from trainfold.backends.convert import continued_files
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
-from trainfold.backends.convert import continued_files
-from trainfold.core.torch_files.dcp_plan import plan_dcp
-continued_files.NOTE_BYTES = 4096
-plan_dcp.__kwdefaults__["file_bytes"] = int(sys.argv[4])
+from trainfold.backends.formats import staged_directory
+continued_files.NOTE_BYTES = staged_directory.NOTE_BYTES = 4096
 read = []
 def advance(size_bytes):
     read.append(size_bytes)
@@ -387,28 +418,21 @@ run_conversion(plan_conversion(open_source(sys.argv[1]), sys.argv[2], to=sys.arg
 @pytest.mark.long
 @pytest.mark.parametrize("to", ["native", "hf", "dcp"])
 def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with(tmp_path, to, monkeypatch):
-    """SIGKILL: no handler runs, and no exit. Directories of a hub and of torch have several files, of which the finished one stays; a run goes on inside of its file."""
+    """SIGKILL: no handler runs, and no exit. One file, of which five tensors of ten were written: they are not read again, but for the last."""
     tensors = {f"w{number}": torch.randn(1024) for number in range(10)}
-    hub, files = tmp_path / "hub", {}
-    hub.mkdir()
-    for number in (1, 2):
-        name = f"model-0000{number}-of-00002.safetensors"
-        mine = {f"w{each}": tensors[f"w{each}"] for each in range(5 * number - 5, 5 * number)}
-        save_file(mine, hub / name)
-        files |= dict.fromkeys(mine, name)
-    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    target = tmp_path / "target"
-    file_bytes = 22_000  # of torch: four of these tensors, with what is around them
-    monkeypatch.setitem(plan_dcp.__kwdefaults__, "file_bytes", file_bytes)
-    done = subprocess.run([sys.executable, "-c", KILLED, hub, target, to, str(file_bytes)], check=False)
+    hub, target = a_hub_directory(tmp_path / "hub", tensors), tmp_path / "target"
+    done = subprocess.run([sys.executable, "-c", KILLED, hub, target, to], check=False)
     assert done.returncode == -signal.SIGKILL
     if to == "native":
         assert trainfold.weights.detect_format(target / "step-00000000").format == "unknown"
     else:
         assert not target.exists()
-    read = []
+    read, written = [], []
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(real(fd, data, at)) or written[-1])
     run_conversion(plan_conversion(open_source(hub), target, to=to), advance=read.append)
     assert len(read) <= 6
+    assert sum(written) <= 8 * 4096  # of 10, and what is around them
     assert weights(open_source(target).model) == bytes_of(tensors)
 
 

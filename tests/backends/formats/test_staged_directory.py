@@ -1,10 +1,15 @@
 """What a staged directory keeps, refuses and leaves alone; tests/crash/faults/test_staged_directories.py kills its writer."""
 
+import json
 import os
 from contextlib import suppress
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from trainfold.backends.formats import staged_directory as staging
 from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.core.errors import CheckpointHostile, InvalidArgument, NoSpace, RunLocked, SaveFailed
 
@@ -25,10 +30,10 @@ def stopped_after(path, files, *, plan="a"):
         raise Stopped
 
 
-def finish(path, files, *, plan="a"):
+def finish(path, files, *, plan="a", given=lambda data: [data]):
     """Write the files that are missing, and commit; return the names of those."""
     with staged_directory(path, plan=plan) as staged:
-        written = [name for name, data in files.items() if staged.write(name, [data], size_bytes=len(data))]
+        written = [name for name, data in files.items() if staged.write(name, given(data), size_bytes=len(data))]
         staged.commit()
     assert {each.name: each.read_bytes() for each in path.iterdir()} == files
     assert names_in(path.parent) == [path.name]
@@ -53,8 +58,11 @@ def test_a_kept_file_is_not_asked_for_its_parts(tmp_path):
         staged.commit()
 
 
-@pytest.mark.parametrize("change", ["bytes", "longer", "gone", "link", "second_name", "directory", "other_size"])
-def test_a_finished_file_that_is_not_as_it_was_is_written_again(tmp_path, change):
+@pytest.mark.parametrize("given", [lambda data: [data], lambda data: lambda start: [data[start:]]])
+@pytest.mark.parametrize(
+    "change", ["bytes", "longer", "gone", "link", "second_name", "directory", "other_size", "less"]
+)
+def test_a_finished_file_that_is_not_as_it_was_is_written_again(tmp_path, change, given):
     path, file, outside = tmp_path / "model", tmp_path / ".model.partial/files/a", tmp_path.parent / f"outside-{change}"
     stopped_after(path, {"a": b"123"})
     outside.write_bytes(b"123")
@@ -63,16 +71,16 @@ def test_a_finished_file_that_is_not_as_it_was_is_written_again(tmp_path, change
     elif change == "longer":
         file.write_bytes(b"1234")
     elif change == "second_name":
-        os.link(file, tmp_path.parent / "second-name-of-a")
-    elif change != "other_size":
+        os.link(file, outside.with_name(f"second-name-{tmp_path.name}"))
+    elif change not in ("other_size", "less"):
         file.unlink()
         if change == "link":
             file.symlink_to(outside)
         if change == "directory":
             file.mkdir()
             (file / "b").touch()
-    data = b"1234" if change == "other_size" else b"123"
-    assert finish(path, {"a": data}) == ["a"]
+    data = {"other_size": b"1234", "less": b"12"}.get(change, b"123")
+    assert finish(path, {"a": data}, given=given) == ["a"]
     assert outside.read_bytes() == b"123"
 
 
@@ -198,3 +206,121 @@ def test_a_file_of_another_size_than_planned_is_refused(tmp_path, data):
 def test_names_stay_in_the_directory(tmp_path, name):
     with staged_directory(tmp_path / "model", plan="a") as staged, pytest.raises(CheckpointHostile):
         staged.write(name, [b"1"], size_bytes=1)
+
+
+# --- inside of a file ------------------------------------------------------------------------------------------------
+
+
+def begun(path, data, *, until, size=10, name="a"):
+    """Write a file in parts from where it ends, and stop when so many bytes of it were asked for; return the offset of the first part."""
+    starts = []
+
+    def parts_from(start):
+        starts.append(start)
+        for at in range(start, len(data), size):
+            if until is not None and at >= until:
+                raise Stopped
+            yield data[at : at + size]
+
+    with suppress(Stopped), staged_directory(path, plan="a") as staged:
+        staged.write(name, parts_from, size_bytes=len(data))
+        if until is not None:
+            raise Stopped
+        staged.commit()
+    return starts[0] if starts else None
+
+
+@pytest.fixture
+def small_notes():
+    with mock.patch.object(staging, "NOTE_BYTES", 16):
+        yield
+
+
+@settings(max_examples=30)
+@given(data=st.binary(max_size=200), size=st.integers(1, 40), stops=st.lists(st.integers(0, 220), max_size=4))
+def test_a_file_is_the_same_however_often_its_writer_was_stopped(tmp_path_factory, data, size, stops):
+    """Law: it is gone on with where at most a note was missing, never before where it was, and is what one process writes."""
+    path = tmp_path_factory.mktemp("top") / "model"
+    with mock.patch.object(staging, "NOTE_BYTES", 16):
+        known = 0
+        for until in stops:
+            start = begun(path, data, until=until, size=size)
+            assert not path.exists()
+            if start is None:  # it was finished before
+                known = len(data)
+            else:
+                assert start >= known
+                # parts that were asked for, but for the last note and a part
+                known = max(known, start, min(until, len(data)) // 16 * 16 - 16 if until > start else 0)
+        begun(path, data, until=None, size=size)
+    assert {each.name: each.read_bytes() for each in path.iterdir()} == {"a": data}
+    assert names_in(path.parent) == ["model"]
+
+
+@pytest.mark.usefixtures("small_notes")
+@pytest.mark.parametrize(
+    "change", ["none", "beginning", "end", "shorter", "longer", "gone", "link", "second_name", "fifo", "other_plan"]
+)
+def test_a_file_is_gone_on_with_only_if_its_bytes_are_as_they_were_noted(tmp_path, change):
+    data, path = bytes(range(100)), tmp_path / "model"
+    begun(path, data, until=60)  # noted at 16, 32 and 48
+    file, outside = tmp_path / ".model.partial/files/a", tmp_path / "outside"
+    there = file.read_bytes()
+    outside.write_bytes(data)
+    if change in ("beginning", "end", "shorter", "longer"):
+        wrong = {"beginning": b"x" + there[1:], "end": there[:47] + b"x", "shorter": there[:47], "longer": there + b"more"}  # fmt: skip
+        file.write_bytes(wrong[change])
+    elif change == "second_name":
+        os.link(file, outside.with_name("second"))
+    elif change in ("gone", "link", "fifo"):
+        file.unlink()
+        if change == "link":
+            file.symlink_to(outside)
+        if change == "fifo":
+            os.mkfifo(file)
+    elif change == "other_plan":
+        record = tmp_path / ".model.partial/record"
+        record.write_text(record.read_text().replace('"plan": "a"', '"plan": "b"'))
+    assert begun(path, data, until=None) == (48 if change in ("none", "longer") else 0)
+    assert (path / "a").read_bytes() == outside.read_bytes() == data
+    if change == "second_name":
+        assert outside.with_name("second").read_bytes() == there
+
+
+@pytest.mark.usefixtures("small_notes")
+def test_a_note_that_was_torn_does_not_count(tmp_path):
+    data, path = bytes(range(100)), tmp_path / "model"
+    begun(path, data, until=60)
+    record = tmp_path / ".model.partial/record"
+    record.write_bytes(record.read_bytes()[:-3])
+    assert begun(path, data, until=None) == 32
+    assert (path / "a").read_bytes() == data
+
+
+@pytest.mark.usefixtures("small_notes")
+def test_what_is_gone_on_with_needs_only_the_rest_of_the_room(tmp_path):
+    """A disk on which the rest fits, and not all of it again."""
+    begun(tmp_path / "model", bytes(100), until=60)
+    (tmp_path / ".model.partial/files/of-no-record").write_bytes(bytes(5000))
+    real = os.fstatvfs
+
+    def little(fd):
+        found = real(fd)
+        return mock.Mock(f_bavail=52 - 1 + (not (tmp_path / ".model.partial/files/of-no-record").exists()), f_frsize=1, f_bsize=found.f_bsize)  # fmt: skip
+
+    with mock.patch.object(os, "fstatvfs", little), staged_directory(tmp_path / "model", plan="a", size_bytes=100) as staged:  # fmt: skip
+        staged.write("a", lambda start: [bytes(100 - start)], size_bytes=100)
+        staged.commit()
+    assert (tmp_path / "model/a").read_bytes() == bytes(100)
+
+
+@pytest.mark.usefixtures("small_notes")
+@pytest.mark.parametrize("size", [99, 101])
+def test_a_source_that_gives_another_number_of_bytes_the_second_time_is_refused(tmp_path, size):
+    begun(tmp_path / "model", bytes(100), until=60)
+    with staged_directory(tmp_path / "model", plan="a") as staged:
+        with pytest.raises(SaveFailed, match="parts of 100 bytes in all"):
+            staged.write("a", lambda start: [bytes(size - start)], size_bytes=100)
+        assert not staged.has("a", size_bytes=100)
+    notes = [json.loads(line) for line in (tmp_path / ".model.partial/record").read_text().splitlines()]
+    assert not any(each.get("is_whole") for each in notes)

@@ -85,6 +85,21 @@ def test_a_file_has_the_bytes_of_its_parts_in_order_however_many_threads_write_t
     assert sorted(offsets) == list(range(0, len(data), 2 * PAGE))
 
 
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=4))
+def test_a_file_that_is_written_stream_after_stream_is_the_same_as_by_one(tmp_path_factory, sizes):
+    """Also where a stream begins in the middle of a page, which direct writes cannot."""
+    data = np.random.default_rng(len(sizes)).integers(0, 255, sum(sizes), dtype=np.uint8).tobytes()
+    name, start = tmp_path_factory.mktemp("stream") / "file", 0
+    with name.open("wb+") as file:
+        for size in sizes:
+            part = data[start : start + size]
+            assert direct_io.write_stream(file.fileno(), [part], size_bytes=size, start=start) == size
+            start += size
+            assert os.fstat(file.fileno()).st_size == start
+    assert name.read_bytes() == data
+
+
 @pytest.mark.parametrize("started", [0, 1, 2])
 @pytest.mark.parametrize("failing", [0, 1, 5])
 def test_an_error_of_any_write_reaches_the_caller_and_the_first_one_wins(tmp_path, started, failing, small_buffers):

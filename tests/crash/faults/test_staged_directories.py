@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from crash.disk.states import Budget, crash_states, live
 from crash.disk.syscalls import watched
 from crash.faults.faulty_disk import Fault, FaultyDisk
 from crash.saves.scenarios import SHM
+from trainfold.backends.formats import staged_directory as staging
 from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.core.errors import InvalidArgument, NoSpace, SaveFailed
 
@@ -29,7 +31,7 @@ def write(top, *, plan="a", files=FILES):
     with staged_directory(Path(top, "model"), plan=plan, size_bytes=sum(map(len, files.values()))) as staged:
         if staged.is_committed:
             return []
-        names = [name for name, data in files.items() if staged.write(name, [data[:7], data[7:]], size_bytes=len(data))]
+        names = [name for name, data in files.items() if staged.write(name, lambda at, data=data: [data[at : at + 7], data[at + 7 :]], size_bytes=len(data))]  # fmt: skip
         staged.commit()
         return names
 
@@ -38,6 +40,13 @@ def what_is_there(top):
     """The files of the directory; None if there is none."""
     found = Path(top, "model")
     return {each.name: each.read_bytes() for each in found.iterdir()} if found.is_dir() else None
+
+
+@pytest.fixture(autouse=True)
+def small_notes():
+    """One of the files is noted twice before it is whole."""
+    with mock.patch.object(staging, "NOTE_BYTES", 4096):
+        yield
 
 
 @pytest.fixture
