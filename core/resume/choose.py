@@ -7,7 +7,7 @@ from typing import Final
 import attrs
 
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.history.inventory import OLDER, Inventory, lineage
+from trainfold.core.history.inventory import OLDER, Entry, Inventory, head_order, lineage
 from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import verdict_of
 from trainfold.core.resume.position_checks import with_positions_checked
@@ -36,12 +36,20 @@ def next_to_examine(inventory: Inventory, request: ResumeRequest, wanted: Collec
     if request.step is not None:
         asked = [entry for entry in inventory.entries if entry.head and entry.head.step == request.step]
         return next((entry.name for entry in asked if entry.manifest is None and entry.problem is None), None)
-    for entry in lineage(inventory):
+    for entry in (*lineage(inventory), *_abandoned(inventory)):
         if entry.manifest is None:
             return entry.name
         if not left_out(entry.manifest, request, wanted):
             return None
     return None
+
+
+def _abandoned(inventory: Inventory) -> list[Entry]:
+    """The usable checkpoints that rewinds have left behind, the preferred one first. No resume takes one unless its step is asked for."""
+    current = {entry.name for entry in lineage(inventory)}
+    rest = [(entry.head, entry) for entry in inventory.entries if entry.head is not None and entry.is_candidate]
+    rest.sort(key=lambda pair: head_order(pair[0]), reverse=True)
+    return [entry for _, entry in rest if entry.name not in current]
 
 
 def left_out(manifest: Manifest, request: ResumeRequest, wanted: Collection[str]) -> tuple[str, ...]:
@@ -150,6 +158,36 @@ def newer_without_components(
         )
         for entry in newer
         if entry.manifest is not None
+    )
+
+
+def abandoned_with_components(
+    inventory: Inventory, manifest: Manifest, target: Target, request: ResumeRequest
+) -> tuple[Problem, ...]:
+    """The newest checkpoint that a rewind has left behind and that has what no checkpoint of the current timeline has, with the call that takes it.
+
+    It is not chosen: that a run went back may have been meant (ADR-0006).
+    """
+    missing = left_out(manifest, request, target.components)
+    found = next((
+        entry.manifest for entry in _abandoned(inventory)
+        if entry.manifest is not None and not left_out(entry.manifest, request, target.components)
+    ), None)  # fmt: skip
+    if found is None or set(missing) <= request.optional:
+        return ()
+    run, head, step = inventory.run, manifest.head, found.head.step
+    has = ", ".join(component.name for component in manifest.components)
+    return (
+        Problem(
+            "ComponentsLeftOut",
+            f"{run}/step-{head.step:08d}",
+            f"a checkpoint with {', '.join(missing)}",
+            f"one saved with {has} alone, and none with them before it in its timeline ({head.timeline}); "
+            f"step {step} has them, and a rewind has left it behind",
+            f"to continue from step {step}, name it: restore(live, step={step}), or trainfold.load(run, like=state, step={step}) "
+            f"(on the command line: trainfold plan {run} --step {step}); for what step {head.step} has, components=[...]",
+            20,
+        ),
     )
 
 

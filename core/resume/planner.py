@@ -32,6 +32,7 @@ from trainfold.core.json_values import Json
 from trainfold.core.layout.world import World
 from trainfold.core.problem import problem_of
 from trainfold.core.resume.choose import (
+    abandoned_with_components,
     choose,
     kind_of_absence,
     left_behind,
@@ -123,7 +124,8 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
     partial = newer_without_components(inventory, chosen, target, request) if is_newest else ()
     checkpoint = f"step-{manifest.head.step:08d}"
     if refused or findings.problems:
-        return Refusal(inventory.run, checkpoint, (*findings.problems, *refused, *partial))
+        abandoned = abandoned_with_components(inventory, chosen, target, request) if is_newest else ()
+        return Refusal(inventory.run, checkpoint, (*findings.problems, *abandoned, *refused, *partial))
     return ResumePlan(
         inventory.run,
         checkpoint,

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -76,6 +76,57 @@ def test_the_newest_that_has_what_was_asked_for_is_taken_and_the_newer_ones_are_
                 CheckpointWeights(store).specs()
         else:
             assert CheckpointWeights(store).pinned().step == step
+
+
+@st.composite
+def histories(draw):
+    """Saves in the order in which they were made: (step, components). A step that is not above the last one goes back first."""
+    saves, last = [], 0
+    for names in draw(st.lists(st.sampled_from([set(HAS), {"model"}, {"model", "trainer"}]), min_size=1, max_size=6)):
+        last = draw(st.sampled_from([last + 1, last + 1, *range(last + 1)]))
+        saves.append((last, names))
+    return saves
+
+
+def by_model(saves, needed):
+    """What a full resume takes, and what it may name: the newest of the current timeline, and the newest that rewinds have left behind."""
+    there, current, timeline = {}, [], 0
+    for step, names in saves:
+        if current and step < current[-1]:
+            current, timeline = [each for each in current if each < step], timeline + 1
+        current = [*(each for each in current if each != step), step]
+        there[step] = (timeline, names)
+    able = [step for step in there if set(needed) <= there[step][1]]
+    taken = max((step for step in able if step in current), default=None)
+    left = max((step for step in able if step not in current), key=lambda step: (there[step][0], step), default=None)
+    return current, taken, left
+
+
+@settings(deadline=None, max_examples=30)
+@given(histories(), st.sampled_from(["full", "weights and counters"]))
+@example([(1, set(HAS)), (2, set(HAS)), (0, {"model"})], "full")
+def test_what_a_rewind_has_left_behind_is_named_with_the_call_that_takes_it_where_nothing_else_can(saves, mode):
+    """V03, V06, T24: what was left behind never wins by itself; where only it has what was asked for, the refusal says which step to name."""
+    options, needed = MODES[mode]
+    store, like = MemoryStore(), state_at(100)
+    for step, names in saves:
+        trainfold.save(state_at(step), store, components=sorted(names))
+    current, taken, left = by_model(saves, needed)
+    plan = trainfold.plan(store, like=like, **options)
+    if taken is not None:
+        assert plan.step == taken
+        passed = {int(str(each.where)[-8:]) for each in plan.passed_over}
+        assert passed == {step for step in current if step > taken}
+        return
+    assert plan.checkpoint == f"step-{current[-1]:08d}"
+    if left is None:
+        assert "left it behind" not in str(plan)
+        return
+    assert f"step {left} has them" in str(plan.reasons[0])
+    assert f"restore(live, step={left})" in plan.fix
+    with pytest.raises(ResumeRefused, match=f"step={left}"):
+        trainfold.load(store, like=like, **options)
+    assert trainfold.load(store, like=like, step=left, **options).trainer.step == left
 
 
 def test_the_command_line_and_a_manager_choose_alike(tmp_path):
