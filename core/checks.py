@@ -14,6 +14,7 @@ T = TypeVar("T")
 _EXAMPLES = {
     "policy": "{'dtype': 'adapt'}",
     "contract": "{'tokenizer': 'v2'}",
+    "about": "{'trainfold.step': '120'}",
     "reset": "{'rng': 'a new seed on purpose'}",
 }
 
@@ -114,6 +115,21 @@ def names_given(components: object) -> tuple[str, ...] | None:
             fix="list them, as in ['model', 'trainer']",
         )
     return tuple(dict.fromkeys(names))
+
+
+def document(where: str, value: object, *, fix: str) -> Mapping[str, Any]:
+    """A mapping from text, such as the contents of a configuration.
+
+    Raises:
+        InvalidArgument: for anything else, such as the path of its file.
+
+    Examples:
+        >>> document("config", {"model_type": "llama"}, fix="pass what is in config.json")
+        {'model_type': 'llama'}
+    """
+    if isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
+        return value
+    raise InvalidArgument(where, expected="a mapping from text, as json reads it", found=shown(value), fix=fix)
 
 
 def nearest(names: Iterable[str], known: Iterable[str]) -> str:

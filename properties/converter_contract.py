@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from trainfold.core.layout.leaf_spec import LeafSpec
-from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.layout.slices import Box, volume, whole_box
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.transform.apply import table_of, transform_specs, transform_tensors
 from trainfold.core.transform.converters.converter import Converter, view
+from trainfold.core.transform.transform import compose
 from trainfold.properties.differences import ContractBroken
 
 Tensors = Mapping[str, torch.Tensor]
@@ -79,24 +80,41 @@ def _described(converter: Converter, tensors: Tensors) -> None:
     transform = view(converter, "export")
     said = transform_specs(transform, _specs(tensors))
     assert _specs(dict(transform_tensors(transform, tensors))) == said, "specs say something else than tensors"
+    assert str(transform).strip(), "str(state_dict_transform) is empty"
     assert " at 0x" not in str(transform), "str(state_dict_transform) does not describe it"
 
 
+def _inverse(converter: Converter, tensors: Tensors) -> None:
+    """The inverse of its transform, if it has one, gives the tensors back, bit for bit."""
+    transform = converter.state_dict_transform
+    if transform.inverse is None:
+        return
+    found = dict(transform_tensors(compose(transform, transform.inverse), tensors))
+    assert sorted(found) == sorted(tensors), f"expected {sorted(tensors)}, found {sorted(found)}"
+    other = [name for name, each in tensors.items() if found[name].dtype != each.dtype or _bits(found[name]) != _bits(each)]  # fmt: skip
+    assert not other, f"{', '.join(other)} have other bits"
+
+
 def _of_parts(converter: Converter, tensors: Tensors) -> None:
-    """A part of an export is that of the whole, to the bit, so that a shard of it may be made of shards."""
+    """A part of an export is that of the whole, to the bit, and of the parts that it says it is made of, so that a shard of it may be made of shards."""
     table = table_of(view(converter, "export"), _specs(tensors))
 
-    def read(name: str, box: Box) -> torch.Tensor:
-        return tensors[name][tuple(slice(*span) for span in box)]
+    def computed(name: str, box: Box) -> torch.Tensor:
+        said = [(source.name, inner) for source, inner in table[name].reads(box)]
+
+        def read(source: str, inner: Box) -> torch.Tensor:
+            is_said = any(source == other and _is_within(inner, outer) for other, outer in said)
+            assert is_said, f"{name}: it reads {source} {inner}, which reads() of {box} does not yield"
+            return tensors[source][tuple(slice(*span) for span in inner)]
+
+        return table[name].computed(box, read)
 
     for name, each in table.items():
-        whole = each.computed(whole_box(each.shape), read)
+        whole = computed(name, whole_box(each.shape))
         for dim, size in enumerate(each.shape):
             box = (*whole_box(each.shape[:dim]), (size // 2, size), *whole_box(each.shape[dim + 1 :]))
             part = whole[tuple(slice(*span) for span in box)]
-            assert _bits(each.computed(box, read)) == _bits(part), (
-                f"{name}: a part along dimension {dim} has other bits"
-            )
+            assert _bits(computed(name, box)) == _bits(part), f"{name}: a part along dimension {dim} has other bits"
 
 
 def _unchanged(converter: Converter, tensors: Tensors) -> None:
@@ -109,7 +127,12 @@ def _unchanged(converter: Converter, tensors: Tensors) -> None:
     assert first == again, "the second one is another"
 
 
-_RULES: tuple[Callable[[Converter, Tensors], None], ...] = (_has_the_methods, _parts, _export, _described, _of_parts, _unchanged)  # fmt: skip
+_RULES: tuple[Callable[[Converter, Tensors], None], ...] = (_has_the_methods, _parts, _export, _described, _inverse, _of_parts, _unchanged)  # fmt: skip
+
+
+def _is_within(box: Box, outer: Box) -> bool:
+    """Whether a box has elements of another one alone."""
+    return not volume(box) or all(low <= start and stop <= high for (start, stop), (low, high) in zip(box, outer, strict=True))  # fmt: skip
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

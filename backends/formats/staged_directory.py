@@ -30,6 +30,7 @@ from trainfold.backends.stores.staged_files import check_path, make_directories,
 from trainfold.core.checks import count
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile, InvalidArgument, NoSpace, RunLocked, RunReplaced
+from trainfold.core.json_values import shown
 
 PartsFrom: TypeAlias = Callable[[int], Iterable[Buffer]]
 """Gives the bytes of a file from an offset on."""
@@ -261,6 +262,8 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
         (False, '123', ['model'])
     """
     count("staged_directory.size_bytes", size_bytes, least=0, fix="pass the size of all files together")
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgument("path", expected="a directory", found=shown(path), fix="name the directory that is to be written")  # fmt: skip
     given = local_path(os.fspath(path), argument="path")
     check_path(given)
     real = os.path.realpath(given)

@@ -21,6 +21,7 @@ from trainfold.backends.weights.held_by_ranks import reading_rank_zero
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_files import BESIDE, HubFiles
 from trainfold.backends.weights.opened import ReusedMemory, opened_weights, weights_of_state
+from trainfold.core.checks import document, mapping_given
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, InvalidState, SaveFailed
 from trainfold.core.format.dtypes import size_bytes
@@ -36,7 +37,7 @@ from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
 from trainfold.core.transform.families.hub_rules import check_experts_apart
 from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
-from trainfold.core.transform.transform import Transform, compose
+from trainfold.core.transform.transform import Transform, compose, transform_given
 from trainfold.core.transform.values import cast
 from trainfold.core.weights.hub.file_header import HUB_DTYPES
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of, config_text, is_tied
@@ -166,6 +167,7 @@ def write_adapter_directory(  # noqa: PLR0913 - keywords
     """
     world = ALONE if collectives is None else collectives
     names = _Names("adapter_model", "adapter_config.json", adapter)
+    document("config", config, fix="pass what is to be in adapter_config.json: model.peft_config[name].to_dict()")
     rules = adapter_rules(adapter, modules_to_save=config.get("modules_to_save"))
     if config.get("bias", "none") != "none":
         raise InvalidArgument("config.bias", expected='"none"', found=shown(config["bias"]),
@@ -221,6 +223,7 @@ def _planned(  # noqa: PLR0913 - keywords
     about: Mapping[str, str] | None = None,
     names: _Names = _MODEL,
 ) -> _Work:
+    texts = _checked(rules, config, about)
     original = like if isinstance(like, HubDirectory | HubFiles | None) else HubDirectory(like)
     beside = {} if original is None else original.beside(BESIDE)
     found = None
@@ -260,14 +263,30 @@ def _planned(  # noqa: PLR0913 - keywords
         weight_map=weight_map,
         tied=left_out,
         stem=names.stem,
-        metadata={"format": "pt", **(about or {}), **({} if rules is None else {"trainfold.rules": str(rules)})},
+        metadata={"format": "pt", **texts, **({} if rules is None else {"trainfold.rules": str(rules)})},
     )
+    _ = [each.header for each in files]  # names and texts that files cannot have are refused now
     if len(files) > 1 or files[0].name != f"{names.stem}.safetensors":
         beside[HUB_INDEX] = hub_index_text(files)
     if taken := sorted(beside.keys() & {each.name for each in files}):
         raise InvalidArgument("like", expected="other names for files of weights", found=", ".join(taken), fix="pass shard_bytes")  # fmt: skip
     said = "\n".join(str(each) for each in (rules, rounding) if each is not None)
     return _Work(HubPlan(files, dict(sorted(beside.items())), left_out, said), table, weights)
+
+
+def _checked(rules: object, config: object, about: object) -> dict[str, str]:
+    """The texts of ``about``; the other two are checked.
+
+    Raises:
+        InvalidArgument: for something else than a transform, and what is to be in a file.
+    """
+    if rules is not None:
+        transform_given("rules", rules)
+    if config is not None:
+        document(
+            "config", config, fix="pass what is to be in the file: HubDirectory(path).config(), or json.loads(text)"
+        )
+    return mapping_given("about", about, values=str)
 
 
 def _on_rank_zero(world: Collectives, weights: Any, path: str | Path, arguments: Mapping[str, Any]) -> HubPlan:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, intersect, volume, whole_box
 from trainfold.core.transform.expression import Expression, Read, SourceTensor, computed_whole
-from trainfold.core.transform.transform import Transform
+from trainfold.core.transform.transform import Transform, transform_given
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,10 @@ def table_of(transform: Transform, specs: Mapping[str, LeafSpec]) -> dict[str, E
     Raises:
         InvalidState: if tensors have not the form that the transform needs.
     """
-    return transform.on({name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()})
+    rules = transform_given("transform", transform)
+    if odd := next((name for name, each in specs.items() if not isinstance(each, LeafSpec)), None):
+        raise InvalidArgument(f"specs[{odd!r}]", expected="a dtype and a shape, as LeafSpec has them", found=shown(specs[odd]), fix='pass trainfold.states.LeafSpec("float32", (4, 2))')  # fmt: skip
+    return rules.on({name: SourceTensor(name, each.dtype, each.shape) for name, each in specs.items()})
 
 
 def is_made_of(each: Expression, names: Collection[str]) -> bool:
@@ -76,8 +80,13 @@ def transform_tensors(
         >>> dict(transform_tensors(rename("w", "weight"), {"w": torch.ones(2)}))
         {'weight': tensor([1., 1.])}
     """
+    import torch
+
     from trainfold.core.state.spec import dtype_name
 
+    for name, each in tensors.items():
+        if not isinstance(each, torch.Tensor) or each.layout is not torch.strided:
+            raise InvalidArgument(f"tensors[{name!r}]", expected="a dense tensor", found=str(each.layout) if isinstance(each, torch.Tensor) else shown(each), fix="pass tensor.to_dense(), or leave it out")  # fmt: skip
     specs = {name: LeafSpec(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
     return transform_stream(
         transform, specs, lambda name, box: tensors[name][tuple(slice(start, stop) for start, stop in box)]
@@ -151,7 +160,7 @@ def plan_parts(
 
     Raises:
         InvalidState: if tensors have not the form that the transform needs.
-        InvalidArgument: for a name that is not a result.
+        InvalidArgument: for a name that is not one of the results or of the source tensors, and a box that is not one of the tensor.
 
     Examples:
         >>> from trainfold.core.transform.values import transpose
@@ -160,16 +169,10 @@ def plan_parts(
         w [0:3, 0:4]: in parts, of w [0:4, 0:3]
     """  # fmt: skip
     table = table_of(transform, specs)
-    if unknown := [name for name in wanted if name not in table]:
-        raise InvalidArgument("wanted", expected="names of results", found=", ".join(unknown[:8]), fix="see transform_specs for them")  # fmt: skip
-    has = {
-        name: whole_box(specs[name].shape) if box is None else box
-        for name, box in (held or {}).items()
-        if name in specs
-    }
+    wants = _boxes("wanted", wanted, table, fix="see transform_specs for names and shapes")
+    has = _boxes("held", held or {}, specs, fix="pass what this rank holds of the source tensors")
     plans = []
-    for name, box in wanted.items():
-        part = whole_box(table[name].shape) if box is None else box
+    for name, part in wants.items():
         needed = dict.fromkeys((source.name, each) for source, each in table[name].reads(part))  # each part once
         reads: dict[str, tuple[Box, ...]] = {}
         for source, each in needed:
@@ -179,6 +182,26 @@ def plan_parts(
         )
         plans.append(PartPlan(name, part, reads, sum(volume(each) for _, each in needed), is_gathered))
     return tuple(plans)
+
+
+def _boxes(
+    where: str, given: Mapping[str, Box | None], known: Mapping[str, LeafSpec] | Mapping[str, Expression], *, fix: str
+) -> dict[str, Box]:
+    """Checked boxes; None for a whole tensor."""
+    if unknown := [name for name in given if name not in known]:
+        raise InvalidArgument(where, expected=f"names of {len(known)} tensors, such as {', '.join([*known][:4])}", found=", ".join(unknown[:8]), fix=fix)  # fmt: skip
+    for name, box in given.items():
+        shape = known[name].shape
+        if box is not None and not _is_box(box, shape):
+            raise InvalidArgument(f"{where}[{name!r}]", expected=f"a (start, stop) pair for each dimension of {list(shape)}", found=shown(box), fix=fix)  # fmt: skip
+    return {name: whole_box(known[name].shape) if box is None else box for name, box in given.items()}
+
+
+def _is_box(box: object, shape: tuple[int, ...]) -> bool:
+    try:
+        return all(0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True))  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        return False
 
 
 def _shown(box: Box) -> str:

@@ -1,17 +1,20 @@
 """Transforms that put tensors together and take them apart: `merge` and `split` along a dimension, `stack` and `unstack` along a new one."""
 
 from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Final, final
 
 import attrs
 
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.json_values import shown
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.transform.expression import CutOut, Expression, Joined, Lowered, Raised
 from trainfold.core.transform.name_template import Captures, NameTemplate, check_captures, template, templates
 from trainfold.core.transform.naming import check_new, form_of, put
 from trainfold.core.transform.transform import Table
+
+_MOST_DIMS: Final = 64  # of torch
 
 
 @final
@@ -273,9 +276,11 @@ def merge(
         groups: how often they take turns, such as the number of key heads where each follows the queries that use it.
 
     Raises:
-        InvalidArgument: for templates with other captures, and numbers below 1.
+        InvalidArgument: for templates with other captures, and other numbers than these.
     """  # fmt: skip
     found = templates(parts)
+    if not isinstance(shares, Iterable | None):
+        raise InvalidArgument("merge.shares", expected="a number for each part", found=shown(shares), fix="pass the numbers of heads, such as (4, 2, 2)")  # fmt: skip
     by = Fusion(found, template(into), dim, (1,) * len(found) if shares is None else tuple(shares), groups)
     return Merge(_checked(by))
 
@@ -321,6 +326,13 @@ def _checked(by: Fusion) -> Fusion:
             found=f"{len(by.parts)} parts, {len(by.shares)} shares", fix="name the parts, such as the weights of queries, keys and values")  # fmt: skip
     for share in by.shares:
         count("merge.shares", share, fix="pass the numbers of heads")
+    count(
+        "merge.dim",
+        by.dim,
+        least=-_MOST_DIMS,
+        below=_MOST_DIMS,
+        fix="pass the dimension along which the parts lie; -1 is the last",
+    )
     count("merge.groups", by.groups, fix="pass how often the parts take turns")
     return by
 
@@ -329,6 +341,6 @@ def _stacking(
     where: str, each: str | NameTemplate, into: str | NameTemplate, over: str
 ) -> tuple[NameTemplate, NameTemplate, str]:
     one, whole = template(each), template(into)
-    if over not in one.captures or sorted((*whole.captures, over)) != sorted(one.captures):
+    if over not in one.captures or "*" in over or sorted((*whole.captures, over)) != sorted(one.captures):
         raise InvalidArgument(where, expected=f"the captures of {one} without {over!r}", found=f"{whole}", fix="leave out of the stack what numbers its parts, and nothing else")  # fmt: skip
     return one, whole, over

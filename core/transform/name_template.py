@@ -7,6 +7,7 @@ from typing import Final, TypeAlias, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 
 Captures: TypeAlias = tuple[tuple[str, str], ...]
 """Capture -> its text, sorted by capture."""
@@ -69,10 +70,12 @@ def template(text: "str | NameTemplate") -> NameTemplate:
     """Read a template.
 
     Raises:
-        InvalidArgument: if a brace is not closed, a capture has no name or two places, or a name could be matched in several ways.
+        InvalidArgument: if it is not a text, a brace is not closed, a capture has no name or two places, or a name could be matched in several ways.
     """
     if isinstance(text, NameTemplate):
         return text
+    if not isinstance(text, str):
+        raise InvalidArgument("template", expected="a name with captures, such as layers.{i}.weight or {path*}.weight", found=shown(text), fix="pass a text")  # fmt: skip
     names = [each.group(1) for each in _FIELD.finditer(text)]
     problem = _problem(text, names)
     if problem is not None:
@@ -105,7 +108,8 @@ def _problem(text: str, names: list[str]) -> str | None:
 
 def templates(texts: "str | NameTemplate | Iterable[str | NameTemplate]") -> tuple[NameTemplate, ...]:
     """Read one template or several."""
-    return tuple(map(template, (texts,) if isinstance(texts, str | NameTemplate) else texts))
+    several = isinstance(texts, Iterable) and not isinstance(texts, str | NameTemplate)
+    return tuple(map(template, texts if several else (texts,)))  # type: ignore[arg-type]
 
 
 def check_captures(where: str, one: NameTemplate, other: NameTemplate) -> None:

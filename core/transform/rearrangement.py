@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.json_values import shown
 from trainfold.core.layout.slices import Box, volume
 from trainfold.core.transform.expression import Expression, Read, SourceTensor, no_box, nothing_of
 
@@ -77,14 +78,14 @@ def rearrangement(pattern: str, sizes: Mapping[str, int]) -> Rearrangement:
         >>> print(rearrangement("(h two d) i -> (h d two) i", {"h": 4, "two": 2}))
         (h two d) i -> (h d two) i, h=4, two=2
     """
-    sides = [_side(each) for each in pattern.split("->")]
+    sides = [_side(each) for each in pattern.split("->")] if isinstance(pattern, str) else []
     names = [sorted(axis for axes in side or () for axis in axes) for side in sides]
     if len(sides) != 2 or None in sides or names[0] != names[1] or len(set(names[0])) < len(names[0]):
-        raise InvalidArgument("pattern", expected="the same axes on both sides of ->, each once, such as (h d) i -> i (h d)", found=repr(pattern),
+        raise InvalidArgument("pattern", expected="the same axes on both sides of ->, each once, such as (h d) i -> i (h d)", found=shown(pattern),
                               fix="write each dimension as an axis, or as (axes) from the slowest to the fastest")  # fmt: skip
-    if bad := [axis for axis in sizes if axis not in names[0] or isinstance(sizes[axis], bool) or sizes[axis] < 1]:
-        raise InvalidArgument("sizes", expected=f"positive sizes of axes of {pattern}", found=f"{bad[0]}={sizes[bad[0]]!r}",
-                              fix="name an axis of the pattern")  # fmt: skip
+    if bad := [axis for axis in sizes if axis not in names[0] or type(sizes[axis]) is not int or sizes[axis] < 1]:
+        raise InvalidArgument("sizes", expected=f"positive sizes of axes of {pattern}", found=f"{bad[0]}={shown(sizes[bad[0]])}",
+                              fix="name an axis of the pattern, and pass an int")  # fmt: skip
     before, after = sides
     assert before is not None
     assert after is not None

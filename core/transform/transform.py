@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, final, overload, runtime_
 
 import attrs
 
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.json_values import shown
 from trainfold.core.transform.expression import Expression
 
 Table: TypeAlias = Mapping[str, Expression]
@@ -87,6 +89,9 @@ def compose(*transforms: Transform) -> Composed: ...
 def compose(*transforms: Transform) -> Composed:
     """Put transforms in order.
 
+    Raises:
+        InvalidArgument: for something else than a transform.
+
     Examples:
         >>> from trainfold.core.transform.naming import drop, rename
         >>> both = compose(rename("{i}.w", "layers.{i}.weight"), drop("{i}.b"))
@@ -97,5 +102,31 @@ def compose(*transforms: Transform) -> Composed:
         rename b -> a
         (True, None)
     """
+    for each in transforms:
+        transform_given("compose", each)
     parts = (each.parts if isinstance(each, Composed) else (each,) for each in transforms)
     return Composed(tuple(one for each in parts for one in each))
+
+
+def transform_given(where: str, value: object) -> Transform:
+    """A transform.
+
+    Args:
+        where: the argument, for the message.
+        value: what the caller passed.
+
+    Raises:
+        InvalidArgument: for anything else.
+
+    Examples:
+        >>> transform_given("rules", "llama")
+        Traceback (most recent call last):
+            ...
+        trainfold.core.errors.InvalidArgument: rules: expected a transform, found 'llama'; pass one of trainfold.transforms, such as rename(old, new), several as \
+compose(a, b), or the rules of a family: hub_rules_of(config); the inverse of one without an inverse is None
+    """
+    if isinstance(value, type) or not isinstance(value, Transform):
+        raise InvalidArgument(where, expected="a transform", found=shown(value),
+                              fix="pass one of trainfold.transforms, such as rename(old, new), several as compose(a, b), or the rules of a family: hub_rules_of(config); "
+                              "the inverse of one without an inverse is None")  # fmt: skip
+    return value

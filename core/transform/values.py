@@ -8,6 +8,7 @@ import attrs
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.dtypes import STORED
+from trainfold.core.json_values import shown
 from trainfold.core.transform.expression import CastTo, Dequantised, Expression
 from trainfold.core.transform.name_template import NameTemplate, check_captures, matching, template, templates
 from trainfold.core.transform.naming import form_of
@@ -185,9 +186,18 @@ def cast(
     Raises:
         InvalidArgument: for another dtype.
     """
-    if dtype not in _FLOATS:
-        raise InvalidArgument("cast.dtype", expected=f"one of {', '.join(_FLOATS)}", found=repr(dtype), fix="pass the name of the dtype, without torch.")  # fmt: skip
-    return CastFloats(dtype, templates(only), templates(without))
+    return CastFloats(float_dtype("cast.dtype", dtype), templates(only), templates(without))
+
+
+def float_dtype(where: str, dtype: object) -> str:
+    """The checked name of a dtype to which numbers are rounded.
+
+    Raises:
+        InvalidArgument: for another one.
+    """
+    if not isinstance(dtype, str) or dtype not in _FLOATS:
+        raise InvalidArgument(where, expected=f"one of {', '.join(_FLOATS)}", found=shown(dtype), fix="pass the name of the dtype, without torch.")  # fmt: skip
+    return dtype
 
 
 def dequantise(
@@ -210,10 +220,12 @@ def dequantise(
     """
     one, other = template(weight), template(scale)
     check_captures("dequantise", one, other)
+    if not isinstance(block, Iterable):
+        raise InvalidArgument("dequantise.block", expected="a size for each dimension", found=shown(block), fix="pass (128, 128), or (1, None) for a scale a row")  # fmt: skip
     sizes = tuple(
         None
         if each is None
         else count("dequantise.block", each, fix="pass the size of a block, or None for a whole dimension")
         for each in block
     )
-    return Dequantise(one, other, sizes, cast(dtype).dtype)
+    return Dequantise(one, other, sizes, float_dtype("dequantise.dtype", dtype))

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from trainfold.core.checks import positive
+from trainfold.core.checks import document, positive
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.transform.converters.low_rank import Decomposed, LowRank
 from trainfold.core.transform.expression import Expression
@@ -201,7 +201,8 @@ def lora(  # noqa: PLR0913 - keywords
         raise InvalidArgument(
             "lora", expected="{layer*} in a= and b=, and {layer*} and {tensor} in wrapped=", found=f"{a}, {b} and {wrapped}",
             fix="write the names as in the model, such as a='{layer*}.a', wrapped='{layer*}.base_layer.{tensor}'")  # fmt: skip
-    numbers = tuple((_pattern(pattern), positive(f"lora.alphas[{pattern!r}]", each, fix="pass alpha_pattern of the adapter")) for pattern, each in (alphas or {}).items())  # fmt: skip
+    patterns = document("lora.alphas", {} if alphas is None else alphas, fix="pass alpha_pattern of the adapter")
+    numbers = tuple((_pattern(pattern), positive(f"lora.alphas[{pattern!r}]", each, fix="pass alpha_pattern of the adapter")) for pattern, each in patterns.items())  # fmt: skip
     return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, of, template("{layer*}.{tensor}"), prefix, numbers, lengths, decomposed)  # fmt: skip
 
 
@@ -230,6 +231,7 @@ def lora_of(config: Mapping[str, Any]) -> LoRA:
         >>> lora_of({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_rslora": True}).is_rank_stabilised
         True
     """
+    document("lora_of.config", config, fix="pass what is in adapter_config.json: json.loads(text)")
     odd = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain}
     if odd:
         raise InvalidArgument(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
-from trainfold.core.checks import choice, count
+from trainfold.core.checks import choice, count, document
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.json_values import shown
 from trainfold.core.transform.families.family_tables import FAMILIES, IN_TRANSFORMERS, Family, Row
@@ -11,9 +11,10 @@ from trainfold.core.transform.fusing import split, unstack
 from trainfold.core.transform.name_template import template
 from trainfold.core.transform.naming import rename, tie
 from trainfold.core.transform.transform import Composed, Invertible, InvertibleComposed, compose
-from trainfold.core.transform.values import dequantise, rearrange
+from trainfold.core.transform.values import dequantise, float_dtype, rearrange
 
 T = TypeVar("T")
+_FIX: Final = "pass what is in the config.json of the model: HubDirectory(path).config()"
 _OF_HEAD: Final = {"half_head": "head_dim"}
 """A number in the tables -> the one that it is made of."""
 
@@ -94,6 +95,7 @@ def hub_rules_of(
         >>> print(hub_rules_of({"model_type": "qwen3_moe"}, code="transformers").parts[-1])
         unstack model.layers.{i}.mlp.experts.down_proj = model.layers.{i}.mlp.experts.{e}.down_proj.weight over e
     """
+    document("hub_rules_of.config", config, fix=_FIX)
     choice("hub_rules_of.code", code, ("reference", "transformers"), fix="say whose names the model has")
     if code == "transformers":
         rows = _family("config.model_type", config.get("model_type"), IN_TRANSFORMERS)
@@ -149,6 +151,7 @@ def dequantise_of(config: Mapping[str, object]) -> Composed:
         >>> print(dequantise_of({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
         dequantise {path*}.weight by {path*}.weight_scale_inv in blocks of [128, 128] to bfloat16 (no inverse)
     """
+    document("dequantise_of.config", config, fix=_FIX)
     found = config.get("quantization_config")
     if found is None:
         return compose()
@@ -158,8 +161,10 @@ def dequantise_of(config: Mapping[str, object]) -> Composed:
     if not isinstance(block, Sequence) or isinstance(block, str):
         raise InvalidArgument("config.quantization_config", expected="quant_method fp8 with a weight_block_size", found=shown(found),
                               fix="write the rule with dequantise, or convert the weights with the tool that quantised them")  # fmt: skip
-    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
-    return compose(dequantise("{path*}.weight", "{path*}.weight_scale_inv", block=block, dtype=str(dtype)))
+    sizes = [count("config.quantization_config.weight_block_size", each, fix=_FIX) for each in block]
+    said = next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), None)
+    dtype = "bfloat16" if said is None else float_dtype(f"config.{said}", config[said])
+    return compose(dequantise("{path*}.weight", "{path*}.weight_scale_inv", block=sizes, dtype=dtype))
 
 
 def _family(where: str, family: object, families: Mapping[str, T]) -> T:

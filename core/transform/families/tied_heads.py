@@ -1,6 +1,6 @@
 """Tied weights in a table: each name of a tensor as one of its own, and what a format keeps that stores it once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from trainfold.core.transform.expression import Expression
@@ -36,6 +36,23 @@ def with_aliases(table: Table, ties: Mapping[str, str], rules: Transform | None 
     return found
 
 
+def ties_among(table: Table, ties: Mapping[str, str], *, first: Iterable[str] = ()) -> dict[str, str]:
+    """Another name of a result -> its first one, of results that are made of tied tensors in one way.
+
+    Args:
+        table: of results.
+        ties: of the tensors that they are made of.
+        first: names that are to be first ones.
+    """
+    if not ties:
+        return {}
+    several, kept, found = {*ties.values()}, dict[Expression, str](), dict[str, str]()
+    for name in (*(each for each in first if each in table), *table):
+        if _is_of(table[name], several) and (other := kept.setdefault(table[name], name)) != name:
+            found[name] = other
+    return found
+
+
 def by_convention(
     table: Table, ties: Mapping[str, str], *, is_tied: bool | None
 ) -> tuple[dict[str, Expression], dict[str, str]]:
@@ -60,16 +77,8 @@ def by_convention(
         (['model.embed_tokens.weight'], {'lm_head.weight': 'tied to model.embed_tokens.weight'})
     """
     found, left_out = dict(table), dict[str, str]()
-    if is_tied is not False and ties:
-        first: dict[Expression, str] = {}
-        several = {*ties.values()}
-        embeddings = [name for name in _EMBEDDINGS if name in found]
-        for name in (*embeddings, *found):
-            if not _is_of(found[name], several):
-                continue
-            kept = first.setdefault(found[name], name)
-            if kept != name:
-                left_out[name] = f"tied to {kept}"
+    if is_tied is not False:
+        left_out = {name: f"tied to {kept}" for name, kept in ties_among(table, ties, first=_EMBEDDINGS).items()}
     if is_tied and _HEAD in found and _HEAD not in left_out:
         for name in _EMBEDDINGS:
             if name in found:

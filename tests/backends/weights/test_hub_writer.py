@@ -12,16 +12,19 @@ from safetensors.torch import load_file, save_file
 import trainfold
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointHostile, InvalidArgument, InvalidState, RankFailed, SaveFailed, StateDonated
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
+from trainfold.core.transform.naming import rename
 from trainfold.ranks import run_threads
 from trainfold.weights import (
     CheckpointWeights,
     HubDirectory,
     Transformed,
     plan_hub_directory,
+    write_adapter_directory,
     write_hub_directory,
 )
 
@@ -426,3 +429,53 @@ def test_a_file_that_its_readers_would_not_open_is_never_committed(tmp_path):
     with pytest.raises(SaveFailed, match="the tensors that were written"):
         write_hub_directory(Interrupting(state, spoil), tmp_path / "a", shard_bytes=8)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"rules": "llama"}, InvalidArgument, "rules: expected a transform, found 'llama'"),
+        ({"config": "config.json"}, InvalidArgument, "config: expected a mapping from text, as json reads it"),
+        ({"config": [1]}, InvalidArgument, r"config: expected a mapping from text, .* found \[1\]"),
+        ({"about": {"step": 3}}, InvalidArgument, "about: expected a mapping from text to text, found {'step': 3}"),
+        ({"about": {"step": {}}}, InvalidArgument, "about: expected a mapping from text to text"),
+        (
+            {"about": {"author": "\ud800"}},
+            InvalidState,
+            "ud800': expected a text of Unicode, found half of a surrogate",
+        ),
+        ({"rules": rename("w", "__metadata__")}, InvalidState, "__metadata__: expected another name"),
+        ({"rules": rename("w", "v\udc80")}, InvalidState, r"'v\\udc80': expected a text of Unicode"),
+    ],
+)
+def test_an_argument_that_files_cannot_have_is_refused_before_anything_is_read_or_written(given, error, said, tmp_path):
+    """K09: some were found by the check of the files, when all of them were written, as a mistake to report; others were bare errors of Python."""
+
+    class Unread:
+        def specs(self):
+            return {"w": LeafSpec("float32", (1,))}
+
+        def supply(self, wanted):
+            raise AssertionError("it was read")
+
+    for act in (plan_hub_directory, lambda *each, **more: write_hub_directory(*each, tmp_path / "hub", **more)):
+        with pytest.raises(error, match=said):
+            act(Unread(), **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_with_a_rare_letter_is_written(tmp_path):
+    """Its header has a pair of surrogates."""
+    write_hub_directory(state_of({"w\U0001f600": torch.ones(1)}), tmp_path / "hub")
+    assert list(load_file(tmp_path / "hub/model.safetensors")) == ["w\U0001f600"]
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_what_is_no_path_is_refused(path):
+    """K09."""
+    with pytest.raises(InvalidArgument, match="path: expected a directory, found"):
+        write_hub_directory(state_of({"w": torch.ones(1)}), path)
+    with pytest.raises(InvalidArgument, match="config: expected a mapping"):
+        write_adapter_directory(state_of({"w": torch.ones(1)}), "adapter", config="adapter_config.json")
+    with pytest.raises(InvalidArgument, match=r"Transformed\.transform: expected a transform, found 'llama'"):
+        Transformed(HubDirectory("hub"), "llama")

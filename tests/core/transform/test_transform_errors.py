@@ -8,9 +8,11 @@ import torch
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.transform.apply import plan_parts, transform_specs, transform_stream, transform_tensors
+from trainfold.core.transform.converters.lora import lora_of
+from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules_of
 from trainfold.core.transform.fusing import merge, split, stack, unstack
 from trainfold.core.transform.name_template import template
-from trainfold.core.transform.naming import drop, keep, rename, tie, untie
+from trainfold.core.transform.naming import Rename, drop, keep, rename, tie, untie
 from trainfold.core.transform.transform import compose
 from trainfold.core.transform.values import cast, dequantise, rearrange
 
@@ -19,6 +21,8 @@ def specs(**shapes):
     return {name.replace("_", "."): LeafSpec("float32", shape) for name, shape in shapes.items()}
 
 
+W = {"w": LeafSpec("float32", (4, 6))}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 MADE = {
     "an empty template": (lambda: template(""), "it is empty"),
     "an open brace": (lambda: template("layers.{i.w"), "a brace is not closed"),
@@ -48,16 +52,94 @@ MADE = {
     "a size of zero": (lambda: rearrange("w", "(a b) -> (b a)", a=0), "a=0"),
     "a dtype of torch": (lambda: cast("torch.bfloat16"), "without torch."),
     "a dtype of integers": (lambda: cast("int8"), "'int8'"),
+    "a number for a name": (lambda: rename(3, "a"), "template: expected a name with captures"),
+    "a number for names": (lambda: keep(3), "found 3"),
+    "a text for a transform": (
+        lambda: compose(rename("a", "b"), "llama"),
+        "compose: expected a transform, found 'llama'",
+    ),
+    "a class for a transform": (lambda: compose(Rename), "compose: expected a transform"),
+    "the inverse of one without": (
+        lambda: compose(cast("float16").inverse),
+        "the inverse of one without an inverse is None",
+    ),
+    "a text for a dimension": (
+        lambda: merge(["a", "b"], "c", dim="0"),
+        "merge.dim: expected an int in [-64, 64), found '0'",
+    ),
+    "half a dimension": (lambda: split("c", ["a", "b"], dim=1.5), "merge.dim: expected an int in [-64, 64), found 1.5"),
+    "a number for shares": (
+        lambda: merge(["a", "b"], "c", shares=2),
+        "merge.shares: expected a number for each part, found 2",
+    ),
+    "a stack over names with dots": (lambda: stack("e.{i*}.w", "e.w", over="i*"), "without 'i*'"),
+    "a float for a size": (lambda: rearrange("w", "(a b) -> (b a)", a=2.0), "found a=2.0"),
+    "a text for a size": (lambda: rearrange("w", "(a b) -> (b a)", a="2"), "found a='2'"),
+    "a number for a pattern": (lambda: rearrange("w", 3), "pattern: expected the same axes on both sides of ->"),
+    "a number for blocks": (
+        lambda: dequantise("w", "s", block=128),
+        "dequantise.block: expected a size for each dimension, found 128; pass (128, 128)",
+    ),
+    "no dtype of a product": (lambda: dequantise("w", "s", dtype=None), "dequantise.dtype: expected one of float16"),
+    "a text for tensors' transform": (lambda: transform_tensors("llama", {}), "transform: expected a transform"),
+    "a tuple for a spec": (
+        lambda: transform_specs(compose(), {"w": ("float32", (2,))}),
+        "specs['w']: expected a dtype and a shape",
+    ),
+    "a sparse tensor": (
+        lambda: transform_tensors(compose(), {"w": torch.eye(2).to_sparse()}),
+        "tensors['w']: expected a dense tensor, found torch.sparse_coo",
+    ),
+    "a number for a tensor": (
+        lambda: transform_tensors(compose(), {"w": 3}),
+        "tensors['w']: expected a dense tensor, found 3",
+    ),
+    "a box of another tensor": (
+        lambda: plan_parts(compose(), W, {"w": ((0, 3),)}),
+        "wanted['w']: expected a (start, stop) pair for each dimension of [4, 6]",
+    ),
+    "a box beyond a tensor": (lambda: plan_parts(compose(), W, {"w": ((0, 5), (0, 4))}), "found ((0, 5), (0, 4))"),
+    "a box from its end": (lambda: plan_parts(compose(), W, {"w": ((2, 1), (0, 4))}), "found ((2, 1), (0, 4))"),
+    "a number for a box": (
+        lambda: plan_parts(compose(), W, {"w": None}, held={"w": 3}),
+        "held['w']: expected a (start, stop) pair",
+    ),
+    "a tensor that is held and unknown": (
+        lambda: plan_parts(compose(), W, {"w": None}, held={"v": None}),
+        "held: expected names of 1 tensors, such as w, found v",
+    ),
+    "a path for a configuration": (
+        lambda: hub_rules_of("config.json"),
+        "hub_rules_of.config: expected a mapping from text, as json reads it, found 'config.json'",
+    ),
+    "no configuration": (lambda: hub_rules_of(None), "hub_rules_of.config"),
+    "no configuration of a quantisation": (lambda: dequantise_of([1]), "dequantise_of.config"),
+    "a quantisation to another dtype": (
+        lambda: dequantise_of({"torch_dtype": "auto", **FP8}),
+        "config.torch_dtype: expected one of float16, bfloat16, float32, float64, found 'auto'",
+    ),
+    "a quantisation in other blocks": (
+        lambda: dequantise_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": ["a"]}}),
+        "config.quantization_config.weight_block_size",
+    ),
+    "no configuration of an adapter": (lambda: lora_of(None), "lora_of.config: expected a mapping"),
+    "a list of patterns": (lambda: lora_of({"alpha_pattern": ["q"]}), "lora.alphas: expected a mapping"),
     "a block of nothing": (lambda: dequantise("w", "s", block=(0, 1)), "dequantise.block"),
 }
 
 
 @pytest.mark.parametrize("case", MADE)
-def test_a_transform_that_cannot_work_is_refused_when_it_is_made(case):
+def test_an_argument_that_cannot_work_is_refused_when_it_is_made(case):
     """K09: user errors are errors at configuration time."""
     make, text = MADE[case]
-    with pytest.raises(InvalidArgument, match=re.escape(text)):
+    with pytest.raises(InvalidArgument, match=re.escape(text)) as found:
         make()
+    assert found.value.expected
+    assert found.value.fix
+
+
+def test_a_dtype_of_null_is_none():
+    assert str(dequantise_of({"dtype": None, "torch_dtype": "float32", **FP8})).endswith("to float32 (no inverse)")
 
 
 MET = {

@@ -12,7 +12,7 @@ from trainfold.core.transform.apply import table_of, transform_specs, transform_
 from trainfold.core.transform.converters.converter import chain, view
 from trainfold.core.transform.converters.lora import lora, lora_of
 from trainfold.core.transform.converters.quantised import quantised
-from trainfold.core.transform.naming import drop, rename
+from trainfold.core.transform.naming import drop, rename, tie, untie
 from trainfold.core.transform.transform import compose
 from trainfold.core.transform.values import cast
 from trainfold.properties.contracts import ContractBroken, check_converter
@@ -321,37 +321,75 @@ def test_the_contract_finds_a_converter_that_breaks_it(mine, said):
         check_converter(mine, SOME)
 
 
-def test_the_contract_finds_parts_that_differ_and_writes():
-    """K03: a transform of one's own that sums in another order for a part, or in place."""
+@attrs.frozen
+class Odd:
+    """An expression that computes something else than the one that it has."""
+
+    of: object
+    act: object
+
+    dtype = property(lambda self: self.of.dtype)
+    shape = property(lambda self: self.of.shape)
+
+    def reads(self, box):
+        return self.of.reads(box)
+
+    def computed(self, box, read):
+        return self.act(self.of.computed(box, read), read)
+
+
+@attrs.frozen
+class Makes:
+    """A transform of one's own."""
+
+    act: object = lambda found, read: found
+    text: str = "drops what was seen"
+    inverse: object = None
+
+    def __str__(self):
+        return self.text
+
+    def on(self, table):
+        return {
+            name: Odd(each, self.act) if name == "a.weight" else each
+            for name, each in table.items()
+            if name != "a.seen"
+        }
+
+
+@pytest.mark.parametrize(
+    ("makes", "said"),
+    [
+        (Makes(lambda found, read: found + found.numel()), "a part along dimension 0 has other bits"),
+        (Makes(lambda found, read: found.add_(1)), "it wrote into them"),
+        (Makes(lambda found, read: found + read("a.seen", ())), "a.weight: it reads a.seen .*, which reads.. of .* does not yield"),
+        (Makes(lambda found, read: found * read("a.weight", ((0, 2), (0, 2))).max()), "it reads a.weight .*, which reads.. of"),
+        (Makes(text=" "), "is empty"),
+        (Makes(inverse=rename("a.weight", "b")), "gives the tensors back.*expected"),
+        (Makes(inverse=compose()), "expected .'a.seen', 'a.weight', 'b.weight'., found .'a.weight', 'b.weight'."),
+    ],
+)  # fmt: skip
+def test_the_contract_finds_a_transform_that_breaks_it(makes, said):
+    """K03: it sums in another order for a part, writes in place, reads what it does not declare, is silent, or has an inverse of something else."""
+    check_converter(Counted(state_dict_transform=Makes()), SOME)
+    with pytest.raises(ContractBroken, match=said):
+        check_converter(Counted(state_dict_transform=makes), {name: each.clone() + 1 for name, each in SOME.items()})
+
+
+def test_the_contract_compares_what_an_inverse_gives_back():
+    """K03: of a converter that owns what the export ties."""
+    tensors = {"e": torch.ones(2, 2), "b": torch.zeros(2, 2), "h": torch.ones(2, 2)}
+    check_converter(Counted(owns=lambda name: name == "h", state_dict_transform=tie("h", "e")), tensors)
 
     @attrs.frozen
-    class Odd:
-        of: object
-        writes: bool
+    class Untied:
+        inverse = untie("h", "b")
 
-        dtype = property(lambda self: self.of.dtype)
-        shape = property(lambda self: self.of.shape)
-
-        def reads(self, box):
-            return self.of.reads(box)
-
-        def computed(self, box, read):
-            found = self.of.computed(box, read)
-            return found.add_(1) if self.writes else found + found.numel()
-
-    @attrs.frozen
-    class Makes:
-        writes: bool
-        inverse = None
+        def __str__(self):
+            return "leaves out h"
 
         def on(self, table):
-            return {
-                name: Odd(each, self.writes) if name == "a.weight" else each
-                for name, each in table.items()
-                if name != "a.seen"
-            }
+            return tie("h", "e").on(table)
 
-    with pytest.raises(ContractBroken, match="a part along dimension 0 has other bits"):
-        check_converter(Counted(state_dict_transform=Makes(False)), SOME)
-    with pytest.raises(ContractBroken, match="it wrote into them"):
-        check_converter(Counted(state_dict_transform=Makes(True)), {name: each.clone() for name, each in SOME.items()})
+    with pytest.raises(ContractBroken, match=r"gives the tensors back.*: h have other bits"):
+        check_converter(Counted(owns=lambda name: name == "h", state_dict_transform=Untied()), tensors)

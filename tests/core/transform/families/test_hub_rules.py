@@ -12,8 +12,10 @@ from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import plan_parts, transform_specs, transform_tensors
+from trainfold.core.transform.expression import SourceTensor
 from trainfold.core.transform.families import family_tables
 from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
+from trainfold.core.transform.families.tied_heads import by_convention
 from trainfold.core.transform.name_template import template
 from trainfold.core.transform.naming import rename
 from trainfold.core.transform.transform import compose
@@ -274,3 +276,13 @@ def test_a_quantised_configuration_gives_its_rule_and_what_is_not_known_is_refus
     ):
         with pytest.raises(InvalidArgument, match="quantization_config"):
             dequantise_of({"quantization_config": wrong})
+
+
+@pytest.mark.parametrize("is_tied", [True, None])
+def test_of_tied_weights_the_embeddings_stay_wherever_they_are(is_tied):
+    """L08: with a head before its embeddings, both were left out of a model that ties them."""
+    each = SourceTensor("w", "float32", (2,))
+    table = {"lm_head.weight": each, "model.embed_tokens.weight": each}
+    found, left_out = by_convention(table, {"x": "w"}, is_tied=is_tied)
+    assert list(found) == ["model.embed_tokens.weight"]
+    assert left_out == {"lm_head.weight": "tied to model.embed_tokens.weight"}
