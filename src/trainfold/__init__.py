@@ -6,6 +6,7 @@ Training is a fold: ``state' = step(state, batch)``. Where to begin::
     init_state, make_step, optimizer, Loss  the same loop, composed of pure functions
     save, plan, load, fingerprint           a state to a run on a disk, and back, or every reason why not
     evaluate, metrics                       what is measured, to the bit, whatever the batch size and the ranks
+    replay                                  steps run again, and compared with the log of a run
     select, merge, TrainState, bind_model   the value, its components, and calling its model
     SignalRequests, StopFile                what may ask a run to save or to stop
 
@@ -54,6 +55,7 @@ _MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers
     name: module
     for module, names in {
         "trainfold.adapters.evaluation.evaluate": ("evaluate",),
+        "trainfold.adapters.flight.flight_log": ("replay",),
         "trainfold.adapters.live.attach": ("attach",),
         "trainfold.adapters.live.live": ("Live",),
         "trainfold.adapters.manager.disabled": ("DisabledManager",),
@@ -65,7 +67,7 @@ _MODULE_OF = {  # ``__init__.pyi`` says the same to type checkers
         "trainfold.backends.runs.api": ("load", "plan", "save"),
         "trainfold.backends.runs.commit": ("SaveResult",),
         "trainfold.backends.stores.local": ("LocalStore",),
-        "trainfold.core.errors": ("RestoreRefused", "ResumeRefused", "SaveFailed", "TrainfoldError"),
+        "trainfold.core.errors": ("ResumeRefused", "SaveFailed", "TrainfoldError"),
         "trainfold.core.format.fingerprint": ("fingerprint",),
         "trainfold.core.step.optimizer": ("optimizer",),
         "trainfold.core.resume.resume_plan": ("Refusal", "ResumePlan"),

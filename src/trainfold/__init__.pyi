@@ -20,6 +20,7 @@ from trainfold import (
     weights as weights,
 )
 from trainfold.adapters.evaluation.evaluate import evaluate as evaluate
+from trainfold.adapters.flight.flight_log import replay as replay
 from trainfold.adapters.live.attach import attach as attach
 from trainfold.adapters.live.live import Live as Live
 from trainfold.adapters.manager.disabled import DisabledManager as DisabledManager
@@ -32,7 +33,6 @@ from trainfold.backends.runs.api import load as load, plan as plan, save as save
 from trainfold.backends.runs.commit import SaveResult as SaveResult
 from trainfold.backends.stores.local import LocalStore as LocalStore
 from trainfold.core.errors import (
-    RestoreRefused as RestoreRefused,
     ResumeRefused as ResumeRefused,
     SaveFailed as SaveFailed,
     TrainfoldError as TrainfoldError,

@@ -3,7 +3,12 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.adapters.flight.flight_log import FlightLog, Replayed
+from trainfold.backends.flight.flight_file import read_flights
 from trainfold.core.component_names import validate_components
+from trainfold.core.flight.first_difference import StepDifference, first_difference
+from trainfold.core.flight.flight import Flight
+from trainfold.core.flight.step_record import StepRecord
 from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec
 from trainfold.core.layout.stage import Stage, make_stage
@@ -23,6 +28,8 @@ from trainfold.core.step.optimizer import Optimizer
 
 __all__ = [
     "Difference",
+    "Flight",
+    "FlightLog",
     "LeafSpec",
     "ModelState",
     "OfRankZero",
@@ -31,12 +38,17 @@ __all__ = [
     "OptimizerState",
     "ParamGroup",
     "PerRank",
+    "Replayed",
     "ScalarSpec",
     "Stage",
+    "StepDifference",
+    "StepRecord",
     "TrainableState",
     "content_fingerprint",
+    "first_difference",
     "make_progress",
     "make_stage",
+    "read_flights",
     "refresh_masters",
     "spec_of",
     "validate_components",

@@ -1,0 +1,182 @@
+"""`FlightLog`: the flight log of a loop of pure steps; `replay`: runs such steps again, and compares them with a log."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, final
+
+import attrs
+import xxhash
+
+from trainfold.adapters.batches.batch_digest import batch_digest
+from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name, read_flights
+from trainfold.backends.stores.local import Run, open_store
+from trainfold.core.checks import count
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.flight.first_difference import StepDifference, step_difference
+from trainfold.core.flight.flight import Flight, flight_of, state_digests
+from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of
+from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.state.components import select
+from trainfold.core.state.state import TrainState
+
+S = TypeVar("S", bound=TrainState)
+B = TypeVar("B")
+PureStep: TypeAlias = Callable[[S, B], tuple[S, Mapping[str, Any]]]
+
+
+@final
+class FlightLog:
+    """The flight log of a loop of pure steps, beside its checkpoints. It is the same log as that of ``CheckpointManager(record=)``.
+
+    Law: a run that was killed and resumed has the log of the run that was never killed.
+
+    Args:
+        run: the directory of the run.
+        states_every: digest the whole state each so many steps; 0 for never.
+        rank: whose log it is.
+
+    Raises:
+        InvalidArgument: if the run is not in a directory.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from trainfold import Loss, init_state, make_step, optimizer, replay
+        >>> model, sgd = torch.nn.Linear(1, 1), optimizer(torch.optim.SGD, lr=0.5)
+        >>> step = make_step(model, lambda model, batch: Loss(model(batch).square().sum(), len(batch)), sgd)
+        >>> run, first = tempfile.mkdtemp(), init_state(model, sgd, seed=0)
+        >>> recorded, state = FlightLog(run, states_every=2).recorded(step), first
+        >>> for number in range(4):
+        ...     state, _ = recorded(state, torch.full((2, 1), float(number)))
+        >>> print(replay(step, first, [torch.full((2, 1), float(number)) for number in range(4)], run))
+        steps 1 to 4 are those of the log, bit for bit
+    """
+
+    def __init__(self, run: Run, *, states_every: int = 0, rank: int = 0) -> None:
+        self._states_every = count("FlightLog.states_every", states_every, least=0, fix="0 digests no state")
+        self._file = FlightFile(directory_for_log(open_store(run)) / flight_name(rank))
+
+    def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
+        """The same step, which also writes what it did; the log goes back where its state does.
+
+        Args:
+            step: what `make_step` returns, or any function ``(state, batch) -> (state, metrics)`` whose states count their steps. Of the metrics,
+                ``loss`` and ``grad_norm`` are kept.
+        """
+
+        def run(state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
+            digest = _digest_of(batch)
+            after, metrics = step(state, batch)
+            record = _record(after, metrics, digest)
+            every = self._states_every
+            self._file.append([record, *(_states(after) if every and record.step % every == 0 else ())])
+            return after, metrics
+
+        return run
+
+    def close(self) -> None:
+        """Close the file; a later step opens it again."""
+        self._file.close()
+
+
+@final
+@attrs.frozen
+class Replayed:
+    """What running steps again has shown; true if they are those of the log.
+
+    Attributes:
+        first: the first step that was run again.
+        last: the last one.
+        difference: the first step that differs, in which the first record is that of the log; None if none does.
+        state: the state after the last step.
+
+    Examples:
+        >>> print(Replayed(4, 6, None, TrainState()))
+        steps 4 to 6 are those of the log, bit for bit
+    """
+
+    first: int
+    last: int
+    difference: StepDifference | None
+    state: TrainState = attrs.field(repr=False)
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"steps {self.first} to {self.last} are those of the log, bit for bit"
+        before = "" if self.last == self.first else f"steps {self.first} to {self.last - 1} are those of the log; "
+        return f"{before}{self.difference} (first the log, then the replay)"
+
+
+def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: Flight | str | Path) -> Replayed:
+    """Run steps again from a state, and compare each with what a log says that it did.
+
+    It ends at the first difference, with the batches, or with the log. Nothing is written. A step that donates consumes the state.
+
+    Args:
+        step: the step.
+        state: where to begin, such as what `trainfold.load` returned.
+        batches: of the steps that follow.
+        log: the flight, or the directory of a run, of which that of rank 0 is read.
+
+    Raises:
+        InvalidArgument: if the log has no record of the step after the state, or there is no batch.
+        CheckpointMissing: if the run has no log.
+
+    Examples:
+        >>> from trainfold import Progress
+        >>> def step(state, batch):
+        ...     return state.evolve(trainer=Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)), {"loss": batch / 2}
+        >>> log = flight_of([StepRecord(1, 0, 8, loss=float_bits_of(4.0)), StepRecord(2, 0, 16, loss=float_bits_of(4.0))])
+        >>> print(replay(step, TrainState(trainer=Progress()), [8, 9], log))
+        steps 1 to 1 are those of the log; step 2: the samples are 16 and 17; the loss is 4.0 and 4.5; the same: epoch (first the log, then the replay)
+    """
+    if not isinstance(log, Flight):
+        run = directory_for_log(open_store(log))
+        log = read_flights(run).get(0, Flight())
+    first, found, difference = _step_of(state) + 1, 0, None
+    for number, batch in zip(itertools.count(first), batches, strict=False):
+        if number not in log.steps:
+            break
+        digest = _digest_of(batch)
+        state, metrics = step(state, batch)
+        lines: list[LogLine] = [_record(state, metrics, digest), *(_states(state) if number in log.states else ())]
+        found, difference = number, step_difference(log, flight_of(lines), number)
+        if difference is not None:
+            break
+    if not found:
+        raise InvalidArgument("replay", expected=f"a record of step {first} in the log, and a batch for it",
+                              found=f"a log of {log}" if first not in log.steps else "no batch",
+                              fix="begin with the state of a step that the log has, and pass the batches after it")  # fmt: skip
+    return Replayed(first, found, difference, state)
+
+
+def _record(after: TrainState, metrics: Mapping[str, Any], batch: bytes) -> StepRecord:
+    counted = after.trainer
+    known = {
+        field: float_bits_of(float(metrics[name]))
+        for field, name in (("loss", "loss"), ("norm", "grad_norm"))
+        if metrics.get(name) is not None
+    }
+    streams = None
+    if after.rng is not None:
+        streams = bytes.fromhex(fingerprint(select(after, ["rng"]))["rng"][-16:])
+    epoch, samples = (0, 0) if counted is None else (counted.epoch, counted.samples)
+    return StepRecord(_step_of(after), epoch, samples, **known, batch=batch, streams=streams)
+
+
+def _states(after: TrainState) -> tuple[LogLine, ...]:
+    return state_digests(_step_of(after), fingerprint(after))
+
+
+def _digest_of(batch: object) -> bytes:
+    return xxhash.xxh3_64_digest(batch_digest(batch).encode())
+
+
+def _step_of(state: TrainState) -> int:
+    if state.trainer is None:
+        raise InvalidArgument("state", expected="one that counts its steps, with trainer", found="none that does",
+                              fix="make it with trainfold.init_state")  # fmt: skip
+    return state.trainer.step

@@ -1,0 +1,103 @@
+"""`first_difference`: the first step in which two flights differ, and in what."""
+
+from typing import Final, final
+
+import attrs
+
+from trainfold.core.flight.flight import Flight
+from trainfold.core.flight.step_record import StepRecord, float_of_bits
+
+_NUMBERS: Final = ("loss", "norm")
+_POSITION: Final = ("epoch", "samples")
+_WORDS: Final = {
+    "batch": "it read other batches",
+    "streams": "the random streams are elsewhere after it",
+    "missing": "one of them has no record of it",
+}
+
+
+@final
+@attrs.frozen
+class StepDifference:
+    """The first step in which two flights differ.
+
+    Attributes:
+        step: the step.
+        parts: what differs, of ``missing``, ``samples``, ``epoch``, ``batch``, ``loss``, ``norm``, ``streams`` and ``state``.
+        same: what is known in both, and the same.
+        one: the record of the first flight; None if it has none.
+        other: that of the second one.
+        components: the components of the state that differ, where both have their digests.
+
+    Examples:
+        >>> from trainfold.core.flight.flight import flight_of
+        >>> from trainfold.core.flight.step_record import float_bits_of
+        >>> one, other = (flight_of([StepRecord(1, 0, 32, loss=float_bits_of(loss))]) for loss in (0.5, 0.25))
+        >>> print(first_difference(one, other))
+        step 1: the loss is 0.5 and 0.25; the same: samples, epoch
+    """
+
+    step: int
+    parts: tuple[str, ...]
+    same: tuple[str, ...]
+    one: StepRecord | None
+    other: StepRecord | None
+    components: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        same = f"; the same: {', '.join(self.same)}" if self.same else ""
+        return f"step {self.step}: {'; '.join(map(self._said, self.parts))}{same}"
+
+    def _said(self, part: str) -> str:
+        if part == "state":
+            return f"the state after it differs in {', '.join(self.components)}"
+        if part in _WORDS or self.one is None or self.other is None:
+            return _WORDS[part]
+        values = [getattr(record, part) for record in (self.one, self.other)]
+        shown = [repr(float_of_bits(value)) if part in _NUMBERS else str(value) for value in values]
+        if shown[0] == shown[1]:  # NaNs of other bits
+            shown = [value.hex() for value in values]
+        count = "is" if part in (*_NUMBERS, "epoch") else "are"
+        return f"the {part} {count} {shown[0]} and {shown[1]}"
+
+
+def first_difference(one: Flight, other: Flight, *, after: int = 0, until: int | None = None) -> StepDifference | None:
+    """The first step in which two flights differ, of those that both can have; None if they do not.
+
+    A field that only one of them knows is not compared. A flight that ends earlier is not another one.
+
+    Args:
+        one: a flight.
+        other: another flight.
+        after: look at later steps than this one.
+        until: and at none after this one; None for all.
+    """
+    if not one.steps or not other.steps:
+        return None
+    first = max(min(one.steps), min(other.steps), after + 1)
+    last = min(max(one.steps), max(other.steps))
+    last = last if until is None else min(last, until)
+    for step in sorted({*one.steps, *other.steps}):
+        if first <= step <= last:
+            found = step_difference(one, other, step)
+            if found is not None:
+                return found
+    return None
+
+
+def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | None:
+    """What differs in one step; None if nothing does that both know."""
+    mine, theirs = one.steps.get(step), other.steps.get(step)
+    if mine is None or theirs is None:
+        return StepDifference(step, ("missing",), (), mine, theirs)
+    parts: list[str] = []
+    same: list[str] = []
+    for name in (*_POSITION[::-1], "batch", *_NUMBERS, "streams"):
+        a, b = getattr(mine, name), getattr(theirs, name)
+        if a is not None and b is not None:
+            (same if a == b else parts).append(name)
+    states = one.states.get(step, {}), other.states.get(step, {})
+    components = tuple(name for name, digest in states[0].items() if digest != states[1].get(name, digest))
+    if states[0] and states[1]:
+        (parts if components else same).append("state")
+    return StepDifference(step, tuple(parts), tuple(same), mine, theirs, components) if parts else None
