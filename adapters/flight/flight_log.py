@@ -1,6 +1,7 @@
 """`FlightLog`: the flight log of a loop of pure steps; `replay`: runs such steps again, and compares them with a log."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, final
@@ -9,6 +10,7 @@ import attrs
 import xxhash
 
 from trainfold.adapters.batches.batch_digest import batch_digest
+from trainfold.adapters.flight.replay_orders import replayed_directory
 from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name, read_flights
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import count
@@ -17,6 +19,7 @@ from trainfold.core.flight.first_difference import StepDifference, step_differen
 from trainfold.core.flight.flight import Flight, flight_of, state_digests
 from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of
 from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.rehearsal.orders import orders_of
 from trainfold.core.state.components import select
 from trainfold.core.state.state import TrainState
 
@@ -54,7 +57,8 @@ class FlightLog:
 
     def __init__(self, run: Run, *, states_every: int = 0, rank: int = 0) -> None:
         self._states_every = count("FlightLog.states_every", states_every, least=0, fix="0 digests no state")
-        self._file = FlightFile(directory_for_log(open_store(run)) / flight_name(rank))
+        directory = replayed_directory(orders_of(os.environ), directory_for_log(open_store(run)))
+        self._file = FlightFile(directory / flight_name(rank))
 
     def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
         """The same step, which also writes what it did; the log goes back where its state does.

@@ -1,5 +1,6 @@
 """`FlightRecorder`: writes the flight log of a live run for its manager."""
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, final
 
 import xxhash
 
+from trainfold.adapters.flight.replay_orders import end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number
@@ -15,15 +17,18 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.flight import state_digests
-from trainfold.core.flight.step_record import StepRecord, float_bits_of
+from trainfold.core.flight.step_record import StepRecord, float_bits_of, float_of_bits
 from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.rehearsal.orders import Orders
 from trainfold.core.state.state import Progress, TrainState
 
 _LOSS, _NORM = "loss", "grad_norm"
 
 
-def flight_recorder(store: Store, rank: int, states_every: int | None) -> "FlightRecorder | None":
-    """The recorder that a manager's ``record=`` asks for; None without one.
+def flight_recorder(
+    store: Store, rank: int, states_every: int | None, orders: Orders | None = None
+) -> "FlightRecorder | None":
+    """The recorder that a manager's ``record=`` asks for, or a replay; None without one.
 
     Raises:
         InvalidArgument: for anything but a number of steps, or for a run that is not in a directory.
@@ -32,7 +37,7 @@ def flight_recorder(store: Store, rank: int, states_every: int | None) -> "Fligh
         return None
     count("CheckpointManager.record", states_every, least=0,
           fix="pass a number of steps between digests of the whole state, such as record=100; 0 for none of these")  # fmt: skip
-    return FlightRecorder(directory_for_log(store) / flight_name(rank), states_every)
+    return FlightRecorder(directory_for_log(store) / flight_name(rank), states_every, orders=orders)
 
 
 @final
@@ -42,9 +47,13 @@ class FlightRecorder:
     Args:
         path: the log.
         states_every: digest the state each so many steps; 0 for never.
+        orders: of a replay, which ends at a NaN, or lets a loop of states record itself; None without one.
     """
 
-    def __init__(self, path: Path, states_every: int) -> None:
+    def __init__(self, path: Path, states_every: int, *, orders: Orders | None = None) -> None:
+        self._orders = orders
+        self._ends = end_at_nonfinite(orders, lambda: self._under_way)
+        self._under_way: int | None = None
         self._file = FlightFile(path)
         self._states_every = states_every
         self._streams = StreamDigest()
@@ -60,6 +69,8 @@ class FlightRecorder:
             InvalidArgument: for a state: what a step of it read, and its loss, are known to the loop alone.
         """
         if not isinstance(run, Live):
+            if self._orders is not None:
+                return
             raise InvalidArgument(
                 "CheckpointManager.record",
                 expected="None, for a loop of states",
@@ -67,7 +78,7 @@ class FlightRecorder:
                 fix="record the step itself: step = trainfold.states.FlightLog(run).recorded(step)",
             )
         if self._watched is None or self._watched() is not run:
-            self._watched = weakref.ref(run)
+            self._watched, self._under_way = weakref.ref(run), run.progress.step + 1
             run.recorders = (*(each for each in run.recorders if not isinstance(each, FlightRecorder)), self)
 
     def boundary(self, run: Live) -> None:
@@ -99,7 +110,12 @@ class FlightRecorder:
         batches = xxhash.xxh3_64_digest(" ".join(self._batches).encode()) if self._batches else None
         self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
                                       self._values.get(_NORM), batches, self._streams())])  # fmt: skip
-        self._values, self._batches, self._step = {}, [], progress.step
+        bad = [name for name, bits in self._values.items() if not math.isfinite(float_of_bits(bits))]
+        if bad and self._ends and self._orders is not None:
+            end_with(
+                self._orders, progress.step, f"the recorded {bad[0]} is not finite, and the output of every module is"
+            )
+        self._values, self._batches, self._step, self._under_way = {}, [], progress.step, progress.step + 1
 
     def is_over(self, step: int) -> bool:
         """A log ends no run."""

@@ -78,17 +78,23 @@ class Rehearsal:
         given = os.path.abspath(url) if is_local else str(url)  # noqa: PTH100 - as a store does
         home = os.path.realpath(self.orders.home)
         stays = is_local and f"{os.path.realpath(given)}/".startswith(f"{home}/")
+        replay = self.orders.replay
+        replays = replay is not None and not stays and os.path.realpath(given) == os.path.realpath(replay.source)
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.rstrip("/").rpartition("/")[2]).strip(".-") or "run"
         self._name = f"{slug}-{digest_of(given.encode()).removeprefix('xxh3:')[:8]}"
         if stays:  # a name that does not depend on the home
             self._name = os.path.relpath(os.path.realpath(given), home).replace("/", "-")
-        self._place = given if stays else os.path.join(home, "managers", self._name)  # noqa: PTH118
+        self._place = given if stays else os.path.join(home, *(["run"] if replays else ["managers", self._name]))  # noqa: PTH118
         _LOG.warning(
             "REHEARSAL (%s is set): this manager saves into %s%s, every %s steps, and its run ends at step %s",
             VARIABLE, self._place, "" if stays else f" and not into {given}", self.orders.every, self.orders.steps,
         )  # fmt: skip
         self._write("start", 0, manager=self._name, place=self._place, resumed_from=None)
         return run if stays else self._place
+
+    def records(self, given: int | None) -> int | None:
+        """What the manager records: as given; but steps in any case in a replay, which compares them."""
+        return 0 if given is None and self.orders.replay is not None else given
 
     def retention(self, given: Retention) -> Retention:
         """What the manager keeps: as given; but the last two instead of everything, so that the disk does not fill."""

@@ -125,7 +125,7 @@ class CheckpointManager:
             if rehearsal is not None:
                 run, on_event = rehearsal.place(run), rehearsal.listener(on_event)
                 retention = rehearsal.retention(retention)
-                every, every_secs, at_end = rehearsal.orders.every, None, True
+                every, every_secs, at_end, record = rehearsal.orders.every, None, True, rehearsal.records(record)
             triggers, is_auto = given.triggers_given(every, every_secs, at_end=at_end)
             left_behind = None if keep_left_behind is None else given.policy_given("keep_left_behind", keep_left_behind)
             names, start_over = check_likely(components), given.flag("start_over", start_over)
@@ -140,7 +140,7 @@ class CheckpointManager:
             self._due = due = SaveTriggers(triggers, requests, world, auto=auto, alike=given.alike(options, every, every_secs, at_end=at_end, place=store.url))  # fmt: skip
             self._asked = asked = UnusedManager(store.url)
             self._saves = SaveRunner(store, world, options, due=due, first=first, events=events, rehearsal=rehearsal, lease=lease,
-                                     flight=flight_recorder(store, world.rank, record), pruner=Pruner(store, retention, left_behind))  # fmt: skip
+                                     flight=flight_recorder(store, world.rank, record, rehearsal and rehearsal.orders), pruner=Pruner(store, retention, left_behind))  # fmt: skip
             self._loads = LoadRunner(RunLoader(store, world, names, policy, agreed, proves=options.check_replicas == "full"), self._saves, due, first, asked, events, rehearsal)  # fmt: skip
             self._check_run = given.RunCheck(names)
             self._how = f"{store.url!r}, {mode}, {given.cadence_text(every, every_secs)}, keep: {retention}"

@@ -1,4 +1,4 @@
-"""`Orders`: the orders of a rehearsal to the managers of a program, as the text of an environment variable (ADR-0013)."""
+"""`Orders`: the orders of a rehearsal, or of a replay, to the managers of a program, as the text of an environment variable (ADR-0013)."""
 
 import json
 from collections.abc import Mapping
@@ -15,6 +15,21 @@ MANIFESTS_NAME: Final = "manifests"
 KEPT_NAME: Final = "kept"
 _WORDS: Final = ("home", "notes")
 _COUNTS: Final = ("every", "steps", "linger_after")
+_REPLAY: Final = {"source": str, "until_nonfinite": bool}
+
+
+@final
+@attrs.frozen
+class ReplayOrders:
+    """What a replay asks, beside what a rehearsal does.
+
+    Attributes:
+        source: the run that is replayed; its manager saves into the folder ``run`` of the home, which begins with one checkpoint of it.
+        until_nonfinite: end at the first module whose output has a NaN or an infinity.
+    """
+
+    source: str
+    until_nonfinite: bool = False
 
 
 @final
@@ -28,6 +43,7 @@ class Orders:
         every: save at the first boundary at or after each multiple of so many optimizer steps.
         steps: the run ends at the first boundary at or after this step.
         linger_after: wait briefly after each step that follows this one, so that a quick program does not outrun the kill.
+        replay: what a replay asks; None in a rehearsal.
     """
 
     home: str
@@ -35,6 +51,7 @@ class Orders:
     every: int
     steps: int
     linger_after: int
+    replay: ReplayOrders | None = None
 
 
 def encode_orders(orders: Orders) -> str:
@@ -44,7 +61,7 @@ def encode_orders(orders: Orders) -> str:
         >>> encode_orders(Orders("/r/whole", "/r/whole/start-1", every=5, steps=40, linger_after=40))
         '{"home": "/r/whole", "notes": "/r/whole/start-1", "every": 5, "steps": 40, "linger_after": 40}'
     """
-    return json.dumps(attrs.asdict(orders))
+    return json.dumps({name: value for name, value in attrs.asdict(orders).items() if value is not None})
 
 
 def orders_of(environment: Mapping[str, str]) -> Orders | None:
@@ -67,16 +84,21 @@ def orders_of(environment: Mapping[str, str]) -> Orders | None:
         found = json.loads(text)
     except ValueError:
         found = None
+    replay = found.pop("replay", None) if isinstance(found, dict) else None
     if (
         not isinstance(found, dict)
         or set(found) != {*_WORDS, *_COUNTS}
+        or not (
+            replay is None
+            or (isinstance(replay, dict) and {name: type(each) for name, each in replay.items()} == _REPLAY)
+        )
         or not all(isinstance(found[name], str) and found[name].startswith("/") for name in _WORDS)
         or not all(type(found[name]) is int and found[name] > 0 for name in _COUNTS)
     ):
         raise InvalidArgument(
             VARIABLE,
-            expected="what `trainfold rehearse` sets for the programs that it starts",
+            expected="what `trainfold rehearse` or `trainfold replay` sets for the programs that they start",
             found=shown(text),
-            fix=f"unset {VARIABLE}: only a rehearsal sets it",
+            fix=f"unset {VARIABLE}: only these commands set it",
         )
-    return Orders(**found)
+    return Orders(**found, replay=None if replay is None else ReplayOrders(**replay))

@@ -1,0 +1,165 @@
+"""`trainfold replay RUN -- CMD`: runs the user's program again from a checkpoint, and compares it with the flight log of the run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from trainfold.adapters.cli.diff import diff_checkpoints
+from trainfold.adapters.cli.flights.scratch_run import ReplayRequest, ScratchRun, check_command, replay_program
+from trainfold.adapters.cli.locate import open_run
+from trainfold.adapters.cli.terminal.output import Answer, Different, Table
+from trainfold.adapters.cli.terminal.workplace import Workplace
+from trainfold.backends.flight.flight_file import read_flights
+from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.flight.first_difference import StepDifference, first_difference
+from trainfold.core.flight.flight import Flight
+from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.history.inventory import Inventory
+
+_MARKER: Final = "replay.json"
+_LOCK: Final = "replay.lock"
+_PLACE: Final = Workplace(
+    made_by="trainfold replay",
+    noun="replay",
+    option="--dir",
+    marker=_MARKER,
+    lock=_LOCK,
+    names=frozenset({_MARKER, _LOCK, "run", "notes", "managers"}),
+)
+
+
+def replay_run(  # noqa: PLR0913 - one for each option
+    run: Path,
+    command: tuple[str, ...],
+    *,
+    begin: int | None,
+    end: int | None,
+    until_nonfinite: bool,
+    directory: Path,
+    patience_secs: float,
+) -> Answer:
+    """Run a program again from a checkpoint of its run, in a scratch directory, and compare what it does with the log.
+
+    Args:
+        run: the run; it is only read.
+        command: the program and its arguments.
+        begin: the step of the checkpoint; 0 for the start of the program, None for the newest before ``end``.
+        end: the last step; None for the last one of the log.
+        until_nonfinite: whether to end at the first module whose output is not finite, and to show it.
+        directory: for everything that the replay writes.
+        patience_secs: how long the program may be silent.
+
+    Returns:
+        The tables; with `Different` if a step, or the state at the end, is not that of the run.
+
+    Raises:
+        InvalidArgument: if the steps leave nothing to replay. CheckpointMissing: if there is no such checkpoint.
+        ProgramFailed: if the program fails. NeverResumed: if it does not go on from the checkpoint.
+    """
+    command = check_command(command)
+    _, inventory = open_run(run)
+    flights = flights_of(run)
+    begin, end = _steps(inventory, flights, begin, end)
+    with _PLACE.prepared(directory):
+        _PLACE.mark(directory, {"command": list(command), "run": str(run), "from": begin, "to": end})
+        request = ReplayRequest(run, begin, end, command, until_nonfinite, patience_secs)
+        made = replay_program(directory, request)
+    return _compared(request, flights, made) if made.nonfinite is None else _nonfinite(request, made, made.nonfinite)
+
+
+def flights_of(run: Path) -> dict[int, Flight]:
+    """The logs of a run by rank; empty if it has none."""
+    try:
+        return read_flights(run)
+    except CheckpointMissing:
+        return {}
+
+
+def first_of_ranks(
+    one: dict[int, Flight], other: dict[int, Flight], *, after: int, until: int | None = None
+) -> tuple[int, StepDifference] | None:
+    """The first difference between the logs of two runs on any rank that both have, with the rank."""
+    pairs = ((rank, first_difference(one[rank], other[rank], after=after, until=until)) for rank in sorted(one.keys() & other.keys()))  # fmt: skip
+    found = [(rank, each) for rank, each in pairs if each is not None]
+    return min(found, key=lambda each: each[1].step, default=None)
+
+
+def _steps(inventory: Inventory, flights: dict[int, Flight], begin: int | None, end: int | None) -> tuple[int, int]:
+    last = max((step for flight in flights.values() for step in flight.steps), default=None)
+    end = last if end is None else end
+    if end is None:
+        raise InvalidArgument("--to", expected="the last step, as the run has no flight log", found="none",
+                              fix="pass --to; CheckpointManager(..., record=100) writes a log")  # fmt: skip
+    saved = sorted(entry.head.step for entry in inventory.entries if entry.head is not None and entry.problem is None)
+    begin = max((step for step in saved if step < end), default=0) if begin is None else begin
+    if begin and begin not in saved:
+        near = ", ".join(str(step) for step in sorted(saved, key=lambda step: abs(step - (begin or 0)))[:6])
+        raise CheckpointMissing(f"{inventory.run}/{directory_of(begin)}", expected="a complete checkpoint", found="none",
+                                fix=f"pass --from with a step that has one, such as {near}; or 0, for the start of the program")  # fmt: skip
+    if not begin < end:
+        raise InvalidArgument("--to", expected=f"a step after --from, {begin}", found=str(end), fix="pass a later --to, or an earlier --from")  # fmt: skip
+    return begin, end
+
+
+def _nonfinite(request: ReplayRequest, made: ScratchRun, found: Mapping[str, Any]) -> Answer:
+    step = "?" if found["step"] is None else str(found["step"])
+    lines = [line.strip() for line in found["text"].splitlines()]
+    rows = [("in step", step), *(("", line) for line in lines), ("what it said", str(made.output))]
+    return Answer(_data(request, nonfinite=found), (Table("Not finite", ("", ""), tuple(rows)),))
+
+
+def _data(request: ReplayRequest, **found: Any) -> dict[str, Any]:
+    known = {"steps": 0, "same": None, "rank": None, "difference": None, "states": None, "nonfinite": None}
+    return {"run": str(request.run), "from": request.begin, "to": request.end, **known, **found}
+
+
+def difference_data(difference: StepDifference | None) -> dict[str, Any] | None:
+    """A difference as JSON can hold it."""
+    if difference is None:
+        return None
+    lists = {name: list(getattr(difference, name)) for name in ("parts", "same", "components")}
+    return {"step": difference.step, **lists, "text": str(difference)}
+
+
+def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchRun) -> Answer:
+    run, begin, end, there = request.run, request.begin, request.end, dict(made.flights)
+    found = first_of_ranks(flights, there, after=begin, until=end)
+    steps = (
+        sum(begin < step <= end and step in flights[0].steps for step in there[0].steps)
+        if 0 in there and 0 in flights
+        else 0
+    )
+    pair = run / directory_of(end), made.run / directory_of(end)
+    states = diff_checkpoints(*pair, values=True) if all((each / MANIFEST).exists() for each in pair) else None
+    if not steps and states is None:
+        raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}", found="neither",
+                              fix="pass --to with a step that has a checkpoint")  # fmt: skip
+    state = (
+        "not compared: the run has no checkpoint there"
+        if states is None
+        else "the same"
+        if states.error is None
+        else "other bits"
+    )
+    rank, difference = (None, None) if found is None else found
+    shown = "none" if difference is None else f"{difference}{f' (rank {rank})' if rank else ''}"
+    rows = [
+        ("replayed", f"steps {begin + 1} to {end}"),
+        ("compared with the log", f"{steps} steps"),
+        ("first difference", shown),
+        (f"state at step {end}", state),
+        ("what it said", str(made.output)),
+    ]
+    is_same = difference is None and (states is None or states.error is None)
+    tables = [Table(f"{run}, and its replay", ("", ""), tuple(rows))]
+    tables += [] if states is None or states.error is None else states.tables
+    error = None
+    if not is_same:
+        error = Different(
+            f"the replay of {run}",
+            expected="what the run did",
+            found=shown if difference is not None else f"another state at step {end}, by the same losses and batches",
+            fix="replay again: if that differs too, and from this replay, the program does not repeat itself; else it has changed, or the run had a fault",
+        )
+    data = _data(request, steps=steps, same=is_same, rank=rank, difference=difference_data(difference), states=None if states is None else states.data)  # fmt: skip
+    return Answer(data, tuple(tables), error)

@@ -1,0 +1,173 @@
+"""`ScratchRun`: a copy of a run up to one checkpoint, from which the user's program goes on, watched to its end."""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+
+from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint
+from trainfold.adapters.cli.rehearse.errors import NeverResumed, ProgramFailed
+from trainfold.adapters.cli.rehearse.options import PLACEHOLDER
+from trainfold.adapters.cli.rehearse.process import Program
+from trainfold.adapters.cli.rehearse.starts import environment_of_programs
+from trainfold.adapters.flight.replay_orders import NONFINITE_NAME
+from trainfold.backends.flight.flight_file import read_flights
+from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
+from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.flight.flight import Flight
+from trainfold.core.format.file_names import RUN_FILE, directory_of
+from trainfold.core.printable import quoted
+from trainfold.core.rehearsal.entry import RecordedLine
+from trainfold.core.rehearsal.orders import RECORD_NAME, VARIABLE, Orders, ReplayOrders, encode_orders
+
+_GRACE_SECS: Final = 60.0
+_SHOWN_CHARACTERS: Final = 4000
+
+
+@final
+@attrs.frozen
+class ReplayRequest:
+    """What is replayed.
+
+    Attributes:
+        run: the run.
+        begin: the step of the checkpoint from which the program goes on; 0 for its own start.
+        end: the step at which it ends.
+        command: the program and its arguments; ``{run}`` in them stands for the directory of the replay.
+        until_nonfinite: whether it ends at the first module whose output is not finite.
+        patience_secs: how long it may be silent before it counts as hanging.
+    """
+
+    run: Path
+    begin: int
+    end: int
+    command: tuple[str, ...]
+    until_nonfinite: bool = False
+    patience_secs: float = 600.0
+
+
+@final
+@attrs.frozen
+class ScratchRun:
+    """What a program did in a replay.
+
+    Attributes:
+        run: the directory of the replay, with its log and its last checkpoint.
+        flights: its log by rank; empty if it recorded nothing.
+        nonfinite: what was not finite, as it was written down; None if all was.
+        output: the file with what the program said.
+    """
+
+    run: Path
+    flights: Mapping[int, Flight]
+    nonfinite: Mapping[str, Any] | None
+    output: Path
+
+
+def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
+    """Begin a scratch run with one checkpoint, and run the program on it until its last step. The run itself is only read.
+
+    Args:
+        home: a new directory for the replay.
+        request: what is replayed.
+
+    Raises:
+        CheckpointMissing: if the run has no such checkpoint.
+        NeverResumed: if the program did not go on from it.
+        ProgramFailed: if it fails by itself, or hangs.
+    """
+    home = home.resolve()
+    notes, run = home / "notes", home / "run"
+    notes.mkdir(parents=True)
+    run.mkdir()
+    if request.begin:
+        _begin(run, open_checkpoint(request.run / directory_of(request.begin)))
+    orders = Orders(str(home), str(notes), every=request.end, steps=request.end, linger_after=request.end,
+                    replay=ReplayOrders(str(request.run.absolute()), request.until_nonfinite))  # fmt: skip
+    output = notes / "output.txt"
+    program = Program(
+        [word.replace(PLACEHOLDER, str(run)) for word in request.command],
+        environment={**environment_of_programs(), VARIABLE: encode_orders(orders)},
+        record=notes / RECORD_NAME,
+        output=output,
+        scan=None,
+    )
+    seen: list[RecordedLine] = []
+    with program:
+        is_silent = _follow(program, seen, request.patience_secs)
+    nonfinite = json.loads((notes / NONFINITE_NAME).read_text()) if (notes / NONFINITE_NAME).exists() else None
+    is_over = nonfinite is not None or any(entry.kind == "done" for entry in seen)
+    if is_silent or not (is_over or program.code == 0):
+        raise _failed(output, program.code, is_silent=is_silent)
+    _check_resumed(request, seen)
+    try:
+        flights = read_flights(run)
+    except CheckpointMissing:
+        flights = {}
+    return ScratchRun(run, flights, nonfinite, output)
+
+
+def check_command(command: Sequence[str]) -> tuple[str, ...]:
+    """The program to run.
+
+    Raises:
+        InvalidArgument: if there is none, or it cannot be started.
+    """
+    if not command or shutil.which(command[0]) is None:
+        raise InvalidArgument("COMMAND", expected="a command after --, such as -- python train.py", found=repr(" ".join(command)),
+                              fix="name your program as you started the run")  # fmt: skip
+    return tuple(command)
+
+
+def _begin(run: Path, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint into an empty run, with those that it refers to: as links, or as copies on another filesystem."""
+    source = Path(checkpoint.store.url).absolute()
+    for name in sorted({checkpoint.name, *(file.checkpoint for file in checkpoint.manifest.references)}):
+        if keep_checkpoint(source / name, run) is None:
+            shutil.copyfile(source / RUN_FILE, run / RUN_FILE)
+            shutil.copytree(source / name, run / name)
+
+
+def _follow(program: Program, seen: list[RecordedLine], patience_secs: float) -> bool:
+    """Read what it records until it ends; returns whether it was silent for too long."""
+    for entry in program.entries(patience_secs=patience_secs):
+        if entry is None:
+            return True
+        seen.append(entry)
+        if entry.kind == "done":
+            break
+    late = time.monotonic() + _GRACE_SECS
+    for entry in program.entries(patience_secs=_GRACE_SECS):
+        if entry is None or time.monotonic() > late:
+            program.kill()
+            break
+    return False
+
+
+def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine]) -> None:
+    starts = [entry for entry in seen if entry.kind == "start"]
+    if request.begin and not any(entry.data["resumed_from"] == directory_of(request.begin) for entry in starts):
+        places = sorted({str(entry.data["place"]) for entry in starts})
+        raise NeverResumed(
+            "the program",
+            expected=f"one that goes on from {request.run}/{directory_of(request.begin)}",
+            found=f"one whose managers save into {', '.join(places)}" if places else "one that makes no manager",
+            fix="name the run as the program does; or put {run} into the command where it names it; and call manager.restore(live) before the loop",
+        )
+
+
+def _failed(output: Path, code: int, *, is_silent: bool) -> ProgramFailed:
+    said = ""
+    with contextlib.suppress(OSError):
+        said = output.read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN_CHARACTERS:]
+    return ProgramFailed(
+        "the program",
+        expected="a program that ends with exit code 0",
+        found=f"{'a silent one' if is_silent else f'exit code {code}'}, saying:\n{quoted(said)}\n",
+        fix=f"start it as the run was started; all that it said is in {output}",
+    )

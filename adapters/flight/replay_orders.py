@@ -1,0 +1,57 @@
+"""What a replay changes in a program that it runs: where its log is written, and that it ends at a NaN."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch
+from trainfold.core.rehearsal.orders import Orders
+
+NONFINITE_NAME: Final = "nonfinite.json"
+
+
+def replayed_directory(orders: Orders | None, directory: Path) -> Path:
+    """Where the log of a run is written: beside the run, or beside its replay.
+
+    Examples:
+        >>> replayed_directory(None, Path("runs/a"))
+        PosixPath('runs/a')
+    """
+    if orders is None or orders.replay is None:
+        return directory
+    given, home = os.path.realpath(directory), os.path.realpath(orders.home)
+    is_inside = f"{given}/".startswith(f"{home}/")
+    return directory if is_inside or given != os.path.realpath(orders.replay.source) else Path(orders.home, "run")
+
+
+def end_at_nonfinite(orders: Orders | None, step: Callable[[], int | None]) -> bool:
+    """End this program at the first output of a module that is not finite, if the replay asks for that; returns whether it does.
+
+    Args:
+        orders: of the replay; None without one.
+        step: returns the step under way; None if it is not known.
+    """
+    if orders is None or orders.replay is None or not orders.replay.until_nonfinite:
+        return False
+    NonFiniteWatch(lambda found: end_with(orders, step(), found)).install()
+    return True
+
+
+def end_with(orders: Orders, step: int | None, found: NonFiniteOutput | str) -> None:
+    """Write down what was found, and end this process at once: what it would train from here on is worthless.
+
+    Args:
+        orders: of the replay.
+        step: the step under way.
+        found: the output; or, where no output shows it, what is not finite, in words.
+    """
+    seen = attrs.asdict(found) if isinstance(found, NonFiniteOutput) else None
+    notes = Path(orders.notes)
+    being_written = notes / f".{NONFINITE_NAME}.{os.getpid()}"
+    being_written.write_text(json.dumps({"step": step, "text": str(found), "output": seen}), encoding="utf-8")
+    being_written.replace(notes / NONFINITE_NAME)
+    os._exit(0)

@@ -1,0 +1,107 @@
+"""`trainfold replay`: a program goes on from a checkpoint of its run, in a scratch directory, and each step is compared."""
+
+import os
+import shutil
+
+from kit.adapters import replay_cases
+from kit.adapters.cli_cases import fits_its_schema
+
+from trainfold.adapters.cli import main
+
+ran = replay_cases.ran
+replayed = replay_cases.replayed
+BATCH = ("    loss.backward()", "    if live.progress.step == 6: loss = loss * 1.001\n    loss.backward()")
+
+
+def contents(run):
+    return {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and not path.is_symlink()}
+
+
+def test_a_program_is_replayed_from_a_checkpoint_and_its_run_is_only_read(ran, replayed, tmp_path):
+    """Where the program names the run, the replay saves beside it; where it names {run}, there."""
+    command = ran("a")
+    before = contents(tmp_path / "runs/a")
+    code, found = replayed("replay", "runs/a", "--from", 4, "--to", 8, command=command)
+    fits_its_schema("replay", found)
+    assert (code, found["same"], found["steps"], found["difference"]) == (0, True, 4, None)
+    assert found["states"]["same"]
+    code, found = replayed("replay", "runs/a", "--from", 0, command=[*command[:-1], "{run}"])
+    assert (code, found["same"], found["steps"], found["to"]) == (0, True, 12, 12)
+    assert contents(tmp_path / "runs/a") == before
+
+
+def test_the_first_step_that_differs_is_named_with_what_differs_in_it(ran, replayed, tmp_path, capsys):
+    """Another program than that of the run: the seventh loss is another one, and then the state."""
+    ran("a")
+    (tmp_path / "a.py").write_text(replay_cases.program(replay_cases.RECORDS, replay_cases.TWICE, BATCH))
+    command = ran("b", BATCH)
+    code, found = replayed("replay", "runs/a", "--from", 4, "--to", 8, command=[*command[:-1], "runs/a"])
+    fits_its_schema("replay", found)
+    assert code == 3
+    assert (found["difference"]["step"], found["difference"]["parts"]) == (7, ["loss"])
+    assert main(["replay", "runs/a", "--from", "4", "--to", "8", "--", *command[:-1], "runs/a"]) == 3
+    said = capsys.readouterr()
+    assert "step 7: the loss is" in said.out
+    assert "model.params['first.weight']" in said.out
+    assert "replay again" in said.err
+
+
+def test_a_replay_stops_at_the_first_module_whose_output_is_not_finite(ran, replayed):
+    """The module and the leaves of its inputs are named, in the step where it happens."""
+    explode = (
+        "        h = self.first(x).relu()",
+        "        if self.training and live.progress.step == 6: x = x / 0.0\n        h = self.first(x).relu()",
+    )
+    command = ran("a", explode)
+    code, found = replayed("replay", "runs/a", "--from", 4, "--to", 12, "--until-nonfinite", command=command)
+    fits_its_schema("replay", found)
+    assert (code, found["nonfinite"]["step"]) == (0, 7)
+    assert found["nonfinite"]["output"]["module"] == "first"
+    assert found["nonfinite"]["output"]["inputs"][0]["path"] == "inputs[0]"
+    assert found["nonfinite"]["output"]["inputs"][0]["bad"] == 48
+
+
+def test_a_loss_that_is_not_finite_where_every_output_is_is_named(ran, replayed):
+    command = ran(
+        "a",
+        (
+            "    live.record(loss=loss)",
+            "    live.record(loss=loss if live.progress.step != 6 else loss.log() - float('inf'))",
+        ),
+    )
+    code, found = replayed("replay", "runs/a", "--from", 4, "--until-nonfinite", command=command)
+    assert (code, found["nonfinite"]["step"], found["nonfinite"]["output"]) == (0, 7, None)
+    assert found["nonfinite"]["text"].startswith("the recorded loss is not finite")
+
+
+def test_what_leaves_nothing_to_replay_is_refused_with_the_next_move(ran, replayed, tmp_path, monkeypatch):
+    command = ran("a")
+    for words, code, fix in (
+        (["--from", 5], 11, "such as 4"),
+        (["--from", 8, "--to", 8], 10, "later --to"),
+    ):
+        found_code, found = replayed("replay", "runs/a", *words, command=command)
+        assert found_code == found["error"]["exit_code"]
+        assert fix in found["error"]["fix"], (code, found)
+    assert "name your program" in replayed("replay", "runs/a")[1]["error"]["fix"]
+    _, found = replayed("replay", "runs/a", "--from", 4, command=[*command[:-1], "runs/other"])
+    assert "name the run as the program does" in found["error"]["fix"]
+    assert "managers/other-" in found["error"]["found"]
+    _, found = replayed("replay", "runs/a", "--from", 4, command=["false"])
+    assert found["error"]["kind"] == "ProgramFailed"
+    fits_its_schema("replay", found)
+    for path in (tmp_path / "runs/a").glob("flight-*.log"):
+        path.unlink()
+    assert "record=100" in replayed("replay", "runs/a", command=command)[1]["error"]["fix"]
+
+
+def test_a_run_on_another_disk_is_copied(ran, replayed, monkeypatch):
+    """No hard link leads from one filesystem to another."""
+    command = ran("a")
+
+    def no_link(*_, **__):
+        raise OSError("another filesystem")
+
+    monkeypatch.setattr(os, "link", no_link)
+    assert replayed("replay", "runs/a", "--from", 8, "--to", 12, command=command)[0] == 0
+    shutil.rmtree("runs/replay")
