@@ -230,6 +230,41 @@ def replay(  # noqa: PLR0913 - one for each option
 
 
 @app.command(group=_LOOK)
+def bisect(
+    a: RunPath,
+    b: RunPath,
+    *command: Annotated[
+        str,
+        Parameter(
+            allow_leading_hyphen=True,
+            help="The program of A and its arguments, after --: it is run again up to the step, to see which of the runs it repeats.",
+        ),
+    ],
+    directory: Annotated[Path, Parameter(name="--dir", help="Directory for what a replay writes.")] = Path(
+        "runs/bisect"
+    ),
+    patience: Annotated[
+        float,
+        DURATION,
+        Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
+    ] = 600.0,
+    json: Json = False,
+) -> int:
+    """Find the first step in which two runs part, and why: by their flight logs, then their checkpoints, then a replay.
+
+    Says whether the position, the batch, the settings, the random streams, the state, or only the arithmetic differed; lists the leaves by the size of the
+    difference, and what differs in the settings and in the numerical environment.
+
+    Exit code 3 means that they part.
+
+    Example: trainfold bisect runs/a runs/b -- python train.py
+    """
+    from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
+
+    return deliver(lambda: bisect_runs(a, b, command, directory=directory, patience_secs=patience), as_json=json)
+
+
+@app.command(group=_LOOK)
 def ls(
     run: RunPath,
     *,

@@ -86,9 +86,7 @@ class FlightRecorder:
         step = run.progress.step
         if self._states_every and step == self._step and step % self._states_every == 0:
             self._step = None
-            view = run.read(view=True, is_saved=False)
-            state = view.state if view.rng is None else view.state.evolve(rng=view.rng())
-            self._file.append(state_digests(step, fingerprint(state)))
+            self._file.append(state_digests(step, fingerprint(run.read(view=True, is_saved=False).state)))
 
     def close(self) -> None:
         """Close the log."""
@@ -109,7 +107,7 @@ class FlightRecorder:
         """Write the step."""
         batches = xxhash.xxh3_64_digest(" ".join(self._batches).encode()) if self._batches else None
         self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
-                                      self._values.get(_NORM), batches, self._streams())])  # fmt: skip
+                                      self._values.get(_NORM), batches, *self._streams())])  # fmt: skip
         bad = [name for name, bits in self._values.items() if not math.isfinite(float_of_bits(bits))]
         if bad and self._ends and self._orders is not None:
             end_with(

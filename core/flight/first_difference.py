@@ -12,6 +12,7 @@ _POSITION: Final = ("epoch", "samples")
 _WORDS: Final = {
     "batch": "it read other batches",
     "streams": "the random streams are elsewhere after it",
+    "host_streams": "the streams of python or numpy are elsewhere after it",
     "missing": "one of them has no record of it",
 }
 
@@ -23,7 +24,8 @@ class StepDifference:
 
     Attributes:
         step: the step.
-        parts: what differs, of ``missing``, ``samples``, ``epoch``, ``batch``, ``loss``, ``norm``, ``streams`` and ``state``.
+        parts: what differs, of ``missing``, ``samples``, ``epoch``, ``batch``, ``loss``, ``norm``, ``streams``, ``host_streams`` and ``state``. The
+            streams of python and numpy count only where other things differ, and they were the same before.
         same: what is known in both, and the same.
         one: the record of the first flight; None if it has none.
         other: that of the second one.
@@ -96,8 +98,17 @@ def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | N
         a, b = getattr(mine, name), getattr(theirs, name)
         if a is not None and b is not None:
             (same if a == b else parts).append(name)
+    if parts and _came_apart(one, other, step):
+        parts.append("host_streams")
     states = one.states.get(step, {}), other.states.get(step, {})
     components = tuple(name for name, digest in states[0].items() if digest != states[1].get(name, digest))
     if states[0] and states[1]:
         (parts if components else same).append("state")
     return StepDifference(step, tuple(parts), tuple(same), mine, theirs, components) if parts else None
+
+
+def _came_apart(one: Flight, other: Flight, step: int) -> bool:
+    """Whether the streams of python and numpy were the same before a step, and are not after it."""
+    before, after = ([flight.steps.get(at) for flight in (one, other)] for at in (step - 1, step))
+    known = [None if each is None else each.host_streams for each in (*before, *after)]
+    return None not in known and known[0] == known[1] and known[2] != known[3]

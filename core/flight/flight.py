@@ -47,7 +47,7 @@ def flight_of(lines: Iterable[LogLine]) -> Flight:
 
 
 def state_digests(step: int, fingerprints: Mapping[str, str]) -> tuple[StateDigest, ...]:
-    """The lines for the fingerprints of a state.
+    """The lines for the fingerprints of a state, without the streams and the position, which each step has.
 
     Examples:
         >>> state_digests(2, {"model": "xxh3:" + "0" * 32})[0].component
@@ -56,4 +56,5 @@ def state_digests(step: int, fingerprints: Mapping[str, str]) -> tuple[StateDige
     return tuple(
         StateDigest(step, short_name(name), bytes.fromhex(text.partition(":")[2]))
         for name, text in fingerprints.items()
+        if name not in ("rng", "dataset")
     )

@@ -7,18 +7,15 @@ from typing import Final
 
 import xxhash
 
-from trainfold.core.flight.step_record import DIGEST_BYTES, LogLine, StateDigest, StepRecord
+from trainfold.core.flight.step_record import LogLine, StateDigest, StepRecord
 
 LINE_BYTES: Final = 64
 _MARK: Final = b"TF"
 _STEP, _STATE = 1, 2  # kinds of lines; a kind that a reader does not know ends what it can read
-_OF_STEP: Final = struct.Struct(
-    "<2sBBQ8s8s8s8sQQ"
-)  # mark, kind, which are known, step, loss, norm, batch, streams, samples, epoch
+_OF_STEP: Final = struct.Struct("<2sBBQ8s8s8s8s4sQI")  # mark, kind, which are known, step, `_KNOWN`, samples, epoch
 _OF_STATE: Final = struct.Struct("<2sBBQ24s16s")
 _SUM: Final = struct.Struct("<I")
-_KNOWN: Final = ("loss", "norm", "batch", "streams")
-_NOTHING: Final = bytes(DIGEST_BYTES)
+_KNOWN: Final = ("loss", "norm", "batch", "streams", "host_streams")
 _NAME_BYTES: Final = 24
 _MOST: Final = (1 << 64) - 1
 
@@ -30,13 +27,13 @@ def encode_line(line: LogLine) -> bytes:
 
     Examples:
         >>> len(encode_line(StepRecord(1, 0, 32))), decode_line(encode_line(StepRecord(1, 0, 32)))
-        (64, StepRecord(step=1, epoch=0, samples=32, loss=None, norm=None, batch=None, streams=None))
+        (64, StepRecord(step=1, epoch=0, samples=32, loss=None, norm=None, batch=None, streams=None, host_streams=None))
     """
     if isinstance(line, StepRecord):
         fields = [getattr(line, name) for name in _KNOWN]
         known = sum(1 << at for at, field in enumerate(fields) if field is not None)
-        packed = _OF_STEP.pack(_MARK, _STEP, known, line.step, *(field or _NOTHING for field in fields),
-                               min(line.samples, _MOST), min(line.epoch, _MOST))  # fmt: skip
+        packed = _OF_STEP.pack(_MARK, _STEP, known, line.step, *(field or b"" for field in fields),
+                               min(line.samples, _MOST), min(line.epoch, _MOST >> 32))  # fmt: skip
     else:
         packed = _OF_STATE.pack(_MARK, _STATE, 0, line.step, short_name(line.component).encode(), line.digest)
     body = packed.ljust(LINE_BYTES - _SUM.size, b"\0")

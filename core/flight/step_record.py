@@ -5,7 +5,6 @@ from typing import Final, TypeAlias, final
 
 import attrs
 
-DIGEST_BYTES: Final = 8
 _FLOAT: Final = struct.Struct("<d")
 
 
@@ -23,7 +22,9 @@ class StepRecord:
         loss: bits of the loss as a float64, 8 bytes; None if none was recorded.
         norm: bits of the norm of the gradient; None if none was recorded.
         batch: digest of the batches of the step, 8 bytes; None if they are not known.
-        streams: digest of the random streams after the step, 8 bytes; None if they are not known.
+        streams: digest of torch's random streams after the step, 8 bytes; None if they are not known.
+        host_streams: digest of those of python and numpy, 4 bytes; None if they are not known. Programs that do not use them seldom seed them, so that
+            they are elsewhere in each run.
 
     Examples:
         >>> record = StepRecord(3, 0, 96, loss=float_bits_of(0.5))
@@ -38,6 +39,7 @@ class StepRecord:
     norm: bytes | None = None
     batch: bytes | None = None
     streams: bytes | None = None
+    host_streams: bytes | None = None
 
     def __str__(self) -> str:
         known = [f"{name} {float_of_bits(bits)!r}" for name, bits in (("loss", self.loss), ("norm", self.norm)) if bits is not None]  # fmt: skip

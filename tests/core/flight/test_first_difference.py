@@ -66,3 +66,13 @@ def test_the_components_that_differ_are_named():
 def test_nans_of_other_bits_are_shown_apart():
     one, other = (flight_of([StepRecord(1, loss=bits)]) for bits in (b"\0\0\0\0\0\0\xf8\x7f", b"\1\0\0\0\0\0\xf8\x7f"))
     assert "0000f87f" in str(first_difference(one, other))
+
+
+def test_streams_of_python_count_only_where_they_come_apart_in_a_step_that_differs():
+    """A program that does not use numpy does not seed it: that it is elsewhere says nothing."""
+    one = [attrs.evolve(record, host_streams=b"same") for record in FULL]
+    other = [attrs.evolve(record, host_streams=b"else") for record in FULL]
+    assert first_difference(flight_of(one), flight_of(other)) is None
+    changed = attrs.evolve(FULL[4], loss=OTHER["loss"], host_streams=b"else")
+    assert first_difference(flight_of(one), flight_of([*one[:4], changed])).parts == ("loss", "host_streams")
+    assert first_difference(flight_of(one), flight_of([*other[:4], changed])).parts == ("loss",)

@@ -20,10 +20,21 @@ from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bit
 
 COUNTS = st.integers(0, (1 << 64) - 1)
 EIGHT = st.none() | st.binary(min_size=8, max_size=8)
+FOUR = st.none() | st.binary(min_size=4, max_size=4)
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=24).filter(
     lambda text: len(text.encode()) <= 24
 )
-RECORDS = st.builds(StepRecord, COUNTS, COUNTS, COUNTS, loss=EIGHT, norm=EIGHT, batch=EIGHT, streams=EIGHT)
+RECORDS = st.builds(
+    StepRecord,
+    COUNTS,
+    st.integers(0, (1 << 32) - 1),
+    COUNTS,
+    loss=EIGHT,
+    norm=EIGHT,
+    batch=EIGHT,
+    streams=EIGHT,
+    host_streams=FOUR,
+)
 LINES = RECORDS | st.builds(StateDigest, COUNTS, NAMES, st.binary(min_size=16, max_size=16))
 
 

@@ -1,0 +1,202 @@
+"""`trainfold bisect A B`: the first step in which two runs part, and why."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, flights_of
+from trainfold.adapters.cli.flights.scratch_run import ReplayRequest, check_command, replay_program
+from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
+from trainfold.adapters.cli.terminal.output import Answer, Different, Table
+from trainfold.adapters.cli.terminal.workplace import Workplace
+from trainfold.core.errors import CheckpointMissing
+from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_of
+from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.format.leaf_texts import leaf_texts
+from trainfold.core.resume.drift import ENVIRONMENT
+from trainfold.core.state.notes import CONVERTED, LINEAGE
+
+_MARKER: Final = "bisect.json"
+_LOCK: Final = "bisect.lock"
+_PLACE: Final = Workplace(
+    made_by="trainfold bisect",
+    noun="bisection",
+    option="--dir",
+    marker=_MARKER,
+    lock=_LOCK,
+    names=frozenset({_MARKER, _LOCK, "run", "notes", "managers"}),
+)
+_SHOWN: Final = 40
+_OWN: Final = ("rng", "dataset")  # components that hold random streams
+_HOST: Final = ("['python']", "['numpy']")  # streams that are seldom seeded
+_SEED: Final = "rng.value['seed']"
+_ABSENT: Final = "absent"
+Pair = tuple[Checkpoint, Checkpoint]
+
+
+def bisect_runs(a: Path, b: Path, command: tuple[str, ...], *, directory: Path, patience_secs: float) -> Answer:
+    """Find where two runs part, and why.
+
+    Args:
+        a: one run.
+        b: the other; both are only read.
+        command: the program of ``a``, to run it again; empty not to.
+        directory: for what a replay writes.
+        patience_secs: how long the program may be silent.
+
+    Returns:
+        The first step, the cause and what supports it; with `Different` if they part.
+
+    Raises:
+        CheckpointMissing: if one of them is not there. ProgramFailed, NeverResumed: of the replay.
+    """
+    flights = flights_of(a), flights_of(b)
+    saved = tuple(_complete(run, has_log=bool(flight)) for run, flight in zip((a, b), flights, strict=True))
+    if command:
+        command = check_command(command)
+    found = first_of_ranks(*flights, after=0)
+    evidence = _of_checkpoints(a, b, *saved)
+    if found is not None:
+        evidence = attrs.evolve(evidence, rank=found[0], difference=found[1])
+    parting = parting_of(evidence)
+    if command and parting.step is not None:
+        with _PLACE.prepared(directory):
+            _PLACE.mark(directory, {"command": list(command), "a": str(a), "b": str(b)})
+            repeats = _repeats((a, b), parting, command, directory, patience_secs)
+        parting = parting_of(attrs.evolve(evidence, repeats=repeats))
+    return _answer(a, b, parting)
+
+
+def _of_checkpoints(a: Path, b: Path, mine: set[int], theirs: set[int]) -> Evidence:
+    """What the checkpoints show that both runs have, from the first to the first that differs."""
+    same_at = apart_at = pair = None
+    unlike: dict[str, tuple[str, str]] = {}
+    for at in sorted(mine & theirs):
+        pair = open_checkpoint(a / directory_of(at)), open_checkpoint(b / directory_of(at))
+        unlike = _unlike(*(leaf_texts(each.manifest) for each in pair))
+        if unlike and not {*unlike} <= {_SEED}:
+            apart_at = at
+            break
+        same_at = at
+    if pair is None:
+        if not (mine and theirs):
+            return Evidence()
+        pair = open_checkpoint(a / directory_of(min(mine))), open_checkpoint(b / directory_of(min(theirs)))
+    contracts = [each.manifest.contract for each in pair]
+    drifts = _unlike(
+        *({key: repr(value) for key, value in each.items() if key not in (CONVERTED, LINEAGE)} for each in contracts)
+    )
+    names = [{each.name for each in checkpoint.manifest.components} for checkpoint in pair]
+    return Evidence(
+        same_at=same_at,
+        apart_at=apart_at,
+        leaves=() if apart_at is None else _leaves(pair, unlike),
+        absent=tuple(sorted(names[0] ^ names[1])),
+        settings=tuple((key, *each) for key, each in drifts.items() if not key.startswith(ENVIRONMENT)),
+        environment=tuple((key, *each) for key, each in drifts.items() if key.startswith(ENVIRONMENT)),
+        seeds=unlike.get(_SEED) if same_at is None else None,
+    )
+
+
+def _complete(run: Path, *, has_log: bool) -> set[int]:
+    """The steps of its complete checkpoints; a run that has a log needs none."""
+    try:
+        inventory = open_run(run)[1]
+    except CheckpointMissing:
+        if has_log:
+            return set()
+        raise
+    return {entry.head.step for entry in inventory.entries if entry.head is not None and entry.problem is None}
+
+
+def _unlike(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """What differs, but for streams that programs seldom seed."""
+    return {
+        path: (one.get(path, _ABSENT), other.get(path, _ABSENT))
+        for path in {**one, **other}
+        if one.get(path) != other.get(path) and not (path.startswith(_OWN) and any(stream in path for stream in _HOST))
+    }
+
+
+def _leaves(pair: Pair, unlike: Mapping[str, tuple[str, str]]) -> tuple[LeafApart, ...]:
+    """The leaves that differ, the largest difference first; then those whose difference has no size."""
+    from trainfold.adapters.cli.formats.leaf_values import leaf_distances  # late: it imports torch
+
+    apart = leaf_distances(*pair, list(unlike))
+    leaves = [
+        LeafApart(path, str(apart[path]), apart[path].differing, apart[path].max_abs)
+        if path in apart
+        else LeafApart(path, f"{a[:60]} and {b[:60]}")
+        for path, (a, b) in unlike.items()
+    ]
+    return tuple(sorted(leaves, key=lambda leaf: (leaf.differing is None, -(leaf.size or 0.0), leaf.path)))
+
+
+def _repeats(
+    runs: tuple[Path, Path], parting: Parting, command: tuple[str, ...], directory: Path, patience_secs: float
+) -> tuple[bool | None, bool | None]:
+    """Whether the program does again what each of the runs did, from the last state that both have."""
+    known, end = parting.evidence, parting.step
+    assert end is not None
+    begin = known.same_at if known.same_at is not None and known.same_at < end else 0
+    made = replay_program(directory, ReplayRequest(runs[0], begin, end, command, patience_secs=patience_secs))
+    return _repeated(runs[0], made.run, begin, end), _repeated(runs[1], made.run, begin, end)
+
+
+def _repeated(run: Path, replayed: Path, begin: int, end: int) -> bool | None:
+    logs = flights_of(run), flights_of(replayed)
+    is_logged = bool(logs[0].keys() & logs[1].keys())
+    if first_of_ranks(*logs, after=begin, until=end) is not None:
+        return False
+    folders = [each / directory_of(end) for each in (run, replayed)]
+    if all((each / MANIFEST).exists() for each in folders):
+        return not _unlike(*(leaf_texts(open_checkpoint(each).manifest) for each in folders))
+    return True if is_logged else None
+
+
+def _answer(a: Path, b: Path, parting: Parting) -> Answer:
+    known = parting.evidence
+    words = {True: "yes", False: "NO", None: "not tried: put the program of A after --"}
+    facts = [
+        ("they", str(parting)),
+        ("in the logs", "no difference" if known.difference is None else str(known.difference)),
+        ("same state at", "no step that both have saved" if known.same_at is None else f"step {known.same_at}"),
+        ("other state at", "no step that both have saved" if known.apart_at is None else f"step {known.apart_at}"),
+        *((f"the program repeats {name}", words[each]) for name, each in zip("AB", known.repeats, strict=True)),
+    ]
+    tables = [Table(f"A = {a}, B = {b}", ("", ""), tuple(facts if parting.step is not None else facts[:2]))]
+    rest = len(known.leaves) - _SHOWN
+    rows = [
+        *((leaf.path, leaf.text) for leaf in known.leaves[:_SHOWN]),
+        *([(f"... {rest} more", "see --json")] if rest > 0 else []),
+    ]
+    drifts = (("Settings that differ", known.settings), ("Numerical environments that differ", known.environment))
+    tables += (
+        [Table(f"Leaves that differ at step {known.apart_at}", ("leaf", "by how much"), tuple(rows))] if rows else []
+    )
+    tables += [Table(title, ("key", "A", "B"), lines) for title, lines in drifts if lines]
+    error = None
+    if parting.step is not None:
+        error = Different(f"{a} and {b}", expected="two runs that did the same", found=f"runs that {parting}",
+                          fix="see the tables; `trainfold diff` compares two checkpoints, `trainfold replay` runs one of the runs again")  # fmt: skip
+    data: dict[str, Any] = {
+        "a": str(a),
+        "b": str(b),
+        "step": parting.step,
+        "cause": parting.cause,
+        "names": list(parting.names),
+        "text": str(parting),
+        "rank": known.rank,
+        "difference": difference_data(known.difference),
+        "same_at": known.same_at,
+        "apart_at": known.apart_at,
+        "leaves": [attrs.asdict(leaf) for leaf in known.leaves],
+        "absent": list(known.absent),
+        "settings": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.settings],
+        "environment": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.environment],
+        "seeds": None if known.seeds is None else list(known.seeds),
+        "repeats": list(known.repeats),
+    }
+    return Answer(data, tuple(tables), error)
