@@ -252,6 +252,10 @@ class NonFinite(TrainfoldError, ArithmeticError):
     skipped: object = None
 
 
+class StepNotRepeated(TrainfoldError, ArithmeticError):
+    """A step had other bits when it ran a second time from the same state, or on another rank."""
+
+
 class _Listing(TrainfoldError, has_lines=True):
     """The base of errors that list several causes, one on each line."""
 

@@ -15,8 +15,8 @@ from trainfold.backends.flight.flight_file import FlightFile, directory_for_log,
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.flight.first_difference import StepDifference, step_difference
 from trainfold.core.flight.flight import Flight, flight_of, state_digests
+from trainfold.core.flight.step_difference import StepDifference, step_difference
 from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.rehearsal.orders import orders_of
@@ -58,7 +58,11 @@ class FlightLog:
     def __init__(self, run: Run, *, states_every: int = 0, rank: int = 0) -> None:
         self._states_every = count("FlightLog.states_every", states_every, least=0, fix="0 digests no state")
         directory = replayed_directory(orders_of(os.environ), directory_for_log(open_store(run)))
-        self._file = FlightFile(directory / flight_name(rank))
+        self._path = directory / flight_name(rank)
+        self._file = FlightFile(self._path)
+
+    def __repr__(self) -> str:
+        return f"FlightLog({str(self._path)!r}, states_every={self._states_every})"
 
     def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
         """The same step, which also writes what it did; the log goes back where its state does.

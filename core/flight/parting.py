@@ -5,7 +5,7 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
-from trainfold.core.flight.first_difference import StepDifference
+from trainfold.core.flight.step_difference import StepDifference
 
 Cause: TypeAlias = Literal[
     "nothing",

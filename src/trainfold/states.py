@@ -3,11 +3,12 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.adapters.flight.check_steps import check_steps
 from trainfold.adapters.flight.flight_log import FlightLog, Replayed
 from trainfold.backends.flight.flight_file import read_flights
 from trainfold.core.component_names import validate_components
-from trainfold.core.flight.first_difference import StepDifference, first_difference
 from trainfold.core.flight.flight import Flight
+from trainfold.core.flight.step_difference import StepDifference, first_step_apart
 from trainfold.core.flight.step_record import StepRecord
 from trainfold.core.format.fingerprint import content_fingerprint
 from trainfold.core.layout.leaf_spec import Difference, LeafSpec, ScalarSpec
@@ -44,8 +45,9 @@ __all__ = [
     "StepDifference",
     "StepRecord",
     "TrainableState",
+    "check_steps",
     "content_fingerprint",
-    "first_difference",
+    "first_step_apart",
     "make_progress",
     "make_stage",
     "read_flights",

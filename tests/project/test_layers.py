@@ -108,6 +108,7 @@ MAY_REPEAT = {  # one meaning in both places
     "split": "one taken apart: a batch, and a tensor",
     "main": "the start of a program: the command line, and the demo's training",
     "plan": "`trainfold.plan`, and the command of this name",
+    "replay": "`trainfold.replay`, and the command of this name",
     "leaves": "those of a tree, and the strategy that makes such values",
     "make_settings": "the checked settings of the demo and of a rehearsal",
     "tables": "the result of the demo and of a rehearsal, for people",

@@ -11,8 +11,8 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.backends.flight.flight_file import read_flights
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
-from trainfold.core.flight.first_difference import StepDifference, first_difference
 from trainfold.core.flight.flight import Flight
+from trainfold.core.flight.step_difference import StepDifference, first_step_apart
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.history.inventory import Inventory
 
@@ -79,7 +79,7 @@ def first_of_ranks(
     one: dict[int, Flight], other: dict[int, Flight], *, after: int, until: int | None = None
 ) -> tuple[int, StepDifference] | None:
     """The first difference between the logs of two runs on any rank that both have, with the rank."""
-    pairs = ((rank, first_difference(one[rank], other[rank], after=after, until=until)) for rank in sorted(one.keys() & other.keys()))  # fmt: skip
+    pairs = ((rank, first_step_apart(one[rank], other[rank], after=after, until=until)) for rank in sorted(one.keys() & other.keys()))  # fmt: skip
     found = [(rank, each) for rank, each in pairs if each is not None]
     return min(found, key=lambda each: each[1].step, default=None)
 

@@ -3,8 +3,8 @@
 import attrs
 import pytest
 
-from trainfold.core.flight.first_difference import StepDifference
 from trainfold.core.flight.parting import Evidence, LeafApart, parting_of
+from trainfold.core.flight.step_difference import StepDifference
 
 BUFFER, WEIGHT = LeafApart("model.buffers['n.mean']", differing=3), LeafApart("model.params['w']", differing=1)
 ENV = (("environment.threads", "1", "2"),)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.core.flight.first_difference import first_difference
 from trainfold.core.flight.flight import flight_of
+from trainfold.core.flight.step_difference import first_step_apart
 from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bits_of
 
 FULL = [
@@ -30,7 +30,7 @@ def test_the_first_changed_step_is_found_with_all_that_was_changed_in_it(changes
     changed = {record.step: record for record in FULL}
     for step, name in changes:
         changed[step] = attrs.evolve(changed[step], **{name: OTHER[name]})
-    found = first_difference(flight_of(FULL), flight_of(changed.values()))
+    found = first_step_apart(flight_of(FULL), flight_of(changed.values()))
     if not changes:
         assert found is None
     else:
@@ -43,36 +43,36 @@ def test_the_first_changed_step_is_found_with_all_that_was_changed_in_it(changes
 @pytest.mark.parametrize("name", ["loss", "norm", "batch", "streams"])
 def test_what_only_one_knows_is_no_difference(name):
     unknown = [attrs.evolve(record, **{name: None}) for record in FULL]
-    assert first_difference(flight_of(FULL), flight_of(unknown)) is None
+    assert first_step_apart(flight_of(FULL), flight_of(unknown)) is None
 
 
 def test_a_log_that_ends_earlier_is_no_other_run_and_one_with_a_hole_is():
-    assert first_difference(flight_of(FULL), flight_of(FULL[:3])) is None
-    assert first_difference(flight_of(FULL), flight_of(FULL[3:])) is None
+    assert first_step_apart(flight_of(FULL), flight_of(FULL[:3])) is None
+    assert first_step_apart(flight_of(FULL), flight_of(FULL[3:])) is None
     assert (
-        str(first_difference(flight_of(FULL), flight_of([*FULL[:3], *FULL[4:]])))
+        str(first_step_apart(flight_of(FULL), flight_of([*FULL[:3], *FULL[4:]])))
         == "step 4: one of them has no record of it"
     )
-    assert first_difference(flight_of(FULL), flight_of([])) is None
+    assert first_step_apart(flight_of(FULL), flight_of([])) is None
 
 
 def test_the_components_that_differ_are_named():
     one, other = ([StepRecord(1), *(StateDigest(1, name, bytes([x] * 16)) for name, x in state)]
                   for state in ((("model", 1), ("rng", 2)), (("model", 3), ("rng", 2))))  # fmt: skip
-    found = first_difference(flight_of(one), flight_of(other))
+    found = first_step_apart(flight_of(one), flight_of(other))
     assert str(found) == "step 1: the state after it differs in model; the same: samples, epoch"
 
 
 def test_nans_of_other_bits_are_shown_apart():
     one, other = (flight_of([StepRecord(1, loss=bits)]) for bits in (b"\0\0\0\0\0\0\xf8\x7f", b"\1\0\0\0\0\0\xf8\x7f"))
-    assert "0000f87f" in str(first_difference(one, other))
+    assert "0000f87f" in str(first_step_apart(one, other))
 
 
 def test_streams_of_python_count_only_where_they_come_apart_in_a_step_that_differs():
     """A program that does not use numpy does not seed it: that it is elsewhere says nothing."""
     one = [attrs.evolve(record, host_streams=b"same") for record in FULL]
     other = [attrs.evolve(record, host_streams=b"else") for record in FULL]
-    assert first_difference(flight_of(one), flight_of(other)) is None
+    assert first_step_apart(flight_of(one), flight_of(other)) is None
     changed = attrs.evolve(FULL[4], loss=OTHER["loss"], host_streams=b"else")
-    assert first_difference(flight_of(one), flight_of([*one[:4], changed])).parts == ("loss", "host_streams")
-    assert first_difference(flight_of(one), flight_of([*other[:4], changed])).parts == ("loss",)
+    assert first_step_apart(flight_of(one), flight_of([*one[:4], changed])).parts == ("loss", "host_streams")
+    assert first_step_apart(flight_of(one), flight_of([*other[:4], changed])).parts == ("loss",)

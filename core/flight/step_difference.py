@@ -1,4 +1,4 @@
-"""`first_difference`: the first step in which two flights differ, and in what."""
+"""`StepDifference`: the first step in which two flights differ, and in what."""
 
 from typing import Final, final
 
@@ -35,7 +35,7 @@ class StepDifference:
         >>> from trainfold.core.flight.flight import flight_of
         >>> from trainfold.core.flight.step_record import float_bits_of
         >>> one, other = (flight_of([StepRecord(1, 0, 32, loss=float_bits_of(loss))]) for loss in (0.5, 0.25))
-        >>> print(first_difference(one, other))
+        >>> print(first_step_apart(one, other))
         step 1: the loss is 0.5 and 0.25; the same: samples, epoch
     """
 
@@ -63,7 +63,7 @@ class StepDifference:
         return f"the {part} {count} {shown[0]} and {shown[1]}"
 
 
-def first_difference(one: Flight, other: Flight, *, after: int = 0, until: int | None = None) -> StepDifference | None:
+def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int | None = None) -> StepDifference | None:
     """The first step in which two flights differ, of those that both can have; None if they do not.
 
     A field that only one of them knows is not compared. A flight that ends earlier is not another one.

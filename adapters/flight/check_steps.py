@@ -1,0 +1,142 @@
+"""`check_steps`: runs one pure step in so many twice, and compares the bits: a device that computes wrongly seldom does so twice alike."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import xxhash
+
+from trainfold.adapters.flight.flight_log import PureStep
+from trainfold.core import tree
+from trainfold.core.checks import count
+from trainfold.core.errors import InvalidState, StepNotRepeated
+from trainfold.core.exact.distance import distance
+from trainfold.core.layout.world import Collectives
+from trainfold.core.state.components import components_of
+from trainfold.core.state.state import TrainState
+from trainfold.core.step.step import Step
+from trainfold.core.tensor_memory import byte_view, tensor_bytes
+
+S = TypeVar("S", bound=TrainState)
+B = TypeVar("B")
+_SHOWN = 6
+
+
+def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | None = None) -> PureStep[S, B]:
+    """The same step, of which one in ``every`` runs twice from the same state, and whose bits are compared. The result is the same.
+
+    On one device this finds transient faults, and operations that do not repeat. On several ranks whose replicas have one state, it also compares the new states
+    of the ranks, which finds a machine that is wrong in the same way twice. A check costs one more step, and memory for one more state; with
+    donation, the first of the two copies its state.
+
+    Args:
+        step: what `make_step` returns, or a pure function whose states count their steps.
+        every: check the steps whose number is a multiple of it.
+        collectives: the ranks, which all call; None for one, or for ranks that have parts of the state.
+
+    Raises:
+        InvalidArgument: for a number below 1.
+        StepNotRepeated: by the step, on every rank, with the rank, and the leaves that differ. With ``donate=True`` the old state is consumed.
+        InvalidState: by the step, if the state does not count its steps.
+
+    Examples:
+        >>> from trainfold import Loss, init_state, make_step, optimizer
+        >>> model, sgd = torch.nn.Linear(1, 1), optimizer(torch.optim.SGD, lr=0.5)
+        >>> step = make_step(model, lambda model, batch: Loss(model(batch).sum(), len(batch)), sgd)
+        >>> state, _ = check_steps(step, every=1)(init_state(model, sgd), torch.ones(2, 1))
+        >>> state.trainer.step
+        1
+    """
+    count("check_steps.every", every, fix="1 checks every step, and doubles its time")
+    first = attrs.evolve(step, donate=False) if isinstance(step, Step) and step.donate else step
+
+    def run(state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
+        if state.trainer is None:
+            raise InvalidState("state", expected="one that counts its steps, with trainer", found="none that does",
+                               fix="make it with trainfold.init_state")  # fmt: skip
+        number = state.trainer.step + 1
+        if number % every:
+            return step(state, batch)
+        once, twice = first(state, batch), step(state, batch)
+        _judge(number, _unlike(once, twice), twice[0], collectives)
+        return twice
+
+    return run
+
+
+def _judge(number: int, unlike: list[str], state: TrainState, collectives: Collectives | None) -> None:
+    digest = "" if collectives is None else _digest(state)
+    told = (
+        [(unlike, digest)]
+        if collectives is None
+        else collectives.gather((unlike, digest), doing=f"check step {number}")
+    )
+    bad = {rank: leaves for rank, (leaves, _) in enumerate(told) if leaves}
+    if bad:
+        parts = [f"{_of(rank, told)}{len(leaves)} differ: {'; '.join(leaves[:_SHOWN])}" for rank, leaves in bad.items()]
+        raise StepNotRepeated(
+            f"step {number}",
+            expected="the same bits twice, from the same state and batch",
+            found=", ".join(parts),
+            fix="go on from the last checkpoint; if it comes again on the same machine alone, take that machine out; if it comes everywhere, an operation does "
+            "not repeat: call torch.use_deterministic_algorithms(True)",
+        )
+    digests = [digest for _, digest in told]
+    if len({*digests}) > 1:
+        most = max({*digests}, key=digests.count)
+        apart = [rank for rank, each in enumerate(digests) if each != most]
+        is_clear = 2 * digests.count(most) > len(digests)
+        raise StepNotRepeated(
+            f"step {number}",
+            expected="the same new state on every rank",
+            found=f"another one on rank{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))}"
+            if is_clear
+            else "no state that most ranks have",
+            fix="go on from the last checkpoint, without the machine of that rank; each rank had the same bits twice, so it is wrong in the same way each "
+            "time, or its state was another one before: pass check_replicas=500 to the manager to find that",
+        )
+
+
+def _of(rank: int, told: list[Any]) -> str:
+    return "" if len(told) == 1 else f"on rank {rank} "
+
+
+def _unlike(once: tuple[TrainState, Mapping[str, Any]], twice: tuple[TrainState, Mapping[str, Any]]) -> list[str]:
+    """The leaves and metrics that differ, each with by how much."""
+    found = []
+    (one, metrics), (other, again) = once, twice
+    for name, component in components_of(one).items():
+        theirs = dict(tree.named_leaves(components_of(other).get(name), name))
+        for path, leaf in tree.named_leaves(component, name):
+            text = _apart(leaf, theirs.get(path))
+            found += [] if text is None else [f"{path} ({text})"]
+    numbers = (
+        f"{name} ({metrics[name]!r} and {again[name]!r})"
+        for name in metrics
+        if repr(metrics[name]) != repr(again.get(name))
+    )
+    return [*found, *numbers]
+
+
+def _apart(one: Any, other: Any) -> str | None:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return (
+            None
+            if isinstance(one, torch.Tensor) is isinstance(other, torch.Tensor) and one == other
+            else f"{one!r} and {other!r}"
+        )
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    if torch.equal(byte_view(one.detach()), byte_view(other.detach())):
+        return None
+    return str(distance(one.detach().cpu(), other.detach().cpu()))
+
+
+def _digest(state: TrainState) -> str:
+    """The digest of what ranks have alike after a step: the model and the optimizer."""
+    found = xxhash.xxh3_128()
+    for component in (state.model, state.optimizer):
+        for leaf in tree.leaves(component):
+            found.update(tensor_bytes(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+    return str(found.hexdigest())
