@@ -108,7 +108,7 @@ def repeats_for(loop):
 def main():
     """Measure, and compare with the targets."""
     options = make_parser(__doc__, quick="few steps").parse_args()
-    steps = 20 if options.quick else 400
+    steps = 20 if options.quick else 200
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -55,7 +55,7 @@ def bisect_runs(a: Path, b: Path, command: tuple[str, ...], *, directory: Path, 
     flights = flights_of(a), flights_of(b)
     saved = tuple(_complete(run, has_log=bool(flight)) for run, flight in zip((a, b), flights, strict=True))
     if command:
-        command = check_command(command)
+        command = check_command(a, command)
     found = first_of_ranks(*flights, after=0)
     evidence = _of_checkpoints(a, b, *saved)
     if found is not None:

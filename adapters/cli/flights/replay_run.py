@@ -56,7 +56,7 @@ def replay_run(  # noqa: PLR0913 - one for each option
         InvalidArgument: if the steps leave nothing to replay. CheckpointMissing: if there is no such checkpoint.
         ProgramFailed: if the program fails. NeverResumed: if it does not go on from the checkpoint.
     """
-    command = check_command(command)
+    command = check_command(run, command)
     _, inventory = open_run(run)
     flights = flights_of(run)
     begin, end = _steps(inventory, flights, begin, end)

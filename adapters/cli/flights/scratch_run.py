@@ -18,6 +18,7 @@ from trainfold.adapters.cli.rehearse.starts import environment_of_programs
 from trainfold.adapters.flight.replay_orders import NONFINITE_NAME
 from trainfold.backends.flight.flight_file import read_flights
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
+from trainfold.backends.stores.place import is_object_url
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
 from trainfold.core.format.file_names import RUN_FILE, directory_of
@@ -112,12 +113,15 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     return ScratchRun(run, flights, nonfinite, output)
 
 
-def check_command(command: Sequence[str]) -> tuple[str, ...]:
+def check_command(run: Path, command: Sequence[str]) -> tuple[str, ...]:
     """The program to run.
 
     Raises:
-        InvalidArgument: if there is none, or it cannot be started.
+        InvalidArgument: if there is none, or it cannot be started; or if its run is not in a directory.
     """
+    if is_object_url(str(run)):
+        raise InvalidArgument("RUN", expected="a directory, of which a copy can be made by links", found=str(run),
+                              fix="copy the checkpoint and the logs flight-*.log into a directory, and name that")  # fmt: skip
     if not command or shutil.which(command[0]) is None:
         raise InvalidArgument("COMMAND", expected="a command after --, such as -- python train.py", found=repr(" ".join(command)),
                               fix="name your program as you started the run")  # fmt: skip
