@@ -27,8 +27,8 @@ def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | 
     """The same step, of which one in ``every`` runs twice from the same state, and whose bits are compared. The result is the same.
 
     On one device this finds transient faults, and operations that do not repeat. On several ranks whose replicas have one state, it also compares the new states
-    of the ranks, which finds a machine that is wrong in the same way twice. A check costs one more step, and memory for one more state; with
-    donation, the first of the two copies its state.
+    of the ranks, which finds a machine that is wrong in the same way twice. A check costs one more step, a comparison of the states, and memory
+    for one more state; with donation, the first of the two copies its state.
 
     Args:
         step: what `make_step` returns, or a pure function whose states count their steps.

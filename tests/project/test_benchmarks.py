@@ -40,7 +40,7 @@ TARGETS = {
     "convert": ["native to hub, speed", "native to hub, peak", "load, warm", "load, cold", "planning"],
     "drift": ["the boundary", "lost each"],
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
-    "flight": ["recorded live loop", "bytes a step", "one step in"],
+    "flight": ["recorded live loop", "bytes a step", "a step that runs twice"],
     "gaps": ["a piece in a gap"],
     "loop": ["attached loop, sync", "attached loop, async"],
     "discovery": ["ls", "resume"],
