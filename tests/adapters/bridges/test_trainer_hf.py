@@ -12,6 +12,7 @@ import torch
 import trainfold
 from trainfold.adapters.bridges.transformers import TrainfoldCallback
 from trainfold.core.state.state import Opaque, TrainState
+from trainfold.weights import CheckpointWeights, HubDirectory, Wanted, write_hub_directory
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -140,3 +141,60 @@ def test_another_order_of_the_batches_is_refused(tmp_path):
     at = callback.resume(trainer)
     with pytest.raises(trainfold.errors.RestoreRefused, match="batches drawn as in the run"):
         trainer.train(resume_from_checkpoint=at)
+
+
+# --- on without the bridge -------------------------------------------------------------------------------------------
+
+
+class Begins(transformers.TrainerCallback):
+    """Keeps with what a trainer begins."""
+
+    def __init__(self):
+        self.seen = None
+
+    def on_step_begin(self, args, state, control, model, optimizer, lr_scheduler, **_):
+        if self.seen is None:
+            weights = {name: each.clone() for name, each in model.state_dict().items()}
+            self.seen = state.global_step, weights, dict(optimizer.state), lr_scheduler.last_epoch
+
+
+def supplied(source):
+    every = {name: Wanted(each.dtype, each.shape, tuple((0, size) for size in each.shape)) for name, each in source.specs().items()}  # fmt: skip
+    return {name: each.clone() for name, each in source.supply(every)}
+
+
+def test_a_trainer_resumes_from_an_export_with_the_weights_and_the_step_and_nothing_else(tmp_path):
+    """It begins at the step and its batch, with the weights; the optimizer is a new one, and the scheduler begins at 0."""
+    run, hub = str(tmp_path / "run"), tmp_path / "hub"
+    assert forked(train, run, 4) == -signal.SIGKILL
+    begins = Begins()
+    trainer = trainer_of(tmp_path / "next", [begins])
+    write_hub_directory(CheckpointWeights(run), hub, config=trainer.model.config.to_dict())
+    with pytest.raises(FileNotFoundError, match=r"trainer_state\.json"):
+        trainer.train(resume_from_checkpoint=str(hub))
+    transformers.TrainerState(global_step=4, train_batch_size=2).save_to_json(str(hub / "trainer_state.json"))
+    drawn = []
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: drawn.append(len(rows)) or collate(rows)
+    trainer.train(resume_from_checkpoint=str(hub))
+    step, weights, slots, last_epoch = begins.seen
+    assert (step, trainer.state.global_step, last_epoch) == (4, STEPS, 0)
+    assert not slots
+    kept = supplied(HubDirectory(hub))
+    assert kept.keys() == supplied(CheckpointWeights(run)).keys() <= weights.keys()
+    assert all(torch.equal(weights[name], each) for name, each in kept.items())
+    assert drawn.count(2) == 3, "the batches of the other two steps of the second epoch"
+
+
+def test_what_a_bridged_trainer_saves_itself_resumes_without_the_bridge_bit_for_bit(tmp_path):
+    """The way back: resume once with the bridge and the trainer's own checkpoints, and go on with these."""
+    assert forked(train, str(tmp_path / "whole")) == 0
+    run = str(tmp_path / "run")
+    assert forked(train, run, 2) == -signal.SIGKILL
+    assert forked(train, run, 4, save_strategy="epoch") == -signal.SIGKILL
+    trainer = trainer_of(tmp_path / "next", [])
+    trainer.train(resume_from_checkpoint=f"{run}-out/checkpoint-3")
+    assert trainer.state.global_step == STEPS
+    whole, found = supplied(CheckpointWeights(tmp_path / "whole")), trainer.model.state_dict()
+    assert whole.keys() <= found.keys()
+    assert all(torch.equal(found[name], each) for name, each in whole.items())
