@@ -16,7 +16,7 @@ from trainfold.backends.convert.native_contents import (
 )
 from trainfold.backends.convert.native_target import NativeContents, write_native
 from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource, with_adapter
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.place import free_path, local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
 from trainfold.backends.weights.opened import opened_weights
@@ -90,6 +90,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         CheckpointError: the matching subclass, if something cannot be read.
     """
     checked_target(to)
+    free_path(str(target), argument="target")
     name = dtype_of(dtype)
     original, config = like_of(opened, like)
     opened, adapter = (opened, None) if lora is None else with_adapter(opened, lora)

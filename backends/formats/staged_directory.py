@@ -24,7 +24,7 @@ from trainfold.backends.formats.staged_record import (
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.direct_io import write_stream
 from trainfold.backends.stores.os_errors import save_failure, wrong_size
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.place import free_path
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.backends.stores.staged_files import check_path, make_directories, sync_above
 from trainfold.core.checks import count
@@ -245,7 +245,7 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
         size_bytes: how much is written in all, to see at once whether it fits.
 
     Raises:
-        InvalidArgument: if there is something at the path, other than what the same plan has committed; and for another URL.
+        InvalidArgument: if there is something at the path, other than what the same plan has committed; for a path in a checkpoint of a run, and for another URL.
         RunLocked: if another process writes there.
         NoSpace: if the disk has no room for it.
         CheckpointHostile: if what is staged there is not this user's.
@@ -264,8 +264,9 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
     count("staged_directory.size_bytes", size_bytes, least=0, fix="pass the size of all files together")
     if not isinstance(path, str | os.PathLike):
         raise InvalidArgument("path", expected="a directory", found=shown(path), fix="name the directory that is to be written")  # fmt: skip
-    given = local_path(os.fspath(path), argument="path")
+    given = os.fspath(path)
     check_path(given)
+    given = free_path(given)
     real = os.path.realpath(given)
     if real == "/":
         raise _in_the_way(real)

@@ -1,13 +1,15 @@
-"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` finds the URL of a bucket.
+"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` finds the URL of a bucket; `free_path` refuses the directory of a checkpoint.
 
 Here a place is the location of a run, as in `Store.url`; a `Place` of `stores.protocol` is memory for bytes.
 """
 
 import re
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 
 PROVIDERS: Final = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az",
@@ -65,3 +67,22 @@ or mounted directory, or for a run pass a store of your own: trainfold has none 
         raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(place),
                               fix="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
     return "/" + unquote(path, errors="surrogateescape")
+
+
+def free_path(place: str, *, argument: str = "path") -> str:
+    """The path of a directory that is written, which is no checkpoint, and in none: a checkpoint holds what its manifest lists. Names beside the checkpoints of a run are free.
+
+    Args:
+        place: see `local_path`; it need not be there.
+        argument: what the caller calls it.
+
+    Raises:
+        InvalidArgument: if it is; and as `local_path` raises it.
+    """
+    path = local_path(place, argument=argument)
+    real = Path(path).resolve()
+    for each in (real, *real.parents):
+        if step_of(each.name) is not None and ((each / MANIFEST).is_file() or (each.parent / RUN_FILE).is_file()):
+            raise InvalidArgument(argument, expected="a directory that is not in a checkpoint", found=f"{path}, in {each}",
+                                  fix="name another one, such as one beside the run")  # fmt: skip
+    return path

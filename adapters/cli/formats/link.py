@@ -8,7 +8,7 @@ from trainfold.backends.convert.conversion_run import like_of
 from trainfold.backends.convert.link_hub import link_to_hub, refused
 from trainfold.backends.convert.link_native import link_to_run
 from trainfold.backends.convert.opened_source import open_source
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.place import free_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 
 
@@ -26,14 +26,14 @@ def link_path(source: Path, target: Path, *, like: Path | None = None, dry_run: 
         SaveFailed: if the files cannot be linked.
         CheckpointError: the matching subclass, if something cannot be read.
     """
-    opened = open_source(source)
+    opened, path = open_source(source), free_path(str(target), argument="target")
     to = "hf" if opened.checkpoint is not None else "native"
     if opened.checkpoint is not None:
         original, config = like_of(opened, like)
-        found = link_to_hub(opened, local_path(str(target)), like=original, config=config, dry_run=dry_run)
+        found = link_to_hub(opened, path, like=original, config=config, dry_run=dry_run)
     elif isinstance(opened.model, HubDirectory):
         with reading("reading", sum(file.stat().st_size for file in opened.model.files())) as advance:
-            found = link_to_run(opened, local_path(str(target)), dry_run=dry_run, advance=advance)
+            found = link_to_run(opened, path, dry_run=dry_run, advance=advance)
     else:
         raise refused(str(source), opened.format)
     rows = [(each.name, size_text(each.size_bytes), f"linked to {each.source}") for each in found.files]

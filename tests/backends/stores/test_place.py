@@ -93,3 +93,23 @@ def test_every_writer_of_a_directory_refuses_a_url_and_takes_that_of_a_file(writ
     assert not any(tmp_path.iterdir())
     WRITERS[writer](f"file://{tmp_path}/a")
     assert any((tmp_path / "a").iterdir())
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "native", "link", "plan"])
+def test_nothing_is_exported_into_a_checkpoint(to, tmp_path, capsys):
+    """A checkpoint holds what its manifest lists, and a directory step-... of a run is a checkpoint; other names in a run are free."""
+    run, hub = tmp_path / "run", tmp_path / "hub"
+    trainfold.save(STATE.evolve(model=MODEL), run)
+    write_hub_directory(STATE.evolve(model=MODEL), hub)
+    (run / "link").symlink_to("step-00000003")
+    before = sorted(tmp_path.rglob("*"))
+    command = {"link": ["link", str(hub)], "plan": ["convert", str(hub), "--to", "hf", "--dry-run"]}.get(to, ["convert", str(hub), "--to", to])  # fmt: skip
+    for inside in ("step-00000003/x", "step-00000003/deep/er", "step-00000003", "step-00000009", "link/x"):
+        assert main([*command[:2], str(run / inside), *command[2:]]) == 2
+        shown = capsys.readouterr().err
+        assert "expected  a directory that is not in a checkpoint" in shown
+        assert str(run / "step-0000000") in shown
+        with pytest.raises(InvalidArgument, match="not in a checkpoint"):
+            write_hub_directory(STATE.evolve(model=MODEL), run / inside)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main([*command[:2], str(run / "other"), *command[2:]]) == 0
