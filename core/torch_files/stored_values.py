@@ -1,6 +1,7 @@
 """`read_values`: the pickle of a file of `torch.save` as plain values, in which a tensor is where its bytes are and how they are seen."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Final, TypeGuard, final
 
 import attrs
@@ -8,6 +9,7 @@ import attrs
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.printable import printable
+from trainfold.core.torch_files.other_tensors import OTHER_NAMES, OtherTensor, other_tensor
 from trainfold.core.torch_files.pickle_machine import Made, Name, read_pickle
 
 _STORAGES: Final = {
@@ -21,10 +23,13 @@ _DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict",
 _BUILTINS: Final = {f"{module}.{kind}" for module in ("builtins", "__builtin__") for kind in ("set", "frozenset", "dict", "list", "complex", "bytes")}  # fmt: skip
 NAMES_OF_VALUES: Final = frozenset({
     *(f"torch.{name}Storage" for name in _STORAGES), *(f"torch.{name}" for name in STORED), *_REBUILT, *_BUILTINS, _UNTYPED,
-    *_DICTS, _FROM_TYPE, "_codecs.encode",
+    *_DICTS, *OTHER_NAMES, _FROM_TYPE, "_codecs.encode",
     "torch.Size", "torch.device", "torch.serialization._get_layout",
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
 })  # fmt: skip
+_EXPANDED_BYTES: Final = (
+    256 << 20
+)  # of a tensor that has more elements than its memory: a few bytes could ask for any size
 _SEEN_AS: Final = ("conj", "neg")
 _DEPTH: Final = 100
 _SHARED: Final = 16  # names for each value that there is, at most: a few dicts that hold one another have more names than there are atoms
@@ -95,11 +100,11 @@ def read_values(data: bytes, where: str) -> Any:
         where: the file, for messages.
 
     Returns:
-        None, numbers, text, bytes, lists, tuples, sets and dicts; a dtype, a device and a layout are their text. Tensors are `StoredTensor`.
+        None, numbers, text, bytes, lists, tuples, sets and dicts; a dtype, a device and a layout are their text. Tensors are `StoredTensor`,
+        or `OtherTensor` if they are sparse, quantised or have more elements than memory (but for expanded ones of up to 256 MiB, which are read).
 
     Raises:
-        CheckpointHostile: if it names a class or a function that is not one of those by which torch writes such values, or a tensor is
-            larger than its memory.
+        CheckpointHostile: if it names a class or a function that is not one of those by which torch writes such values.
         CheckpointDamaged: if it is cut off, or a tensor is not inside its memory.
     """
     return _Values(where).of(read_pickle(data, NAMES_OF_VALUES, where, persistent=True), 0)
@@ -142,6 +147,8 @@ class _Values:
             return self._tensor(Made(value.args[0].text, value.args[2]), depth)  # what was set on it is left out
         if value.name in _REBUILT:
             return self._tensor(value, depth)
+        if (other := other_tensor(value.name)) is not None:
+            return other
         if value.name == "torch.Size" and len(value.args) == 1:
             return self.of(value.args[0], depth)
         return self._builtin(value)
@@ -181,13 +188,13 @@ class _Values:
             )
         return key.text if type(key) is Name else key
 
-    def _tensor(self, value: Made, depth: int) -> StoredTensor:
+    def _tensor(self, value: Made, depth: int) -> StoredTensor | OtherTensor:
         kind, args = value.name.rpartition("._rebuild_")[2], value.args
         if value.name not in _REBUILT or type(args) is not tuple or value.items is not None:
             raise self._refused(value)
         if kind.startswith("parameter"):
             inner = self.of(args[0], depth) if args else None
-            if type(inner) is not StoredTensor:
+            if not isinstance(inner, StoredTensor | OtherTensor):
                 raise self._refused(value)
             return inner
         if len(args) < 4 or type(args[0]) is not Made or args[0].name != "persistent":
@@ -208,19 +215,11 @@ class _Values:
         found = StoredTensor(
             key, dtype, shape, strides, start, size_bytes, *(seen_as.get(each, False) for each in _SEEN_AS)
         )
-        self._check(found)
-        return found
-
-    def _check(self, found: StoredTensor) -> None:
-        itemsize, count = STORED[found.dtype].itemsize, 1
-        for size in found.shape:
-            count *= size
-        if count * itemsize > found.storage_bytes:
-            raise CheckpointHostile(self._where, expected=f"a tensor inside its memory of {found.storage_bytes} bytes",
-                                    found=f"{found.dtype} of {list(found.shape)}", fix="write it again from contiguous tensors")  # fmt: skip
+        itemsize = STORED[found.dtype].itemsize
         if found.elements[1] * itemsize > found.storage_bytes:
             raise CheckpointDamaged(self._where, expected=f"a tensor inside its memory of {found.storage_bytes} bytes",
                                     found=f"one up to element {found.elements[1]}", fix=_FIX)  # fmt: skip
+        return _larger_than_memory(found, itemsize) or found
 
     def _storage(self, made: Made) -> tuple[str, str, int]:
         """The member, the dtype and the bytes of a storage; without a dtype its size is in bytes."""
@@ -237,6 +236,22 @@ class _Values:
         return CheckpointDamaged(
             self._where, expected=f"{value.name} as torch writes it", found="other arguments", fix=_FIX
         )
+
+
+def _larger_than_memory(found: StoredTensor, itemsize: int) -> OtherTensor | None:
+    """What a tensor is that is not read because it has more elements than its memory; None for one that is read."""
+    count = prod(found.shape) * itemsize
+    if count <= found.storage_bytes:
+        return None
+    own = prod(size for size, stride in zip(found.shape, found.strides, strict=True) if stride) * itemsize
+    if own > found.storage_bytes:
+        return OtherTensor(
+            f"a view whose parts overlap: {count:,} bytes in {found.storage_bytes:,}", "save tensor.contiguous()"
+        )
+    if count > _EXPANDED_BYTES:
+        return OtherTensor(f"an expanded tensor of {count:,} bytes, of which {found.storage_bytes:,} are stored",
+                           "save it before it is expanded")  # fmt: skip
+    return None
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

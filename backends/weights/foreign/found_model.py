@@ -70,7 +70,9 @@ def model_in_dcp(path: Path, key: str | None) -> FoundModel:
         wanted = {name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape))}
         return next(tensor.item() for _, tensor in whole.supply(wanted))
 
-    return _found(DcpDirectory(path, prefix=place.key), place, [*specs, *objects], paths, value_of)
+    model = DcpDirectory(path, prefix=place.key)
+    part = model if len(model.specs()) == len(place.names) else _Part(model, place.names)
+    return _found(part, place, [*specs, *objects], paths, value_of)
 
 
 def model_in_torch(path: Path, key: str | None) -> FoundModel:
@@ -85,11 +87,12 @@ def model_in_torch(path: Path, key: str | None) -> FoundModel:
         CheckpointError: the matching subclass; see `TorchFile`.
     """
     file = TorchFile(path)
-    specs, top = file.specs(), file.at("")
-    paths = {".".join(map(str, keys)): keys for keys in keys_of_values(top)}
-    place = model_place(specs, paths, key=key, where=str(path))
+    tensors = file.tensor_names()
+    paths = {".".join(map(str, keys)): keys for keys in keys_of_values(file.at(""))}
+    place = model_place(tensors, paths, key=key, where=str(path))
+    model = TorchFile(path, prefix=place.key) if place.key else file.part(place.names)
     return _found(
-        TorchFile(path, prefix=place.key), place, list(paths), paths,
+        model, place, list(paths), paths,
         lambda name: file.at(name) if name in paths and name not in place.names else None)  # fmt: skip
 
 
@@ -101,10 +104,9 @@ def _found(
     value_of: Callable[[str], Any],
 ) -> FoundModel:
     steps = {name: found for name in STEPS if (found := step_of_value(value_of(name))) is not None}
-    is_all = len(model.specs()) == len(place.names)
     beside = [name for name in names if name not in place.names and name not in steps]
     return FoundModel(
-        model if is_all else _Part(model, place.names),
+        model,
         next(iter(steps.values()), None),
         beside_model(beside, paths, place.key),
     )

@@ -1,8 +1,8 @@
 """`TorchFile`: the tensors of a file that `torch.save` has written, a part at a time. Its pickle is read as values, and nothing in it is run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, final
 
@@ -17,11 +17,13 @@ from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidA
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.printable import printable
+from trainfold.core.torch_files.other_tensors import OtherTensor, check_readable
 from trainfold.core.torch_files.stored_values import StoredTensor, flattened
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 _SHOWN = 8  # names in a message
+_TENSORS = (StoredTensor, OtherTensor)
 
 
 @final
@@ -116,6 +118,8 @@ class TorchFile:
         self._prefix = prefix
         self._below = f"{below}." if below else ""
 
+        self._names: frozenset[str] | None = None
+
     def __repr__(self) -> str:
         prefix = f", prefix={self._prefix!r}" if self._prefix else ""
         below = f", below={self._below[:-1]!r}" if self._below else ""
@@ -127,12 +131,16 @@ class TorchFile:
         Raises:
             CheckpointMissing: if the file is not there.
             CheckpointForeign: if torch before 1.6 wrote it.
-            CheckpointHostile: if it names what plain state does not need, such as a class of a program, or a tensor is larger than its memory.
+            CheckpointHostile: if it names what plain state does not need, such as a class of a program.
+            UnsupportedLeaf: if a tensor is sparse or quantised, or overlaps itself; the message names it, and others can be taken.
             CheckpointDamaged: if it is cut off.
             InvalidArgument: if there is no dict under the prefix.
         """
         with open_torch_file(self._path) as opened:
-            return {name: LeafSpec(each.dtype, each.shape) for name, each in self._tensors(opened.values).items()}
+            return {
+                name: LeafSpec(each.dtype, each.shape)
+                for name, each in self._tensors(self._named(opened.values)).items()
+            }
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the part of each tensor that this rank holds.
@@ -142,10 +150,9 @@ class TorchFile:
             CheckpointMissing: as in `specs`, and so the others.
         """
         with open_torch_file(self._path) as opened:
-            for name, stored in self._tensors(opened.values).items():
-                each = wanted.get(name)
-                if each is None:
-                    continue
+            found = {name: each for name, each in self._named(opened.values).items() if name in wanted}
+            for name, stored in self._tensors(found).items():
+                each = wanted[name]
                 if each.shape != stored.shape:
                     yield name, torch.empty(stored.shape, device="meta")  # it is refused for its shape, and not read
                     continue
@@ -159,7 +166,7 @@ class TorchFile:
             CheckpointMissing: as in `specs`, and so the others.
         """
         with open_torch_file(self._path) as opened:
-            tensors = self._tensors(opened.values)
+            tensors = self._tensors(self._named(opened.values))
             found = self._path.stat()
             yield OpenWeights(
                 {name: LeafSpec(each.dtype, each.shape) for name, each in tensors.items()},
@@ -175,7 +182,7 @@ class TorchFile:
             CheckpointMissing: as in `specs`, and so the others.
         """
         with open_torch_file(self._path) as opened:
-            found = {name: each for name, each in self._named(opened.values).items() if type(each) is not StoredTensor}
+            found = {name: each for name, each in self._named(opened.values).items() if type(each) not in _TENSORS}
         return deepcopy(found)
 
     def at(self, keys: str) -> Any:
@@ -190,8 +197,28 @@ class TorchFile:
                 return opened.read(found, tuple((0, size) for size in found.shape)).item()
             return found
 
-    def _tensors(self, values: Any) -> dict[str, StoredTensor]:
-        return {name: each for name, each in self._named(values).items() if type(each) is StoredTensor}
+    def tensor_names(self) -> list[str]:
+        """The names of all tensors, of those too that are not read, such as sparse ones.
+
+        Raises:
+            CheckpointMissing: as in `specs`, and so the others.
+        """
+        with open_torch_file(self._path) as opened:
+            return [name for name, each in self._named(opened.values).items() if type(each) in _TENSORS]
+
+    def part(self, names: Collection[str]) -> "TorchFile":
+        """The same file, of which only some tensors are taken.
+
+        Args:
+            names: of the tensors.
+        """
+        found = copy(self)
+        found._names = frozenset(names)  # noqa: SLF001 - of the copy
+        return found
+
+    def _tensors(self, named: Mapping[str, Any]) -> dict[str, StoredTensor]:
+        check_readable(named, str(self._path))
+        return {name: each for name, each in named.items() if type(each) is StoredTensor}
 
     def _named(self, values: Any) -> dict[str, Any]:
         found = _under(values, self._prefix)
@@ -205,7 +232,8 @@ class TorchFile:
                 "TorchFile.prefix", expected="the keys of a dict in the file", found=f"{self._prefix!r}, and at the top {keys}",
                 fix=f"name the keys of the state dict in {self._path}")  # fmt: skip
         names = flattened(found, str(self._path))
-        return {name[len(self._below) :]: each for name, each in names.items() if name.startswith(self._below)}
+        mine = {name[len(self._below) :]: each for name, each in names.items() if name.startswith(self._below)}
+        return mine if self._names is None else {name: each for name, each in mine.items() if name in self._names}
 
 
 def _under(values: Any, keys: str) -> Any:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from kit.backends import dcp_cases as cases
 from kit.depth import IS_DEEP
 
+from trainfold.backends.convert.opened_source import open_source
 from trainfold.backends.formats.torch_save import archive, tensor_parts
 from trainfold.backends.formats.torch_save.archive import archive_values, read_archive
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
-from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, TrainfoldError
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, TrainfoldError, UnsupportedLeaf
 from trainfold.core.torch_files.stored_values import StoredTensor
-from trainfold.weights import TorchFile
+from trainfold.weights import TorchFile, Wanted
 
 CASES = 50_000 if IS_DEEP else 300
 
@@ -69,12 +70,63 @@ def test_a_compressed_member_is_refused(saved):
         opened(saved, read_archive)
 
 
-def test_a_tensor_that_is_larger_than_its_memory_is_refused(tmp_path):
-    """U02: a view of one element can claim any size; torch would write out no more than the element."""
+@settings(max_examples=40)
+@given(data=st.data())
+def test_an_expanded_tensor_has_the_values_that_torch_sees_in_any_part(tmp_path_factory, data):
+    """It has more elements than memory: a step of 0 in some dimensions."""
+    sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    grown = [size if data.draw(st.booleans()) else 1 for size in sizes]
+    tensor = torch.randn(grown).expand([wide if size == 1 else size for size, wide in zip(grown, sizes, strict=True)])
+    tensor = tensor.permute(data.draw(st.permutations(range(tensor.dim()))))
+    path = tmp_path_factory.mktemp("top") / "x.pt"
+    torch.save({"w": tensor, "p": torch.nn.Parameter(tensor)}, path)
+    box = tuple(tuple(sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))) for size in tensor.shape)  # fmt: skip
+    with TorchFile(path).opened() as found:
+        assert {name: each.shape for name, each in found.specs.items()} == dict.fromkeys("wp", tuple(tensor.shape))
+        for name in "wp":
+            assert torch.equal(found.read(name, box), tensor.detach()[tuple(slice(*each) for each in box)])
+
+
+OTHERS = {
+    "sparse": (lambda: torch.eye(3).to_sparse(), r"a sparse tensor; save tensor\.to_dense\(\)"),
+    "of_rows": (lambda: torch.eye(3).to_sparse_csr(), "a sparse tensor"),
+    "parameter": (lambda: torch.nn.Parameter(torch.eye(3).to_sparse()), "a sparse tensor"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), r"a quantised tensor; save tensor\.dequantize\(\)"),
+    "by_channels": (lambda: torch.quantize_per_channel(torch.ones(3, 2), torch.ones(3), torch.zeros(3), 0, torch.quint8), "a quantised tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
+    "meta": (lambda: torch.empty(3, device="meta"), "a tensor on meta, which has no values"),
+    "overlapping": (lambda: torch.ones(6).unfold(0, 4, 1), "a view whose parts overlap: 48 bytes in 24"),
+    "huge": (lambda: torch.zeros(1).expand(1 << 40), "an expanded tensor of 4,398,046,511,104 bytes, of which 4 are stored"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_tensor_of_another_kind_is_named_and_the_others_are_read_without_it(tmp_path, kind):
+    """It is no attack: the message says which tensor, what it is, and what to do; a selection without it is read, and the model of a conversion."""
+    make, message = OTHERS[kind]
     path = tmp_path / "x.pt"
-    torch.save({"w": torch.zeros(1).expand(1 << 40)}, path)
-    with pytest.raises(CheckpointHostile, match="a tensor inside its memory of 4 bytes"):
-        TorchFile(path).specs()
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"a.b": make()}, "step": 3}, path)
+    for read in (
+        TorchFile(path).specs,
+        TorchFile(path, prefix="optimizer").specs,
+        lambda: list(TorchFile(path).supply({"optimizer.a.b": Wanted("float32", (3, 3), ((0, 3), (0, 3)))})),
+        lambda: TorchFile(path).opened().__enter__(),
+    ):
+        with pytest.raises(UnsupportedLeaf, match=rf"a\.b: expected elements in memory, .*found {message}"):
+            read()
+    assert TorchFile(path, prefix="model").specs().keys() == TorchFile(path, below="model").specs().keys() == {"w"}
+    wanted = {"model.w": Wanted("float32", (2,), ((0, 2),))}
+    assert [name for name, _ in TorchFile(path).supply(wanted)] == ["model.w"]
+    assert TorchFile(path).objects() == {"step": 3}
+    for top in ({}, {"model": {"w": torch.ones(2)}}):
+        torch.save({"w": torch.ones(2), "optimizer": {"a.b": make()}, **top}, path)
+        opened = open_source(path, key="model" if top else None)
+        assert list(opened.model.specs()) == ["w"]
+        assert set(opened.others) == {"optimizer", *({"w"} if top else ())}
+    torch.save({"w": make()}, path)
+    with pytest.raises(UnsupportedLeaf, match=message):
+        open_source(path).model.specs()
 
 
 def test_another_byte_order_and_a_missing_pickle_are_named(saved, monkeypatch):
