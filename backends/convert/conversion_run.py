@@ -37,6 +37,8 @@ from trainfold.core.transform.values import cast
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
 from trainfold.core.weights.open_weights import OpenWeights
 
+_SHARD_BYTES: Final = "5GB"
+
 
 @final
 @attrs.frozen
@@ -50,6 +52,7 @@ class PlannedConversion:
         dtype: torch's name of that to which floating parameters are cast; None for none.
         like: the directory of the original model, if the target is one of a hub.
         config: the configuration of the model, if it is known.
+        shard_bytes: how large the files of a hub are, if they cannot be those of ``like``.
     """
 
     plan: Conversion
@@ -58,6 +61,7 @@ class PlannedConversion:
     dtype: str | None
     like: HubDirectory | None
     config: Mapping[str, Any] | None = attrs.field(repr=False)
+    shard_bytes: str | None = None
 
 
 def plan_conversion(  # noqa: PLR0913 - keywords
@@ -66,7 +70,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     *,
     to: str,
     dtype: str | None = None,
-    rules: str | None = None,
+    rules: str | Transform | None = None,
     like: str | Path | None = None,
     lora: str | Path | None = None,
     dequantise: bool = False,
@@ -78,7 +82,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         target: the path that is written.
         to: ``native``, ``hf`` or ``dcp``.
         dtype: to which floating parameters are cast, such as ``bf16``. The optimizer is left out then: its state is never cast.
-        rules: a family of `hub_rules`, if names are translated. The optimizer is left out then.
+        rules: a family of `hub_rules`, if names are translated, or a transform that is applied as it is. The optimizer is left out then.
         like: the directory of the original model, or its ``config.json``: it has the numbers that rules need, and for a target of a hub what is beside the weights.
             By default the source, if it is one of a hub.
         lora: the configuration of an adapter of peft, or its directory: the adapter is merged. The optimizer is left out then.
@@ -94,12 +98,12 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     name = dtype_of(dtype)
     original, config = like_of(opened, like)
     opened, adapter = (opened, None) if lora is None else with_adapter(opened, lora)
-    found = with_converters(
-        rules_for(opened.format, to, rules, config), adapter=adapter, quantised=(config or {}) if dequantise else None
-    )
+    named = rules if isinstance(rules, Transform) else rules_for(opened.format, to, rules, config)
+    found = with_converters(named, adapter=adapter, quantised=(config or {}) if dequantise else None)
     said = "\n".join(str(each) for each in (found, None if name is None else cast(name)) if each is not None)
     first = Conversion(opened.where, opened.format, str(target), to, opened.step, said, {}, {}, ("model",), (), {})
-    planned = PlannedConversion(first, opened, found, name, original if to == "hf" else None, config)
+    planned = PlannedConversion(first, opened, found, name, original if to == "hf" else None, config,
+                                shard_bytes=_SHARD_BYTES if isinstance(rules, Transform) else None)  # fmt: skip
     done = attrs.evolve(planned, plan=_PLANS[to](planned))
     if to == "hf":
         check_without_adapters(done.plan.after, to)
@@ -164,7 +168,14 @@ def _contents(planned: PlannedConversion, advance: Advance) -> Iterator[tuple[Na
 def _hub_options(planned: PlannedConversion) -> dict[str, Any]:
     config = None if planned.like is not None else planned.config
     about = {} if planned.plan.step is None else {STEP_TEXT: str(planned.plan.step)}
-    return {"rules": planned.rules, "dtype": planned.dtype, "like": planned.like, "config": config, "about": about}
+    return {
+        "rules": planned.rules,
+        "dtype": planned.dtype,
+        "shard_bytes": planned.shard_bytes,
+        "like": planned.like,
+        "config": config,
+        "about": about,
+    }
 
 
 def _hub_plan(planned: PlannedConversion) -> Conversion:

@@ -7,7 +7,9 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import size_bytes
+from trainfold.core.json_values import shown
 from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.transform.converters.converter import Converter
 from trainfold.core.transform.converters.lora import lora_of
 from trainfold.core.transform.families.adapter_rules import is_of_adapter
 from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
@@ -110,6 +112,29 @@ def rules_for(source_format: str, to: str, family: str | None, config: Mapping[s
         raise InvalidArgument("convert.rules", expected="the config.json of the model, which names its family", found="none", fix="give it with --like")  # fmt: skip
     whole = hub_rules(family) if config is None else _of_config(family, config)
     return whole if to == "hf" else _inverse(whole)
+
+
+def own_rules(given: object, name: str) -> Transform:
+    """Rules of the user's own, which are applied as they are: a transform, or the export of a converter.
+
+    Args:
+        given: either of them.
+        name: of it, for messages.
+
+    Raises:
+        InvalidArgument: for something else.
+
+    Examples:
+        >>> from trainfold.core.transform.naming import rename
+        >>> print(own_rules(rename("net.{name*}", "{name*}"), "my_rules:rules"))
+        rename net.{name*} -> {name*}
+    """
+    if isinstance(given, Converter) and not isinstance(given, type):
+        return given.state_dict_transform
+    if isinstance(given, Transform) and not isinstance(given, type):
+        return given
+    raise InvalidArgument("convert.rules", expected=f"a transform or a converter as {name}", found=shown(given),
+                          fix="name an object, such as one that trainfold.transforms.compose has made")  # fmt: skip
 
 
 def with_converters(

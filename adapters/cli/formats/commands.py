@@ -36,7 +36,7 @@ def convert(  # noqa: PLR0913 - one for each option
     rules: Annotated[
         str | None,
         Parameter(
-            help="Translate names and layouts between the code of a family, such as llama, and the hub; transformers, for mixtures of experts in its modules. The optimizer is left out then."
+            help="Translate names and layouts between the code of a family, such as llama, and the hub; transformers, for mixtures of experts in its modules; or package.module:name, a transform or converter of your own. The optimizer is left out then."
         ),
     ] = None,
     like: Annotated[

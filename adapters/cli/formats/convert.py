@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainfold.adapters.cli.formats.own_rules import rules_named
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.adapters.cli.terminal.reading import reading
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
@@ -34,7 +35,7 @@ def convert_path(  # noqa: PLR0913 - keywords
         target: the path that is written.
         to: ``native``, ``hf`` or ``dcp``.
         dtype: to which floating weights are cast; None for none.
-        rules: the family whose names are translated; None for none.
+        rules: the family whose names are translated, or a module and a name in it; None for none.
         like: the directory of the original model, or its ``config.json``; None for the source.
         lora: the configuration of an adapter that is merged, or its directory; None for none.
         dequantise: whether quantised weights become plain.
@@ -54,7 +55,7 @@ def convert_path(  # noqa: PLR0913 - keywords
         target,
         to=to,
         dtype=dtype,
-        rules=rules,
+        rules=rules_named(rules),
         like=like,
         lora=lora,
         dequantise=dequantise,

@@ -1,13 +1,14 @@
 """`trainfold convert`: what it plans is what it does, and each way to fail has its exit code and its fix."""
 
 import json
+import sys
 
 import pytest
 import torch
 from kit.adapters import cli_cases
 from safetensors.torch import save_file
 
-from trainfold.weights import CheckpointWeights
+from trainfold.weights import CheckpointWeights, HubDirectory
 
 saved = cli_cases.saved
 run = cli_cases.run
@@ -73,6 +74,44 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(answered, hub
     _, error = answered("convert", hub, tmp_path / "run", *options, code=code)
     assert words in json.dumps(error)
     assert not (tmp_path / "run").exists()
+
+
+OWN = """
+from trainfold.transforms import lora, rename
+
+rules = rename("w", "mine.w")
+converter = lora(alpha=2)
+number = 3
+"""
+
+
+def test_rules_of_ones_own_are_named_by_their_module(answered, hub, tmp_path, monkeypatch):
+    """A transform is applied as it is, of a converter its export; a module is imported from the current folder, and only when it is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_rules_of_a_test.py").write_text(OWN)
+    (tmp_path / "own_rules_that_fail.py").write_text("1 / 0")
+    found, _ = answered("convert", hub, "a", "--to", "hf", "--rules", "own_rules_of_a_test:rules")
+    assert found["transforms"] == ["rename w -> mine.w"]
+    assert str(tmp_path) not in sys.path
+    assert "own_rules_that_fail" not in sys.modules
+    assert set(HubDirectory("a").specs()) == {"mine.w", "n"}
+    adapted = {"w.base_layer.weight": torch.ones(2, 2), "w.lora_A.default.weight": torch.ones(1, 2), "w.lora_B.default.weight": torch.ones(2, 1)}  # fmt: skip
+    save_file(adapted, tmp_path / "adapted.safetensors")
+    answered("convert", "adapted.safetensors", "b", "--to", "native", "--rules", "own_rules_of_a_test:converter")
+    assert list(CheckpointWeights("b").specs()) == ["w.weight"]
+    for name, words in {
+        "own_rules_of_a_test:number": "a transform or a converter",
+        "own_rules_of_a_test:lora": "a transform or a converter as own_rules_of_a_test:lora",
+        "own_rules_of_a_test:nothing": "nothing in own_rules_of_a_test",
+        "own_rules_that_fail:x": "division by zero",
+        "no_such_module:x": "a module no_such_module",
+        "a b:c": "package.module:name",
+        "os:": "package.module:name",
+    }.items():
+        _, error = answered("convert", hub, "c", "--to", "hf", "--rules", name, code=2)
+        assert error["where"] == "convert.rules"
+        assert words in json.dumps(error)
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_is_in_the_way_is_never_written_into(answered, hub, run):
