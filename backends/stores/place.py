@@ -70,7 +70,7 @@ or mounted directory, or for a run pass a store of your own: trainfold has none 
 
 
 def free_path(place: str, *, argument: str = "path") -> str:
-    """The path of a directory that is written, which is no checkpoint, and in none: a checkpoint holds what its manifest lists. Names beside the checkpoints of a run are free.
+    """The path of a directory that is written, which is not a checkpoint, nor in one: a checkpoint holds what its manifest lists. Names beside the checkpoints of a run are free.
 
     Args:
         place: see `local_path`; it need not be there.

@@ -103,7 +103,7 @@ OTHERS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_tensor_of_another_kind_is_named_and_the_others_are_read_without_it(tmp_path, kind):
-    """It is no attack: the message says which tensor, what it is, and what to do; a selection without it is read, and the model of a conversion."""
+    """It is not an attack: the message says which tensor, what it is, and what to do; a selection without it is read, and the model of a conversion."""
     make, message = OTHERS[kind]
     path = tmp_path / "x.pt"
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"a.b": make()}, "step": 3}, path)
