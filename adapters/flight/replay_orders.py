@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -9,7 +10,8 @@ from typing import Final
 import attrs
 
 from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch
-from trainfold.core.rehearsal.orders import Orders
+from trainfold.backends.stores.record_file import RecordFile
+from trainfold.core.rehearsal.orders import RECORD_NAME, Orders
 
 NONFINITE_NAME: Final = "nonfinite.json"
 
@@ -54,4 +56,6 @@ def end_with(orders: Orders, step: int | None, found: NonFiniteOutput | str) -> 
     being_written = notes / f".{NONFINITE_NAME}.{os.getpid()}"
     being_written.write_text(json.dumps({"step": step, "text": str(found), "output": seen}), encoding="utf-8")
     being_written.replace(notes / NONFINITE_NAME)
+    record = RecordFile(notes / RECORD_NAME, clock=time.monotonic)
+    record.write("done", step or 0, why="not finite")  # the replay then ends the other ranks, which wait for this one
     os._exit(0)

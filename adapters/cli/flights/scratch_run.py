@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -100,7 +100,7 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     )
     seen: list[RecordedLine] = []
     with program:
-        is_silent = _follow(program, seen, request.patience_secs)
+        is_silent = _follow(program, seen, request.patience_secs, is_found=(notes / NONFINITE_NAME).exists)
     nonfinite = json.loads((notes / NONFINITE_NAME).read_text()) if (notes / NONFINITE_NAME).exists() else None
     is_over = nonfinite is not None or any(entry.kind == "done" for entry in seen)
     if is_silent or not (is_over or program.code == 0):
@@ -137,7 +137,7 @@ def _begin(run: Path, checkpoint: Checkpoint) -> None:
             shutil.copytree(source / name, run / name)
 
 
-def _follow(program: Program, seen: list[RecordedLine], patience_secs: float) -> bool:
+def _follow(program: Program, seen: list[RecordedLine], patience_secs: float, is_found: Callable[[], bool]) -> bool:
     """Read what it records until it ends; returns whether it was silent for too long."""
     for entry in program.entries(patience_secs=patience_secs):
         if entry is None:
@@ -145,6 +145,9 @@ def _follow(program: Program, seen: list[RecordedLine], patience_secs: float) ->
         seen.append(entry)
         if entry.kind == "done":
             break
+    if is_found():
+        program.kill()
+        return False
     late = time.monotonic() + _GRACE_SECS
     for entry in program.entries(patience_secs=_GRACE_SECS):
         if entry is None or time.monotonic() > late:

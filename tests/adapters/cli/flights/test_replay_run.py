@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 
 from kit.adapters import replay_cases
 from kit.adapters.cli_cases import fits_its_schema
@@ -106,3 +107,13 @@ def test_a_run_on_another_disk_is_copied(ran, replayed, monkeypatch):
     monkeypatch.setattr(os, "link", no_link)
     assert replayed("replay", "runs/a", "--from", 8, "--to", 12, command=command)[0] == 0
     shutil.rmtree("runs/replay")
+
+
+def test_processes_that_wait_for_the_one_with_the_nan_are_ended(ran, replayed):
+    """As the other ranks do, in a collective that never ends: the replay is over as soon as the module is found."""
+    waits = ("    loss.backward()", "    if live.progress.step == 6 and os.environ.get('TRAINFOLD_REHEARSAL'):\n        import time\n        model(x / 0.0) if os.fork() == 0 else time.sleep(600)\n    loss.backward()")  # fmt: skip
+    command = ran("a", waits)
+    began = time.monotonic()
+    code, found = replayed("replay", "runs/a", "--from", 4, "--until-nonfinite", command=command)
+    assert (code, found["nonfinite"]["step"]) == (0, 7)
+    assert time.monotonic() - began < 60
