@@ -10,7 +10,7 @@ import attrs
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore, open_store
 from trainfold.backends.stores.place import is_object_url, local_path
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.stores.staged_files import check_path, too_long
 from trainfold.core import errors
 from trainfold.core.component_names import BUILTIN_COMPONENTS, validate_components
@@ -49,7 +49,7 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
         CheckpointError: the matching subclass, if it is not a run.
     """
     if is_object_url(str(path)):
-        store: Store = open_store(str(path))
+        store = glimpse(open_store(str(path)))
         if not store.list():
             raise _no_run(store.url, "nothing")
     else:

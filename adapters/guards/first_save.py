@@ -9,7 +9,7 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.runs.scan import read_inventory, read_manifest
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.errors import RunNotRestored
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
@@ -33,7 +33,7 @@ def look(store: Store) -> HeldRun:
         >>> look(MemoryStore())
         HeldRun(run_id='', checkpoints=())
     """
-    inventory = read_inventory(store)
+    inventory = read_inventory(glimpse(store))
     return HeldRun(inventory.run_id or "", tuple(entry.name for entry in inventory.entries if entry.head is not None))
 
 

@@ -13,7 +13,7 @@ from trainfold.adapters.requests.sources import RequestSource
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.runs.scan import check_place
 from trainfold.backends.stores.os_errors import named_failures
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.wakeup import Latch
 from trainfold.core.errors import InvalidState, RunLocked, error_text
 from trainfold.core.layout.world import Collectives
@@ -69,7 +69,7 @@ class RunLease:
 
         def take() -> HeldRun:
             with named_failures(store.url):
-                check_place(store)  # before the lock, which is a file
+                check_place(glimpse(store))  # before the lock, which is a file
                 self._held.enter_context(store.lock())
                 return look(store)
 

@@ -17,7 +17,7 @@ from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.reuse.leftovers import leftovers
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.side_by_side import side_by_side
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import MANIFEST
@@ -57,6 +57,7 @@ class Pruner:
 
     def __init__(self, store: Store, policy: Retention, left_behind: Retention | None = None) -> None:
         self._store = store
+        self._seen = store  # at the time of a decision
         self._policy = policy
         self._left_behind = left_behind
         # file sizes, by the names of files in the run, so that each manifest is read once, and none that was written here: both readers had accepted it before its commit
@@ -81,7 +82,8 @@ class Pruner:
         try:
             self.prune(Saved(result.checkpoint, result.step, result.timeline, parts=parts), events)
             if not self._has_cleared:
-                self.clear(leftovers(self._store, read_inventory(self._store)))
+                self._seen = glimpse(self._store)
+                self.clear(leftovers(self._seen, read_inventory(self._seen)))
                 self._has_cleared = True
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             _LOG.warning(
@@ -99,9 +101,10 @@ class Pruner:
         Raises:
             CheckpointError: if there is a best that cannot be read.
         """
-        inventory = read_inventory(self._store)
-        inventory = with_quarantined(inventory, quarantined(self._store)).standing_alone(alone)
-        return self._plan(written, inventory, read_best(self._store), proves=True)
+        self._seen = glimpse(self._store)
+        inventory = read_inventory(self._seen)
+        inventory = with_quarantined(inventory, quarantined(self._seen)).standing_alone(alone)
+        return self._plan(written, inventory, read_best(self._seen), proves=True)
 
     def prune(self, written: Saved, events: list[Event]) -> None:
         """Delete what may be deleted now.
@@ -128,11 +131,12 @@ class Pruner:
                 self._store.delete(f"{name}/{file}")
 
     def _prune(self, written: Saved, events: list[Event]) -> None:
-        inventory = read_inventory(self._store)
-        data = best_bytes(self._store)
+        self._seen = glimpse(self._store)
+        inventory = read_inventory(self._seen)
+        data = best_bytes(self._seen)
         best = None if data is None else parsed_best(self._store, data)
         self._lead_best_back(inventory, best)
-        inventory = with_quarantined(inventory, quarantined(self._store))
+        inventory = with_quarantined(inventory, quarantined(self._seen))
         plan = self._plan(written, inventory, best, proves=not deletes_none(self._policy, self._left_behind))
         if plan.deleted and data is not None and data != self._durable_best:
             self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
@@ -154,7 +158,7 @@ class Pruner:
 
         The file itself stays, because its readers compare timelines. A person who follows a pointer does not compare them.
         """
-        if best is None or self._store.pointers().get(BEST_POINTER) != best.name:
+        if best is None or self._seen.pointers().get(BEST_POINTER) != best.name:
             return
         found = best_still_there(inventory, best)
         if found == best.name:
@@ -174,12 +178,12 @@ class Pruner:
         problems = {name: problem for name in names if (problem := self._problem(inventory, name)) is not None}
         whole = (*(name for name in names if name not in problems), written.name)
         entries = [entry for name in whole if (entry := inventory.entry(name)) is not None]
-        pointed = {target: f"the pointer {name}" for name, target in self._store.pointers().items()}
+        pointed = {target: f"the pointer {name}" for name, target in self._seen.pointers().items()}
         return plan_pruning(
             inventory,
             written=written,
             proved={one.name: one for one in self._saved(entries, best.scores if best is not None else {})},
-            files={name: self._store.list(name) for name in may_be_torn(inventory, written)},
+            files={name: self._seen.list(name) for name in may_be_torn(inventory, written)},
             policy=self._policy,
             left_behind=self._left_behind,
             protected={**pointed, **(best.names if best is not None else {})},
@@ -192,7 +196,7 @@ class Pruner:
         for entry in entries:
             if entry.head is None:
                 continue
-            committed_at = self._store.committed_at(f"{entry.name}/{MANIFEST}")
+            committed_at = self._seen.committed_at(f"{entry.name}/{MANIFEST}")
             age_secs = None if committed_at is None else now - committed_at
             score = scores.get((entry.name, entry.head.timeline))
             parts = self._parts.get(entry.name)
@@ -211,7 +215,7 @@ class Pruner:
         ):
             return None
         self._proved.pop(name, None)
-        entry = examine(self._store, inventory, name, needs=nothing_needed(most_files=0) if is_large else None).entry(
+        entry = examine(self._seen, inventory, name, needs=nothing_needed(most_files=0) if is_large else None).entry(
             name
         )
         assert entry is not None  # the plan asks for entries only
@@ -228,10 +232,10 @@ class Pruner:
 
     def _present(self, *directories: str) -> frozenset[str]:
         """The files of some directories, by their names in the run."""
-        return frozenset(f"{name}/{file}" for name in directories for file in self._store.list(name))
+        return frozenset(f"{name}/{file}" for name in directories for file in self._seen.list(name))
 
     def _has_sizes(self, sizes: Mapping[str, int]) -> bool:
-        found = side_by_side([partial(self._store.size, file) for file in sizes])
+        found = side_by_side([partial(self._seen.size, file) for file in sizes])
         return found == [*sizes.values()]
 
 

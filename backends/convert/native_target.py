@@ -103,7 +103,7 @@ def write_native(contents: NativeContents, path: str) -> str:
         parts = {each.name: contributions_of(each, manifest, [0])[0] for each in manifest.components}
         whole: Manifest = without_collecting(whole_manifest)(manifest, [Wrote(manifest.files, None, parts)])
         store.commit(f"{plan.directory}/{MANIFEST}", proved_bytes(whole, plan.directory))
-        after_commit(whole, plan, store)
+        after_commit(whole, plan, store, store)
         writes.forget(f"{plan.directory}/{file.name}" for file in plan.files)
     return plan.directory
 

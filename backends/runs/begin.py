@@ -4,7 +4,7 @@ import uuid
 from contextlib import suppress
 
 from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
-from trainfold.backends.stores.protocol import Store, least_revision_of
+from trainfold.backends.stores.protocol import Store, glimpse, least_revision_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, SaveFailed
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import (
@@ -43,21 +43,23 @@ def begin_checkpoint(
     if not isinstance(store, Store):
         raise InvalidArgument("store", expected="the store whose lock you hold", found=shown(store),
                               fix="make it with trainfold.LocalStore(directory), and call this inside store.lock()")  # fmt: skip
-    run_id = read_run_id(store)
+    seen = glimpse(store)
+    run_id = read_run_id(seen)
     if run_id is None:
-        check_place(store)
+        check_place(seen)
         with suppress(CommitConflict):  # another process made the run meanwhile, and its id counts
             store.commit(RUN_FILE, run_document(uuid.uuid4().hex))
-        run_id = read_run_id(store)
+        seen = glimpse(store)
+        run_id = read_run_id(seen)
     assert run_id is not None  # it was committed just now
-    inventory = read_inventory(store)
+    inventory = read_inventory(seen)
     if inventory.problem is not None:  # such as a directory that could not be listed: its checkpoints are not known
         problem = inventory.problem
         raise SaveFailed(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
     directory = directory_of(step)
     name = f"{directory}/{MANIFEST}"
-    size = store.size(name)
-    files = store.list(directory) if size is not None or inventory.refers_to(directory) else []
+    size = seen.size(name)
+    files = seen.list(directory) if size is not None or inventory.refers_to(directory) else []
     old = None if size is None else store.read(name, start=0, stop=size)
     least = least_revision_of(store)
     return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from, least_revision=least), old

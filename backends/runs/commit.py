@@ -97,20 +97,27 @@ def clean_up(plan: SavePlan, data: bytes, store: Store) -> None:
                 store.delete(f"{plan.directory}/{name}")
 
 
-def after_commit(manifest: Manifest, plan: SavePlan, store: Store) -> None:
-    """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored."""
+def after_commit(manifest: Manifest, plan: SavePlan, store: Store, seen: Store) -> None:
+    """Point `latest` to the checkpoint and delete stale files. The checkpoint is durable, so failures here are ignored.
+
+    Args:
+        manifest: what was committed.
+        plan: of the save.
+        store: the run.
+        seen: the same, where the files of the checkpoint are listed already.
+    """
     with suppress(TrainfoldError, OSError):
         store.point("latest", plan.directory)
-        delete_stale(manifest, plan.directory, store)
+        delete_stale(manifest, plan.directory, store, seen)
 
 
-def delete_stale(manifest: Manifest, directory: str, store: Store) -> None:
+def delete_stale(manifest: Manifest, directory: str, store: Store, seen: Store | None = None) -> None:
     """Delete what the manifest of a checkpoint does not name. Failures are ignored.
 
     Data files of earlier revisions stay if another checkpoint refers to this directory.
     """
     with suppress(TrainfoldError, OSError):
-        stale = stale_files(manifest, store.list(directory))
+        stale = stale_files(manifest, (seen or store).list(directory))
         if stale and read_inventory(store).refers_to(directory):
             stale = tuple(name for name in stale if not can_be_referred_to(directory, name))
         for name in stale:

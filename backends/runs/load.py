@@ -19,7 +19,7 @@ from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.shared_reads import SharedReads, may_share
 from trainfold.backends.runs.snapshot import full_contract
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.user_warning import warn_user
 from trainfold.core.errors import (
     CheckpointUnreadable,
@@ -355,7 +355,7 @@ def _attempt(  # noqa: PLR0913 - of one call
         unread.forget()  # those of a checkpoint that did not load
     sharing = SharedReads(store, world) if is_shared else None
     try:
-        return run_resume(outcome, like, store=store, unread=unread, sharing=sharing), None
+        return run_resume(outcome, like, store=glimpse(store, outcome.checkpoint), unread=unread, sharing=sharing), None
     except (TrainfoldError, OSError) as error:
         if sharing is not None and error is sharing.broken:
             raise  # of a call of the ranks, after which none makes another one

@@ -14,7 +14,7 @@ from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine, index_reader, read_inventory, read_root, sees_root
 from trainfold.backends.stores.local import Run, open_store
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.errors import RanksDisagree, TrainfoldError, place
 from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.indexes.needed import Needs
@@ -84,18 +84,19 @@ def view_for_all(  # noqa: PLR0913 - keywords
             `examine_for_all`.
     """
     for _ in range(RELISTINGS + 1):
-        tell = partial(_listed, store, request, wanted, before, reads_root=world.world_size > 1)
+        seen = store if world.rank else glimpse(store)
+        tell = partial(_listed, seen, request, wanted, before, reads_root=world.world_size > 1)
         told = on_rank_zero(world, tell, doing="list the run")
         is_as_before = before is not None and told.inventory == before.listed
         found = with_quarantined(told.inventory, told.known)
         error = None
         if world.world_size > 1:
-            found, error = _compared(store, told, found, world, request=request, needs=needs)
+            found, error = _compared(seen, told, found, world, request=request, needs=needs)
         if error is None:
             if is_as_before and before is not None:
                 return before
             roots = {} if told.first is None or told.root is None else {told.first: told.root}
-            found = examine_for_all(store, found, request, world, wanted=wanted, needs=needs, roots=roots)
+            found = examine_for_all(seen, found, request, world, wanted=wanted, needs=needs, roots=roots)
             return RunView(told.inventory, told.known, found)
     assert error is not None  # or it had returned
     raise error

@@ -10,7 +10,7 @@ from typing import final
 
 import attrs
 
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.user_warning import warn_user
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointError, CheckpointHostile, CommitConflict, FutureVersion
@@ -86,9 +86,10 @@ def begin_attempt(store: Store, name: str) -> None:
         store: the run.
         name: the checkpoint, ``step-00000120``.
     """
-    digest = _manifest_digest(store, name)
+    seen = glimpse(store)
+    digest = _manifest_digest(seen, name)
     if digest is not None:
-        _change(store, lambda attempts: after_attempt(attempts, name, digest))
+        _change(store, seen, lambda attempts: after_attempt(attempts, name, digest))
 
 
 def end_attempt(store: Store, name: str, outcome: LoadOutcome = LoadOutcome("loaded")) -> None:  # noqa: B008 (a frozen value)
@@ -99,12 +100,13 @@ def end_attempt(store: Store, name: str, outcome: LoadOutcome = LoadOutcome("loa
         name: the checkpoint.
         outcome: how it ended: the `outcome_of` an error, or the `worst_outcome` of several ranks.
     """
-    digest = _manifest_digest(store, name)
+    seen = glimpse(store)
+    digest = _manifest_digest(seen, name)
     if digest is None:  # another process deleted it
         return
     if outcome.ending == "damaged":
         _LOG.warning("%s/%s is quarantined until it is saved again: %s", store.url, name, outcome.reason)
-    _change(store, lambda attempts: after_outcome(attempts, name, digest, outcome))
+    _change(store, seen, lambda attempts: after_outcome(attempts, name, digest, outcome))
 
 
 @final
@@ -122,13 +124,14 @@ class _Found:
         return self.error is None or (self.data is not None and not isinstance(self.error, FutureVersion))
 
 
-def _change(store: Store, change: Callable[[Attempts], Attempts]) -> None:
+def _change(store: Store, seen: Store, change: Callable[[Attempts], Attempts]) -> None:
     """Read, change and write the record. A file that cannot be read is set aside under another name and never lost."""
     try:
         for _ in range(_TRIES):
             with suppress(CommitConflict):  # another process was faster, and its record counts too
-                _changed(store, _read(store), change)
+                _changed(store, seen, _read(seen), change)
                 return
+            seen = glimpse(store)
         _LOG.warning(
             "%s/%s: other processes keep writing it, and an attempt is not recorded", store.url, QUARANTINE_FILE
         )
@@ -136,8 +139,8 @@ def _change(store: Store, change: Callable[[Attempts], Attempts]) -> None:
         _LOG.warning("%s: an attempt to load is not recorded: %s", store.url, error)
 
 
-def _changed(store: Store, found: _Found, change: Callable[[Attempts], Attempts]) -> None:
-    changed = only_present(change(found.attempts), store.list())
+def _changed(store: Store, seen: Store, found: _Found, change: Callable[[Attempts], Attempts]) -> None:
+    changed = only_present(change(found.attempts), seen.list())
     if changed == found.attempts:
         return
     if found.error is not None:

@@ -35,7 +35,7 @@ from trainfold.backends.runs.scan import check_place
 from trainfold.backends.runs.snapshot import Snapshot
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.os_errors import failures_elsewhere, named_failures
-from trainfold.backends.stores.protocol import Store, preference_of
+from trainfold.backends.stores.protocol import Store, glimpse, preference_of
 from trainfold.core.component_names import selections_differ
 from trainfold.core.data.batches_read import BatchesRead, batches_in_doubt
 from trainfold.core.digest import digest_of
@@ -205,8 +205,8 @@ def _saved(  # noqa: PLR0913 - keywords
 
         def begin(plan: SavePlan) -> Head:
             with named_failures(store.url):
-                check_place(store)  # before the lock, which is a file
                 if lock:
+                    check_place(glimpse(store))  # before the lock, which is a file
                     locked.enter_context(store.lock())
                 head, old[0] = begin_checkpoint(store, snapshot.step, descends_from=descends_from)
                 # before any rank writes, and without asking the others for their sizes
@@ -314,6 +314,7 @@ def run_save(  # noqa: PLR0913 - keywords
     data, files = b"", dict[str, int]()
     directory, rank = plan.directory, collectives.rank
     mine: list[Manifest] = []
+    seen = glimpse(store, directory)  # looks when all has been written
 
     def write() -> Wrote:
         with Writes(store) as writes:
@@ -347,14 +348,14 @@ def run_save(  # noqa: PLR0913 - keywords
         records: list[FileRecord | IndexRecord] = [*manifest.files, *manifest.indexes]
         with named_failures(f"{store.url}/{directory}"):
             names = [each.path(directory) for each in records]
-            sizes = side_by_side([partial(store.size, name) for name in names])
+            sizes = side_by_side([partial(seen.size, name) for name in names])
             error = incomplete_file(records, store.url, directory, dict(zip(names, sizes, strict=True)))
             if error is not None:
                 raise error
             files.update({each.path(directory): each.size_bytes for each in records})
         data = proved_bytes(manifest, plan.directory)
         store.commit(f"{plan.directory}/{MANIFEST}", data, replaces=None if replaces is None else digest_of(replaces))
-        after_commit(manifest, plan, store)
+        after_commit(manifest, plan, store, seen)
         return manifest.size_bytes, {component.name: component.fingerprint for component in manifest.components}
 
     try:

@@ -3,7 +3,7 @@
 A `Place` is memory into which a store wants the next bytes; it is not the location of a run, which is `Store.url`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -12,11 +12,13 @@ from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 
 __all__ = [
     "Buffer",
+    "GivesGlimpses",
     "KeepsTime",
     "LosesWriters",
     "Place",
     "Placeable",
     "PrefersFiles",
+    "ReadsAhead",
     "SharedByRanks",
     "Store",
     "SyncsLater",
@@ -93,6 +95,41 @@ def least_revision_of(store: object) -> int:
         0
     """
     return int(getattr(store, "least_revision", 0))
+
+
+@runtime_checkable
+class GivesGlimpses(Protocol):
+    """A `Store` in which a list of everything is one request, and a look at a file another one. This method is optional."""
+
+    def glimpse(self, directory: str = "") -> "Store":
+        """The run, which answers which files there are, with their sizes and times, from one list of what is below a directory; "" for all of it."""
+
+
+def glimpse(store: "Store", directory: str = "") -> "Store":
+    """A store for one operation that looks at many files; the store itself where that makes no difference.
+
+    Examples:
+        >>> from trainfold.stores import MemoryStore
+        >>> store = MemoryStore()
+        >>> glimpse(store) is store
+        True
+    """
+    return store.glimpse(directory) if isinstance(store, GivesGlimpses) else store
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A `Store` in which a request takes longer than many bytes. This method is optional."""
+
+    def reading(
+        self, name: str, spans: Sequence[tuple[int, int]]
+    ) -> AbstractContextManager[Callable[[memoryview, int], None]]:
+        """Gives a function ``(buffer, start)`` that does what `Store.read_into` does, for ranges of a file that will be read.
+
+        Args:
+            name: the file.
+            spans: the ranges, as (first byte, one past the last). They are best read in the order of their bytes.
+        """
 
 
 class SyncsLater(Protocol):

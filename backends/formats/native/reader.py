@@ -12,7 +12,7 @@ import xxhash
 
 from trainfold.backends.formats.native.scatter import Inside, Scatter, can_scatter
 from trainfold.backends.side_by_side import at_once
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import ReadsAhead, Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, CheckpointTorn, InvalidArgument
 from trainfold.core.format.codec import torch_dtype
@@ -241,15 +241,21 @@ def _given(request: ReadRequest, target: torch.Tensor) -> torch.Tensor:
 
 
 def _read_run(store: Store, requests: Sequence[ReadRequest], targets: Sequence[torch.Tensor], run: list[int]) -> None:
-    with opened(store, requests[run[0]].name) as read_into:
+    spans = [(requests[index].start, requests[index].stop) for index in run]
+    if isinstance(store, ReadsAhead):
+        run = sorted(run, key=lambda index: requests[index].start)
+    with opened(store, requests[run[0]].name, spans) as read_into:
         for index in run:
             _read(store, requests[index], targets[index], read_into)
 
 
 @contextmanager
-def opened(store: Store, name: str) -> Iterator[ReadInto]:
-    """Open a file once for many reads, if the store can."""
-    if isinstance(store, OpensFiles):
+def opened(store: Store, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[ReadInto]:
+    """Open a file once for many reads of these ranges, if the store can."""
+    if isinstance(store, ReadsAhead):
+        with store.reading(name, spans) as read_into:
+            yield read_into
+    elif isinstance(store, OpensFiles):
         with store.opened(name) as read_into:
             yield read_into
     else:

@@ -97,7 +97,8 @@ class SmallShards:
         buffer = memoryview(bytearray(longest))
         for file, each in runs.items():
             name = self._name(file)
-            with opened(self._store, name) as read_into:
+            spans = [(run[0].start, run[-1].stop) for run in each]
+            with opened(self._store, name, spans) as read_into:
                 for run in each:
                     first = run[0].start
                     read_into(buffer[: run[-1].stop - first], first)

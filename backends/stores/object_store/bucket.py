@@ -29,6 +29,7 @@ _TRIES: Final = 5
 _AGAIN_SECS: Final = 10.0
 _QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
 _TEXT_LIMIT: Final = 400
+_PAGE: Final = 1000
 _MACHINE: Final = re.compile(
     r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2"
 )  # what gives credentials to a provider's machines
@@ -37,11 +38,27 @@ _NO_CREDENTIALS: Final = "set the provider's credentials in the environment, suc
 
 @final
 @attrs.frozen
+class Found:
+    """An object as a list shows it.
+
+    Attributes:
+        size_bytes: its size.
+        modified: when it was put, in whole seconds since 1970 by the store's clock.
+        tag: what its version has alone; "" if the store does not say.
+    """
+
+    size_bytes: int
+    modified: float
+    tag: str
+
+
+@final
+@attrs.frozen
 class Stored:
     """An object as it was read.
 
     Attributes:
-        data: its bytes.
+        data: its bytes, or a range of them.
         version: what a conditional put compares.
         token: the mark of the put that made it; None if another program did.
         modified: when, in seconds since 1970 by the store's clock.
@@ -51,6 +68,11 @@ class Stored:
     version: Version
     token: str | None
     modified: float
+
+    @property
+    def tag(self) -> str:
+        """That of the version, as `Found` has it."""
+        return tag_of(self.version)
 
 
 @final
@@ -72,29 +94,60 @@ class Bucket:
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, key: str) -> Stored | None:
-        """An object with its version; None if there is no such object."""
+    def get(self, key: str, *, start: int = 0, stop: int | None = None) -> Stored | None:
+        """An object with its version, or the bytes ``[start, stop)`` of it, fewer if it ends before; None if there is no such object."""
+        options: Any = (
+            None if (start, stop) == (0, None) else {"range": {"offset": start} if stop is None else (start, stop)}
+        )
 
         def got() -> Stored | None:
             try:
-                found = self._api.get(self._store, key)
+                found = self._api.get(self._store, key, options=options)
                 data = bytes(found.bytes())
             except FileNotFoundError:
                 return None
+            except self._errors.GenericError:  # a range that begins behind the end is an error to some stores
+                if options is None or ((size := self._head(key)) is not None and start < size["size"]):
+                    raise
+                return None if size is None else Stored(b"", _version(size), None, size["last_modified"].timestamp())
             modified = found.meta["last_modified"].timestamp()
             return Stored(data, _version(found.meta), found.attributes.get(_TOKEN), modified)
 
+        if stop is not None and stop <= start:
+            found = self.head(key)
+            return None if found is None else Stored(b"", {}, None, found.modified)
         with self._reading(key):
             return self._again(got)
 
-    def head(self, key: str) -> tuple[int, float] | None:
-        """Size in bytes and time of the last change in seconds since 1970; None if there is no such object."""
+    def head(self, key: str) -> Found | None:
+        """The size, time and tag of an object; None if there is no such object."""
         with self._reading(key):
-            try:
-                found = self._again(lambda: self._api.head(self._store, key))
-            except FileNotFoundError:
-                return None
-        return found["size"], found["last_modified"].timestamp()
+            found = self._again(lambda: self._head(key))
+        return None if found is None else _found(found)
+
+    def _head(self, key: str) -> Any:
+        try:
+            return self._api.head(self._store, key)
+        except FileNotFoundError:
+            return None
+
+    def view(self, key: str, start: int, stop: int) -> memoryview:
+        """The bytes ``[start, stop)`` of an object in memory of their own, fewer if it ends before.
+
+        Raises:
+            CheckpointMissing: if there is no such object.
+        """
+
+        def read() -> memoryview:
+            return memoryview(self._api.get_range(self._store, key, start=start, end=stop))
+
+        try:
+            return self._again(read)
+        except FileNotFoundError:
+            raise missing(self.where(key)) from None
+        except self._errors.BaseError:  # such as a range that begins behind the end
+            memory = memoryview(bytearray(stop - start))
+            return memory[: self.fill(key, memory, start)]
 
     def fill(self, key: str, memory: memoryview, start: int) -> int:
         """Read from ``start`` on until the memory is full or the object ends; a stream that breaks goes on where it broke.
@@ -131,7 +184,7 @@ class Bucket:
             size = self.head(key)  # a range that begins behind the end is an error to some stores
             if size is None:
                 raise missing(self.where(key)) from None
-            if start + done >= size[0]:
+            if start + done >= size.size_bytes:
                 return done
             raise _Broken(done, error) from error
         return done
@@ -144,26 +197,35 @@ class Bucket:
         objects = [each["path"][above:] for each in found["objects"]]
         return objects, [path.rstrip("/")[above:] for path in found["common_prefixes"]]
 
-    def below(self, directory: str) -> list[str]:
-        """The keys of all objects below a directory, at any depth."""
+    def below(self, directory: str, *, most: int | None = None) -> dict[str, Found] | None:
+        """All objects below a directory, at any depth, by their keys; None if there are more than ``most``."""
 
-        def listed() -> list[str]:
-            return [each["path"] for page in self._api.list(self._store, directory) for each in page]
+        def listed() -> dict[str, Found] | None:
+            found: dict[str, Found] = {}
+            for page in self._api.list(self._store, directory or None, chunk_size=_PAGE):
+                found.update((each["path"], _found(each)) for each in page)
+                if most is not None and len(found) > most:
+                    return None
+            return found
 
         with self._reading(directory):
             return self._again(listed)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def put(self, key: str, data: bytes) -> None:
-        """Put an object, whatever is there."""
+    def put(self, key: str, data: bytes) -> str:
+        """Put an object, whatever is there; returns its tag."""
         with self._writing(key):
-            self._again(lambda: self._api.put(self._store, key, data, use_multipart=False))
+            given = self._again(lambda: self._api.put(self._store, key, data, use_multipart=False))
+        return tag_of(_version(given))
 
-    def put_parts(self, key: str, parts: Iterable[bytearray], *, chunk_bytes: int, at_once: int) -> None:
-        """Put an object in parts, which are sent while later ones are made; nothing is left if ``parts`` raises."""
+    def put_parts(self, key: str, parts: Iterable[bytearray], *, chunk_bytes: int, at_once: int) -> str:
+        """Put an object in parts, which are sent while later ones are made, and return its tag; nothing is left if ``parts`` raises."""
         with self._writing(key):
-            self._api.put(self._store, key, parts, use_multipart=True, chunk_size=chunk_bytes, max_concurrency=at_once)
+            given = self._api.put(
+                self._store, key, parts, use_multipart=True, chunk_size=chunk_bytes, max_concurrency=at_once
+            )
+        return tag_of(_version(given))
 
     def put_if(self, key: str, data: bytes, expected: Version | None) -> Version | None:
         """Put an object if its contents are those of a version, or if there is none.
@@ -194,6 +256,16 @@ class Bucket:
                 if tries == _TRIES or time.monotonic() > late:
                     raise
         raise AssertionError
+
+    def takes(self, key: str, data: bytes, expected: Version | None) -> bool:
+        """Whether the store carries out a put that it must refuse, because there is another version."""
+        try:
+            with self._writing(key):
+                mode: Any = "create" if expected is None else expected
+                self._again(lambda: self._api.put(self._store, key, data, mode=mode, use_multipart=False))
+        except (_Refused, _NotThere):
+            return False
+        return True
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are not there are fine."""
@@ -302,6 +374,20 @@ class _Broken(Exception):
         super().__init__(done)
         self.done = done
         self.cause = cause
+
+
+def tag_of(version: Version) -> str:
+    """What a version has alone, as lists show it: they write entity tags with and without quotation marks.
+
+    Examples:
+        >>> tag_of({"e_tag": 'W/"0x1"'}), tag_of({"e_tag": "0x1"}), tag_of({})
+        ('0x1', '0x1', '')
+    """
+    return version.get("e_tag", "").removeprefix("W/").strip('"') or version.get("version", "")
+
+
+def _found(listed: Any) -> Found:
+    return Found(listed["size"], float(int(listed["last_modified"].timestamp())), tag_of(_version(listed)))
 
 
 def _version(found: Any) -> Version:

@@ -2,12 +2,18 @@
 
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final, final
 
+from trainfold.backends.helpers import Helpers
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
-from trainfold.backends.stores.object_store.bucket import Bucket, Stored
+from trainfold.backends.stores.object_store.bucket import Bucket, Found, tag_of
+from trainfold.backends.stores.object_store.glimpse import HINTS, Glimpse
+from trainfold.backends.stores.object_store.pieces_ahead import AT_ONCE, PiecesAhead
+from trainfold.backends.stores.object_store.recent_changes import RecentChanges
+from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.object_store.writer_lease import WriterLease
 from trainfold.backends.stores.os_errors import missing, no_space, torn, wrong_size
 from trainfold.backends.stores.protocol import Buffer
@@ -15,13 +21,13 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, RunLocked, SaveFailed
 from trainfold.core.format.file_names import MANIFEST
 
-_HINTS: Final = ".hints"
 _PROBE: Final = ".probe"
 _CHUNK_BYTES: Final = 8 << 20
 _PARTS_LIMIT: Final = 9_000  # S3 takes 10,000
 _AT_ONCE: Final = 4
 _LIMIT_BYTES: Final = 1 << 57
 _LASTS_SECS: Final = 30.0
+_MOST_LISTED: Final = 16_000  # objects, 1,000 in a request; of a larger run only what is asked for is looked at
 
 
 @final
@@ -45,6 +51,8 @@ class ObjectStore:
         self._url = url.rstrip("/")
         self._bucket = Bucket(store, self._url)
         self._lease = WriterLease(self._bucket, lease_secs)
+        self._changes = RecentChanges()
+        self._reads = SmallReads(self._bucket)
         self._mutex = threading.Lock()
         self._is_probed = False
 
@@ -61,15 +69,10 @@ class ObjectStore:
     def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
         """See `Store.read`."""
         split_name(name)
-        if stop is not None:
-            memory = memoryview(bytearray(max(0, stop - start)))
-            if not memory and self._bucket.head(name) is None:
-                raise missing(self._bucket.where(name))
-            return bytes(memory[: self._bucket.fill(name, memory, start)])
-        found = self._bucket.get(name)
+        found = self._bucket.get(name, start=start, stop=stop)
         if found is None:
             raise missing(self._bucket.where(name))
-        return found.data[start:]
+        return found.data
 
     def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
         """See `Store.read_into`."""
@@ -83,22 +86,57 @@ class ObjectStore:
         if done < len(memory):
             raise torn(self._bucket.where(name), expected_bytes=start + len(memory), found_bytes=start + done)
 
+    @contextmanager
+    def reading(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[Callable[[memoryview, int], None]]:
+        """See `ReadsAhead`."""
+        split_name(name)
+        with Helpers(AT_ONCE) as helpers:
+            ahead = PiecesAhead(self._bucket, name, spans, helpers)
+            try:
+                yield ahead.read_into
+            finally:
+                ahead.close()
+
     def size(self, name: str) -> int | None:
         """See `Store.size`."""
         split_name(name)
         found = self._bucket.head(name)
-        return None if found is None else found[0]
+        return None if found is None else found.size_bytes
 
     def committed_at(self, name: str) -> float | None:
         """See `Store.committed_at`: by the clock of the store."""
         split_name(name)
         found = self._bucket.head(name)
-        return None if found is None else found[1]
+        return None if found is None else found.modified
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
-        objects, directories = self._bucket.names(prefix_directory(prefix))
-        return sorted(name for name in {*objects, *directories} if is_component(name))
+        directory = prefix_directory(prefix)
+        objects, directories = self._bucket.names(directory)
+        names = {name for name in {*objects, *directories} if is_component(name)}
+        for name in sorted(self._in_doubt(directory, names)):
+            names = {*names, name} if self._is_there(f"{directory}/{name}" if directory else name) else names - {name}
+        return sorted(names)
+
+    def _in_doubt(self, directory: str, names: set[str]) -> set[str]:
+        """The names of which a list says something else than this process has done."""
+        above = len(directory) + 1 if directory else 0
+        changed = {
+            (key[above:].partition("/")[0], found is None) for key, found in self._changes.below(directory).items()
+        }
+        return {name for name, is_gone in changed if is_gone == (name in names) and is_component(name)}
+
+    def _is_there(self, name: str) -> bool:
+        return self._bucket.head(name) is not None or bool(self._below(name))
+
+    def _below(self, directory: str, *, most: int | None = None) -> dict[str, Found] | None:
+        """All objects below a directory, as a list shows them that does not hide what this process has done; None if there are more than ``most``."""
+        listed = self._bucket.below(directory, most=most)
+        return None if listed is None else self._changes.settled(listed, directory, self._bucket.head)
+
+    def glimpse(self, directory: str = "") -> Glimpse:
+        """See `GivesGlimpses`."""
+        return Glimpse(self, partial(self._below, most=_MOST_LISTED), self._reads, directory)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -109,9 +147,10 @@ class ObjectStore:
         chunk = max(_CHUNK_BYTES, -(-size_bytes // _PARTS_LIMIT))
         chunks = self._chunks(name, parts, size_bytes, chunk)
         if size_bytes <= chunk:
-            self._bucket.put(name, b"".join(chunks))
+            tag = self._bucket.put(name, b"".join(chunks))
         else:
-            self._bucket.put_parts(name, chunks, chunk_bytes=chunk, at_once=_AT_ONCE)
+            tag = self._bucket.put_parts(name, chunks, chunk_bytes=chunk, at_once=_AT_ONCE)
+        self._changes.put(name, Found(size_bytes, 0.0, tag))
 
     def _chunks(self, name: str, parts: Iterable[Buffer], size_bytes: int, chunk_bytes: int) -> Iterator[bytearray]:
         chunk, given = bytearray(), 0
@@ -139,9 +178,11 @@ class ObjectStore:
         self._check_conditional_puts()
         if replaces is None:
             self._lease.confirm()
-            if self._bucket.put_if(name, data, None) is None:
+            version = self._bucket.put_if(name, data, None)
+            if version is None:
                 raise self._conflict(name, "no such name", "one")
             self._lease.check()
+            self._note(name, tag_of(version), data)
             return
         with self._lock_held():
             found = self._bucket.get(name)
@@ -151,43 +192,48 @@ class ObjectStore:
             self._lease.confirm()
             if found.data == data:
                 return
-            if self._bucket.put_if(name, data, found.version) is None:
+            version = self._bucket.put_if(name, data, found.version)
+            if version is None:
                 raise self._conflict(name, replaces, "other contents, of another writer")
             self._lease.check()
+            self._note(name, tag_of(version), data)
+
+    def _note(self, name: str, tag: str, data: bytes) -> None:
+        self._changes.put(name, Found(len(data), 0.0, tag))
+        self._reads.put(name, tag, data)
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""
         if not name.endswith("/"):
             split_name(name)
             self._lease.check()
-            self._bucket.delete([name, f"{_HINTS}/{name}"] if "/" not in name else [name])
+            self._delete([name, f"{HINTS}/{name}"] if "/" not in name else [name])
             return
         directory = prefix_directory(name)
         self._lease.confirm()
-        record, found = f"{directory}/{MANIFEST}", self._bucket.below(directory)
+        record, found = f"{directory}/{MANIFEST}", self._below(directory) or {}
         deeper = [key for key in found if "/" in key[len(directory) + 1 :]]
         for keys in (
             deeper,
             [record] if record in found else [],
             [key for key in found if key not in {*deeper, record}],
         ):
-            self._bucket.delete(keys)
+            self._delete(keys)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        self._bucket.delete(keys)
+        self._changes.deleted(*keys)
 
     def point(self, name: str, target: str) -> None:
         """See `Store.point`: a small object that holds the target."""
         split_name(name), split_name(target)
-        try:
-            self._bucket.put(f"{_HINTS}/{name}", target.encode())
-        except SaveFailed:
-            return  # a hint is never worth a failed save
+        key, data = f"{HINTS}/{name}", target.encode()
+        with suppress(SaveFailed):  # a hint is never worth a failed save
+            self._note(key, self._bucket.put(key, data), data)
 
     def pointers(self) -> dict[str, str]:
         """See `Store.pointers`."""
-        names, _ = self._bucket.names(_HINTS)
-        found = {name: self._bucket.get(f"{_HINTS}/{name}") for name in sorted(names) if is_component(name)}
-        return {
-            name: target for name, each in found.items() if each is not None and is_component(target := _hint(each))
-        }
+        return self.glimpse(HINTS).pointers()
 
     @property
     def least_revision(self) -> int:
@@ -230,11 +276,11 @@ class ObjectStore:
             return
         probe = f"{_PROBE}-{uuid.uuid4().hex}"
         first = self._bucket.put_if(probe, b"1", None)
-        again = self._bucket.put_if(probe, b"2", None)
+        again = self._bucket.takes(probe, b"2", None)
         second = None if first is None else self._bucket.put_if(probe, b"3", first)
-        late = None if first is None else self._bucket.put_if(probe, b"4", first)
+        late = first is not None and self._bucket.takes(probe, b"4", first)
         self._bucket.delete([probe])
-        if first is None or again is not None or second is None or late is not None:
+        if first is None or again or second is None or late:
             raise InvalidArgument(self._url, expected="a store that refuses to create an object twice, and to replace one that has changed",
                                   found="one that takes such puts" if again or late else "one that refuses the first",
                                   fix="use a provider with conditional puts: without them two writers cannot be distinguished")  # fmt: skip
@@ -243,7 +289,3 @@ class ObjectStore:
     def _conflict(self, name: str, expected: str, found: str) -> CommitConflict:
         return CommitConflict(self._bucket.where(name), expected=expected, found=found,
                               fix="another writer was first: read what it committed, and plan again")  # fmt: skip
-
-
-def _hint(found: Stored) -> str:
-    return found.data[:256].decode(errors="replace")

@@ -139,7 +139,7 @@ class WriterLease:
             head = self._bucket.head(key)
         finally:
             self._bucket.delete([key])
-        return 0.0 if head is None else head[1]
+        return 0.0 if head is None else head.modified
 
     def _take(self, found: Stored | None, old: LeaseRecord | None) -> bool:
         taken, broken = (old.taken, old.broken + bool(old.holder)) if old is not None else (0, 0)

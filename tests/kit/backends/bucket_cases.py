@@ -11,6 +11,7 @@ import urllib.request
 from contextlib import suppress
 from datetime import timedelta
 
+import obstore
 from obstore.store import S3Store
 
 from trainfold.backends.stores.object_store.object_store import ObjectStore
@@ -139,6 +140,29 @@ class Proxy:
             return head, await reader.readexactly(int(length))
         finally:
             writer.close()
+
+
+class Counting:
+    """The calls of obstore, which appends (verb, key, bytes of the answer) of each to a list."""
+
+    def __init__(self, calls):
+        self.calls, self.exceptions = calls, obstore.exceptions
+
+    def __getattr__(self, verb):
+        def call(store, *args, **kwargs):
+            found = getattr(obstore, verb)(store, *args, **kwargs)
+            size = len(memoryview(found)) if verb == "get_range" else 0
+            self.calls.append((verb, args[0] if args else None, size))
+            return found
+
+        return call
+
+
+def counted(client):
+    """A run in a store of obstore, and the list of the requests that it makes."""
+    store, calls = ObjectStore(client, url="memory://run"), []
+    store._bucket._api = Counting(calls)
+    return store, calls
 
 
 def store_at(port, *, run=None, retries=12, lease_secs=30.0):

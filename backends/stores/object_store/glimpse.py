@@ -1,0 +1,159 @@
+"""`Glimpse`: a run as one list of its objects shows it. It answers which files there are, how large and how old, without a request for each."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Final, Protocol, final
+
+from trainfold.backends.stores.names import is_component, prefix_directory, split_name
+from trainfold.backends.stores.object_store.bucket import Found
+from trainfold.backends.stores.object_store.small_reads import SmallReads
+from trainfold.backends.stores.os_errors import missing
+from trainfold.backends.stores.protocol import Buffer, ReadsAhead, Store
+from trainfold.core.errors import CheckpointMissing
+
+HINTS: Final = ".hints"
+_HINT_BYTES: Final = 256
+
+
+class Looked(Store, ReadsAhead, Protocol):
+    """A store of which there are glimpses."""
+
+
+@final
+class Glimpse:
+    """A `Store` that answers from one list of all objects below a directory; other questions it passes on.
+
+    What it says is as old as its first answer, so it lasts for one operation. Whatever is written through it makes it look again.
+
+    Args:
+        store: the run.
+        listed: lists all objects below a directory with their sizes; None if there are too many.
+        reads: reads small objects.
+        directory: what is listed; "" for the run.
+    """
+
+    def __init__(
+        self, store: Looked, listed: Callable[[str], dict[str, Found] | None], reads: SmallReads, directory: str = ""
+    ) -> None:
+        self._store = store
+        self._listed = listed
+        self._reads = reads
+        self._directory = directory
+        self._mutex = threading.Lock()
+        self._seen: dict[str, Found] | None = None
+        self._has_looked = False
+
+    def __repr__(self) -> str:
+        return f"Glimpse({self._store!r})"
+
+    @property
+    def url(self) -> str:
+        """See `Store.url`."""
+        return self._store.url
+
+    def _look(self, name: str) -> dict[str, Found] | None:
+        """What was seen, if that says something of a name."""
+        if self._directory and not f"{name}/".startswith(f"{self._directory}/"):
+            return None
+        with self._mutex:
+            if not self._has_looked:
+                self._seen = self._listed(self._directory)
+                self._has_looked = True
+            return self._seen
+
+    def _forget(self) -> Looked:
+        with self._mutex:
+            self._has_looked, self._seen = False, None
+        return self._store
+
+    # --- answered from the list --------------------------------------------------------------------------------------
+
+    def size(self, name: str) -> int | None:
+        """See `Store.size`."""
+        split_name(name)
+        seen = self._look(name)
+        if seen is None:
+            return self._store.size(name)
+        found = seen.get(name)
+        return None if found is None else found.size_bytes
+
+    def committed_at(self, name: str) -> float | None:
+        """See `Store.committed_at`."""
+        split_name(name)
+        seen = self._look(name)
+        if seen is None:
+            return self._store.committed_at(name)
+        found = seen.get(name)
+        return None if found is None else found.modified
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`."""
+        directory = prefix_directory(prefix)
+        seen = self._look(directory)
+        if seen is None:
+            return self._store.list(prefix)
+        start = f"{directory}/" if directory else ""
+        names = {key[len(start) :].partition("/")[0] for key in seen if key.startswith(start)}
+        return sorted(name for name in names if is_component(name))
+
+    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Store.read`; a small object is read once."""
+        split_name(name)
+        seen = self._look(name)
+        if seen is None:
+            return self._store.read(name, start=start, stop=stop)
+        found = seen.get(name)
+        if found is None:
+            raise missing(f"{self.url}/{name}")
+        return self._reads.read(name, found, start, stop)
+
+    def reading(
+        self, name: str, spans: Sequence[tuple[int, int]]
+    ) -> AbstractContextManager[Callable[[memoryview, int], None]]:
+        """See `ReadsAhead`."""
+        return self._store.reading(name, spans)
+
+    def pointers(self) -> dict[str, str]:
+        """See `Store.pointers`."""
+        seen = self._look(HINTS)
+        if seen is None:
+            return self._store.pointers()
+        hints = {key: found for key, found in seen.items() if key.startswith(f"{HINTS}/")}
+        found = {}
+        for key in sorted(hints):
+            name = key.removeprefix(f"{HINTS}/")
+            if is_component(name):
+                with suppress(CheckpointMissing):  # deleted since
+                    found[name] = self._reads.read(key, hints[key], 0, _HINT_BYTES).decode(errors="replace")
+        return {name: target for name, target in found.items() if is_component(target)}
+
+    # --- passed on ---------------------------------------------------------------------------------------------------
+
+    def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
+        """See `Store.read_into`."""
+        self._store.read_into(name, buffer, start=start)
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """See `Store.write`."""
+        self._forget().write(name, parts, size_bytes=size_bytes)
+
+    def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
+        """See `Store.commit`."""
+        self._forget().commit(name, data, replaces=replaces)
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        self._forget().delete(name)
+
+    def point(self, name: str, target: str) -> None:
+        """See `Store.point`."""
+        self._forget().point(name, target)
+
+    def lock(self) -> AbstractContextManager[None]:
+        """See `Store.lock`."""
+        return self._forget().lock()
+
+    def reserve(self, size_bytes: int) -> None:
+        """See `Store.reserve`."""
+        self._store.reserve(size_bytes)

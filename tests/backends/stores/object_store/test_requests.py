@@ -1,0 +1,137 @@
+"""What a save, a resume and a list cost: counts of requests, which are what a bucket is slow at and charges for."""
+
+import logging
+
+import pytest
+import torch
+from kit.backends.bucket_cases import counted, store_at
+from obstore.store import MemoryStore
+
+import trainfold
+from trainfold.adapters.cli.locate import open_run
+from trainfold.adapters.cli.ls import list_store
+from trainfold.backends.stores.object_store import open_url
+from trainfold.backends.stores.protocol import glimpse
+from trainfold.core.state.state import Progress, TrainState
+
+
+def trained(width=600):
+    model = torch.nn.Linear(width, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, width)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_save_costs_six_requests_besides_its_files_and_a_resume_few_more_than_its_ranges():
+    """Whatever the run holds already; four requests more where an old checkpoint is deleted."""
+    client = MemoryStore()
+    store, calls = counted(client)
+    live = trainfold.attach(*trained())
+    costs = []
+    with trainfold.CheckpointManager(store, every=1, keep_last=3, mode="sync") as manager:
+        manager.restore(live)
+        for _ in range(6):
+            calls.clear()
+            live.advance(samples=1)
+            manager.step(live)
+            costs.append(len(calls) - sum(".safetensors" in str(key) for verb, key, _ in calls if verb == "put"))
+    assert max(costs[1:3]) <= 6
+    assert max(costs) <= 11
+
+    store, calls = counted(client)
+    with trainfold.CheckpointManager(store, every=1, mode="sync") as manager:
+        manager.restore(trainfold.attach(*trained()))
+    ranges = [call for call in calls if call[0] == "get_range"]
+    assert len(ranges) <= 6, "one or two ranges of each of three files"
+    assert len(calls) - len(ranges) <= 24
+    assert sum(verb == "list" for verb, *_ in calls) <= 6
+
+
+def test_a_resume_reads_the_ranges_that_it_needs():
+    """Of a component that is not asked for, only the header of its file."""
+    client = MemoryStore()
+    model, optimizer = trained()
+    live = trainfold.attach(model, optimizer)
+    store, calls = counted(client)
+    trainfold.save(live.capture(), store)
+    calls.clear()
+    trainfold.load(store, like=live.capture(), components=("model",))
+    read = {str(key) for verb, key, _ in calls if verb == "get_range"}
+    assert {key.partition("/")[2].partition("-")[0] for key in read} == {"model"}
+    needed = sum(each.nbytes for each in model.state_dict().values())
+    assert needed <= sum(size for verb, _, size in calls if verb == "get_range") <= needed + 4096
+
+
+def test_pieces_of_a_large_file_are_asked_for_a_few_at_a_time_and_in_large_pieces():
+    """A file of 20 MiB is three requests, in whatever pieces it is wanted, and what is in memory is bounded."""
+    store, calls = counted(MemoryStore())
+    data = torch.arange(20 << 18, dtype=torch.int32).numpy().tobytes()
+    store.write("step-1/a", [data], size_bytes=len(data))
+    calls.clear()
+    found = memoryview(bytearray(len(data)))
+    with store.reading("step-1/a", [(0, 1000), (1000, len(data))]) as read_into:
+        for start in range(0, len(data), 300_000):
+            read_into(found[start : start + 300_000], start)
+        read_into(found[:10], 5)  # behind the others: a request of its own
+    assert bytes(found[10:]) == data[10:]
+    assert bytes(found[:10]) == data[5:15]
+    assert [verb for verb, *_ in calls] == ["get_range"] * 3 + ["get"]
+
+
+@pytest.mark.parametrize("checkpoints", [10, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+def test_a_list_of_many_checkpoints_costs_few_lists_and_a_head_for_each(checkpoints, proxy, monkeypatch):
+    """`trainfold ls`, over HTTP: at most 20 requests of listing, and as many heads as it shows."""
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
+    store = store_at(proxy.port)
+    for step in range(1, checkpoints + 1):
+        trainfold.save(TrainState(trainer=Progress(step=step)), store)
+    again = store_at(proxy.port, run=store.url.removeprefix("s3://bucket/"))
+    monkeypatch.setattr(open_url, "open_url", lambda place: again)
+    proxy.requests.clear()
+    answer = list_store(*open_run(store.url))
+    assert len(answer.data["checkpoints"]) == checkpoints
+    lists = [each for each in proxy.requests if "list-type=2" in each[1]]
+    heads = [each for each in proxy.requests if "manifest.json" in each[1]]
+    assert len(lists) <= 1 + checkpoints * 2 // 1000 <= 20
+    assert len(heads) == checkpoints
+    assert len(proxy.requests) <= len(lists) + len(heads) + 2
+
+
+def test_a_glimpse_says_what_the_store_says_and_looks_again_after_a_write():
+    """Every question that it answers from its list has the answer of the store."""
+    store, _ = counted(MemoryStore())
+    store.commit("run.json", b"{}")
+    store.write("step-1/a", [b"123"], size_bytes=3)
+    store.point("latest", "step-1")
+    for seen in (glimpse(store), glimpse(store, "step-1")):
+        for name in ("run.json", "step-1/a", "step-1/b", "none"):
+            assert seen.size(name) == store.size(name)
+            assert seen.committed_at(name) == store.committed_at(name)
+        for directory in ("", "step-1", "none"):
+            assert seen.list(directory) == store.list(directory)
+        assert seen.read("step-1/a", start=1) == b"23"
+        assert seen.pointers() == {"latest": "step-1"}
+        with pytest.raises(trainfold.errors.CheckpointMissing):
+            seen.read("step-1/b")
+    seen = glimpse(store)
+    assert seen.list() == ["run.json", "step-1"]
+    seen.commit("step-1/manifest.json", b"{}")
+    assert seen.list("step-1") == ["a", "manifest.json"]
+    seen.delete("step-1/")
+    assert seen.list() == ["run.json"]
+
+
+def test_of_a_run_with_very_many_files_only_what_is_asked_for_is_listed(monkeypatch):
+    """A run with more objects than a few lists can show is looked at by names, as before."""
+    from trainfold.backends.stores.object_store import object_store
+
+    monkeypatch.setattr(object_store, "_MOST_LISTED", 2)
+    store, calls = counted(MemoryStore())
+    for number in range(4):
+        store.write(f"step-1/{number}", [b"1"], size_bytes=1)
+    seen = glimpse(store)
+    calls.clear()
+    assert seen.list("step-1") == ["0", "1", "2", "3"]
+    assert seen.size("step-1/2") == 1
+    assert seen.pointers() == {}
