@@ -23,6 +23,7 @@ KEYS = {
     "discovery": {"secs", "asked", "root_bytes"},
     "many_ranks": {"parts", "cpu_secs"},
     "meshes": {"size", "rounds", "saves", "loads"},
+    "object_store": {"mib", "rounds", "rows", "ratios", "requests", "ls"},
     "plan": {"plans", "ranks", "growth", "checkpoints", "find_newest_secs"},
     "ranks": {"size", "rounds", "rows"},
     "replicas": {"hashed", "summed", "rows"},
@@ -46,6 +47,7 @@ TARGETS = {
     "discovery": ["ls", "resume"],
     "meshes": ["saves: most", "loads: most", "loads: median"],
     "many_ranks": ["load", "inspect", "verify", "plan"],
+    "object_store": ["upload: speed", "download: speed", "ls: requests"],
     "plan": [
         "plan_save,",
         "plan_resume,",
@@ -129,7 +131,19 @@ def targets(root):
     return SimpleNamespace(**runpy.run_path(str(root / "benchmarks" / "_targets.py")))
 
 
-LONG = ("construct", "convert", "drift", "evaluate", "meshes", "plan", "ranks", "stall", "step", "torch_formats")
+LONG = (
+    "construct",
+    "convert",
+    "drift",
+    "evaluate",
+    "meshes",
+    "object_store",
+    "plan",
+    "ranks",
+    "stall",
+    "step",
+    "torch_formats",
+)
 
 
 @pytest.mark.slow(2)

@@ -23,6 +23,7 @@ from trainfold.core.tensor_memory import tensor_bytes
 
 PIECE_BYTES: Final = 512 << 10  # hashed while it is still in the core's own cache
 _THREADS: Final = 2
+_STREAMS: Final = 4  # of a store that is far away: one connection does not fill a network
 _THREADED_FROM_BYTES: Final = 4 << 20
 _DIMENSIONS_LIMIT: Final = 64  # torch's own
 
@@ -116,8 +117,9 @@ def read_tensors(store: Store, requests: Sequence[ReadRequest]) -> list[torch.Te
         for run in runs:
             _read_run(store, requests, targets, run)
     else:
-        shares = [share for run in runs for share in _split(requests, run, total_bytes // _THREADS)]
-        at_once([partial(_read_run, store, requests, targets, share) for share in shares], threads=_THREADS)
+        threads = _STREAMS if isinstance(store, ReadsAhead) else _THREADS
+        shares = [share for run in runs for share in _split(requests, run, total_bytes // threads)]
+        at_once([partial(_read_run, store, requests, targets, share) for share in shares], threads=threads)
     return [_given(request, target) for request, target in zip(requests, targets, strict=True)]
 
 

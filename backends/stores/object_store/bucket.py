@@ -3,7 +3,7 @@
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, final
@@ -30,6 +30,7 @@ _AGAIN_SECS: Final = 10.0
 _QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
 _TEXT_LIMIT: Final = 400
 _PAGE: Final = 1000
+_CHUNK_BYTES: Final = 1 << 20
 _MACHINE: Final = re.compile(
     r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2"
 )  # what gives credentials to a provider's machines
@@ -131,26 +132,35 @@ class Bucket:
         except FileNotFoundError:
             return None
 
-    def view(self, key: str, start: int, stop: int) -> memoryview:
-        """The bytes ``[start, stop)`` of an object in memory of their own, fewer if it ends before.
+    def chunks(self, key: str, start: int, stop: int) -> Generator[memoryview]:
+        """The bytes ``[start, stop)`` of an object as they come, fewer if it ends before; a stream that breaks goes on where it broke.
 
         Raises:
             CheckpointMissing: if there is no such object.
         """
-
-        def read() -> memoryview:
-            return memoryview(self._api.get_range(self._store, key, start=start, end=stop))
-
-        try:
-            return self._again(read)
-        except FileNotFoundError:
-            raise missing(self.where(key)) from None
-        except self._errors.BaseError:  # such as a range that begins behind the end
-            memory = memoryview(bytearray(stop - start))
-            return memory[: self.fill(key, memory, start)]
+        tries = 0
+        while start < stop:
+            try:
+                found = self._api.get(self._store, key, options={"range": (start, stop)})
+                for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+                    start, tries = start + len(chunk), 0
+                    yield memoryview(chunk)
+            except FileNotFoundError:
+                raise missing(self.where(key)) from None
+            except self._errors.BaseError as error:
+                size = self.head(key)  # a range that begins behind the end is an error to some stores
+                if size is None:
+                    raise missing(self.where(key)) from None
+                if start >= size.size_bytes:
+                    return
+                tries += 1
+                if tries >= _TRIES:
+                    raise self._unreadable(key, error) from error
+            else:
+                return
 
     def fill(self, key: str, memory: memoryview, start: int) -> int:
-        """Read from ``start`` on until the memory is full or the object ends; a stream that breaks goes on where it broke.
+        """Read from ``start`` on until the memory is full or the object ends.
 
         Returns:
             How many bytes were read.
@@ -158,35 +168,11 @@ class Bucket:
         Raises:
             CheckpointMissing: if there is no such object.
         """
-        done, tries = 0, 0
-        while done < len(memory):
-            before = done
-            try:
-                return done + self._fill(key, memory[done:], start + done)
-            except _Broken as broken:
-                done += broken.done
-                tries = tries + 1 if done == before else 1
-                if tries >= _TRIES:
-                    raise self._unreadable(key, broken.cause) from broken.cause
-        return done
-
-    def _fill(self, key: str, memory: memoryview, start: int) -> int:
         done = 0
-        try:
-            found = self._api.get(self._store, key, options={"range": (start, start + len(memory))})
-            for chunk in found.stream(min_chunk_size=1 << 20):
-                part = memoryview(chunk)[: len(memory) - done]
-                memory[done : done + len(part)] = part
-                done += len(part)
-        except FileNotFoundError:
-            raise missing(self.where(key)) from None
-        except self._errors.BaseError as error:
-            size = self.head(key)  # a range that begins behind the end is an error to some stores
-            if size is None:
-                raise missing(self.where(key)) from None
-            if start + done >= size.size_bytes:
-                return done
-            raise _Broken(done, error) from error
+        for chunk in self.chunks(key, start, start + len(memory)):
+            part = chunk[: len(memory) - done]
+            memory[done : done + len(part)] = part
+            done += len(part)
         return done
 
     def names(self, directory: str = "") -> tuple[list[str], list[str]]:
@@ -364,16 +350,6 @@ class _NotThere(SaveFailed):
 
 class _Refused(Exception):
     """A conditional put was refused."""
-
-
-@final
-class _Broken(Exception):
-    """A stream of bytes broke off."""
-
-    def __init__(self, done: int, cause: BaseException) -> None:
-        super().__init__(done)
-        self.done = done
-        self.cause = cause
 
 
 def tag_of(version: Version) -> str:

@@ -24,7 +24,7 @@ from trainfold.core.format.file_names import MANIFEST
 _PROBE: Final = ".probe"
 _CHUNK_BYTES: Final = 8 << 20
 _PARTS_LIMIT: Final = 9_000  # S3 takes 10,000
-_AT_ONCE: Final = 4
+_AT_ONCE: Final = 8  # so that 64 MiB are in memory
 _LIMIT_BYTES: Final = 1 << 57
 _LASTS_SECS: Final = 30.0
 _MOST_LISTED: Final = 16_000  # objects, 1,000 in a request; of a larger run only what is asked for is looked at

@@ -1,8 +1,7 @@
-"""`PiecesAhead`: reads the announced ranges of an object in few and large requests, several at once, before they are asked for."""
+"""`PiecesAhead`: reads the announced ranges of an object in few and large requests, of which several begin before they are asked for."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Final, final
 
 from trainfold.backends.helpers import Helpers, Task
@@ -11,8 +10,37 @@ from trainfold.backends.stores.os_errors import torn
 
 # read although they are not needed: they take less time than another request
 _GAP_BYTES: Final = 32 << 10
-_PIECE_BYTES: Final = 8 << 20
-AT_ONCE: Final = 4  # so 32 MiB are in memory
+_PIECE_BYTES: Final = 256 << 20  # a slow network sends it within the limit of a request, or nearly
+AT_ONCE: Final = 4  # requests; of each no more is in memory than what was sent and not read yet
+
+
+@final
+class _Piece:
+    """One request: its range, and the bytes that have come and were not read."""
+
+    def __init__(self, bucket: Bucket, key: str, start: int, stop: int, helpers: Helpers) -> None:
+        self.stop = stop
+        self._at = start
+        self._chunks = bucket.chunks(key, start, stop)
+        self._here = memoryview(b"")
+        self._begun: Task[memoryview] | None = helpers.give(Task(self._next))
+
+    def _next(self) -> memoryview:
+        return next(self._chunks, memoryview(b""))
+
+    def from_byte(self, at: int) -> memoryview:
+        """The bytes that are here from one on; nothing if they have been passed, or the object ends before."""
+        while at >= self._at + len(self._here):
+            chunk = self._next() if self._begun is None else self._begun.result()
+            self._at, self._here, self._begun = self._at + len(self._here), chunk, None
+            if not chunk:
+                break
+        return self._here[at - self._at :] if at >= self._at else memoryview(b"")
+
+    def close(self) -> None:
+        """End the request."""
+        if self._begun is None or self._begun.withdraw():
+            self._chunks.close()
 
 
 @final
@@ -23,55 +51,43 @@ class PiecesAhead:
         bucket: the run.
         key: the object.
         spans: the ranges that will be read, as (first byte, one past the last), in any order.
-        helpers: threads that send the requests.
+        helpers: threads in which requests begin.
     """
 
     def __init__(self, bucket: Bucket, key: str, spans: Sequence[tuple[int, int]], helpers: Helpers) -> None:
         self._bucket, self._key, self._helpers = bucket, key, helpers
         self._waiting = deque(_pieces(spans))
-        self._begun: deque[tuple[int, int, Task[memoryview]]] = deque()
-        self._last: tuple[int, memoryview] = (0, memoryview(b""))
+        self._begun: deque[_Piece] = deque()
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """See `Store.read_into`; bytes that were not announced, or that lie before those of the last call, take a request of their own."""
         view, done = buffer.cast("B"), 0
         while done < len(view):
             at = start + done
-            low, data = self._holding(at)
-            part = data[at - low : at - low + len(view) - done]
-            if not part:
-                part = view[done:]
-                count = self._bucket.fill(self._key, part, at)
-                if count < len(part):
-                    raise torn(self._bucket.where(self._key), expected_bytes=start + len(view), found_bytes=at + count)
-            else:
+            part = self._here(at)[: len(view) - done]
+            if part:
                 view[done : done + len(part)] = part
-            done += len(part)
+                done += len(part)
+                continue
+            count = self._bucket.fill(self._key, view[done:], at)
+            if done + count < len(view):
+                raise torn(self._bucket.where(self._key), expected_bytes=start + len(view), found_bytes=at + count)
+            return
 
-    def _holding(self, at: int) -> tuple[int, memoryview]:
-        """The piece with a byte, and where it begins; an empty one if there is none."""
-        low, data = self._last
-        if low <= at < low + len(data):
-            return self._last
-        for pieces in (self._begun, self._waiting):
-            while pieces and pieces[0][1] <= at:  # passed over
-                pieces.popleft()
+    def _here(self, at: int) -> memoryview:
+        """Bytes from one on that have come; nothing if no request brings it."""
+        while self._begun and self._begun[0].stop <= at:
+            self._begun.popleft().close()
+        while self._waiting and self._waiting[0][1] <= at:  # passed over
+            self._waiting.popleft()
         while self._waiting and len(self._begun) < AT_ONCE:
-            start, stop = self._waiting.popleft()
-            task = Task(partial(self._bucket.view, self._key, start, stop))
-            self._begun.append((start, stop, self._helpers.give(task)))
-        if not self._begun or self._begun[0][0] > at:
-            return at, memoryview(b"")
-        start, _, task = self._begun.popleft()
-        self._last = (0, memoryview(b""))  # its memory is free before the next one's is taken
-        self._last = (start, task.result())
-        return self._last
+            self._begun.append(_Piece(self._bucket, self._key, *self._waiting.popleft(), self._helpers))
+        return self._begun[0].from_byte(at) if self._begun else memoryview(b"")
 
     def close(self) -> None:
-        """Withdraw the requests that have not begun."""
-        self._waiting.clear()
-        while self._begun:
-            self._begun.popleft()[2].withdraw()
+        """End all requests."""
+        for piece in self._begun:
+            piece.close()
 
 
 def _pieces(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

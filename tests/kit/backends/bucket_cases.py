@@ -143,7 +143,7 @@ class Proxy:
 
 
 class Counting:
-    """The calls of obstore, which appends (verb, key, bytes of the answer) of each to a list."""
+    """The calls of obstore, which appends (verb, key, range) of each to a list."""
 
     def __init__(self, calls):
         self.calls, self.exceptions = calls, obstore.exceptions
@@ -151,8 +151,8 @@ class Counting:
     def __getattr__(self, verb):
         def call(store, *args, **kwargs):
             found = getattr(obstore, verb)(store, *args, **kwargs)
-            size = len(memoryview(found)) if verb == "get_range" else 0
-            self.calls.append((verb, args[0] if args else None, size))
+            options = kwargs.get("options") or {}
+            self.calls.append((verb, args[0] if args else None, options.get("range")))
             return found
 
         return call

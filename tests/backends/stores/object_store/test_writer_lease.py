@@ -14,7 +14,7 @@ from obstore.store import MemoryStore
 
 import trainfold
 from trainfold.backends.stores.object_store import writer_lease
-from trainfold.backends.stores.object_store.bucket import Stored
+from trainfold.backends.stores.object_store.bucket import Found, Stored
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.writer_lease import LEASE, WriterLease
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced, SaveFailed
@@ -36,7 +36,7 @@ class FakeBucket:
 
     def head(self, key):
         found = self.objects.get(key)
-        return None if found is None else (len(found.data), found.modified)
+        return None if found is None else Found(len(found.data), found.modified, found.tag)
 
     def put(self, key, data):
         self.version += 1
