@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol, final
 
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
-from trainfold.backends.stores.object_store.bucket import Found
+from trainfold.backends.stores.object_store.recent_changes import Listed
 from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.os_errors import missing
 from trainfold.backends.stores.protocol import Buffer, ReadsAhead, Store
@@ -34,14 +34,14 @@ class Glimpse:
     """
 
     def __init__(
-        self, store: Looked, listed: Callable[[str], dict[str, Found] | None], reads: SmallReads, directory: str = ""
+        self, store: Looked, listed: Callable[[str], Listed | None], reads: SmallReads, directory: str = ""
     ) -> None:
         self._store = store
         self._listed = listed
         self._reads = reads
         self._directory = directory
         self._mutex = threading.Lock()
-        self._seen: dict[str, Found] | None = None
+        self._seen: Listed | None = None
         self._has_looked = False
 
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ class Glimpse:
         """See `Store.url`."""
         return self._store.url
 
-    def _look(self, name: str) -> dict[str, Found] | None:
+    def _look(self, name: str) -> Listed | None:
         """What was seen, if that says something of a name."""
         if self._directory and not f"{name}/".startswith(f"{self._directory}/"):
             return None
@@ -73,18 +73,18 @@ class Glimpse:
         """See `Store.size`."""
         split_name(name)
         seen = self._look(name)
-        if seen is None:
+        found = None if seen is None else seen.objects.get(name)
+        if seen is None or (found is None and seen.is_late):
             return self._store.size(name)
-        found = seen.get(name)
         return None if found is None else found.size_bytes
 
     def committed_at(self, name: str) -> float | None:
         """See `Store.committed_at`."""
         split_name(name)
         seen = self._look(name)
-        if seen is None:
+        found = None if seen is None else seen.objects.get(name)
+        if seen is None or (found is None and seen.is_late):
             return self._store.committed_at(name)
-        found = seen.get(name)
         return None if found is None else found.modified
 
     def list(self, prefix: str = "") -> list[str]:
@@ -94,16 +94,16 @@ class Glimpse:
         if seen is None:
             return self._store.list(prefix)
         start = f"{directory}/" if directory else ""
-        names = {key[len(start) :].partition("/")[0] for key in seen if key.startswith(start)}
+        names = {key[len(start) :].partition("/")[0] for key in seen.objects if key.startswith(start)}
         return sorted(name for name in names if is_component(name))
 
     def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
         """See `Store.read`; a small object is read once."""
         split_name(name)
         seen = self._look(name)
-        if seen is None:
+        found = None if seen is None else seen.objects.get(name)
+        if seen is None or (found is None and seen.is_late):
             return self._store.read(name, start=start, stop=stop)
-        found = seen.get(name)
         if found is None:
             raise missing(f"{self.url}/{name}")
         return self._reads.read(name, found, start, stop)
@@ -119,7 +119,7 @@ class Glimpse:
         seen = self._look(HINTS)
         if seen is None:
             return self._store.pointers()
-        hints = {key: found for key, found in seen.items() if key.startswith(f"{HINTS}/")}
+        hints = {key: found for key, found in seen.objects.items() if key.startswith(f"{HINTS}/")}
         found = {}
         for key in sorted(hints):
             name = key.removeprefix(f"{HINTS}/")

@@ -12,13 +12,13 @@ from trainfold.backends.stores.names import is_component, prefix_directory, spli
 from trainfold.backends.stores.object_store.bucket import Bucket, Found, tag_of
 from trainfold.backends.stores.object_store.glimpse import HINTS, Glimpse
 from trainfold.backends.stores.object_store.pieces_ahead import AT_ONCE, PiecesAhead
-from trainfold.backends.stores.object_store.recent_changes import RecentChanges
+from trainfold.backends.stores.object_store.recent_changes import Listed, RecentChanges
 from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.object_store.writer_lease import WriterLease
 from trainfold.backends.stores.os_errors import missing, no_space, torn, wrong_size
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CommitConflict, InvalidArgument, RunLocked, SaveFailed
+from trainfold.core.errors import CheckpointError, CommitConflict, InvalidArgument, RunLocked, SaveFailed
 from trainfold.core.format.file_names import MANIFEST
 
 _PROBE: Final = ".probe"
@@ -112,11 +112,18 @@ class ObjectStore:
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         directory = prefix_directory(prefix)
+        self._learn()
         objects, directories = self._bucket.names(directory)
         names = {name for name in {*objects, *directories} if is_component(name)}
         for name in sorted(self._in_doubt(directory, names)):
             names = {*names, name} if self._is_there(f"{directory}/{name}" if directory else name) else names - {name}
         return sorted(names)
+
+    def _learn(self) -> None:
+        """Ask the lease what was committed last, for a list that lags may lack it; its holder knows."""
+        if not self._lease.is_held:
+            with suppress(CheckpointError):  # a run without one, or that may not be read: the list says it
+                self._changes.learn(self._lease.recent)
 
     def _in_doubt(self, directory: str, names: set[str]) -> set[str]:
         """The names of which a list says something else than this process has done."""
@@ -127,12 +134,13 @@ class ObjectStore:
         return {name for name, is_gone in changed if is_gone == (name in names) and is_component(name)}
 
     def _is_there(self, name: str) -> bool:
-        return self._bucket.head(name) is not None or bool(self._below(name))
+        return self._bucket.head(name) is not None or bool((found := self._below(name)) and found.objects)
 
-    def _below(self, directory: str, *, most: int | None = None) -> dict[str, Found] | None:
-        """All objects below a directory, as a list shows them that does not hide what this process has done; None if there are more than ``most``."""
+    def _below(self, directory: str, *, most: int | None = None) -> Listed | None:
+        """All objects below a directory, as a list shows them that hides no commit; None if there are more than ``most``."""
+        self._learn()
         listed = self._bucket.below(directory, most=most)
-        return None if listed is None else self._changes.settled(listed, directory, self._bucket.head)
+        return None if listed is None else self._changes.corrected(listed, directory, self._bucket.head)
 
     def glimpse(self, directory: str = "") -> Glimpse:
         """See `GivesGlimpses`."""
@@ -177,19 +185,20 @@ class ObjectStore:
         split_name(name)
         self._check_conditional_puts()
         if replaces is None:
-            self._lease.confirm()
+            self._lease.confirm(committing=name)
             version = self._bucket.put_if(name, data, None)
             if version is None:
                 raise self._conflict(name, "no such name", "one")
             self._lease.check()
             self._note(name, tag_of(version), data)
+            self._lease.committed(name, tag_of(version))
             return
         with self._lock_held():
             found = self._bucket.get(name)
             digest = "no such name" if found is None else digest_of(found.data)
             if found is None or digest != replaces:
                 raise self._conflict(name, replaces, digest)
-            self._lease.confirm()
+            self._lease.confirm(committing=name)
             if found.data == data:
                 return
             version = self._bucket.put_if(name, data, found.version)
@@ -197,6 +206,8 @@ class ObjectStore:
                 raise self._conflict(name, replaces, "other contents, of another writer")
             self._lease.check()
             self._note(name, tag_of(version), data)
+
+        self._lease.committed(name, tag_of(version))
 
     def _note(self, name: str, tag: str, data: bytes) -> None:
         self._changes.put(name, Found(len(data), 0.0, tag))
@@ -207,11 +218,14 @@ class ObjectStore:
         if not name.endswith("/"):
             split_name(name)
             self._lease.check()
+            self._lease.forget(name)
             self._delete([name, f"{HINTS}/{name}"] if "/" not in name else [name])
             return
         directory = prefix_directory(name)
+        self._lease.forget(f"{directory}/")
         self._lease.confirm()
-        record, found = f"{directory}/{MANIFEST}", self._below(directory) or {}
+        listed = self._below(directory)
+        record, found = f"{directory}/{MANIFEST}", {} if listed is None else listed.objects
         deeper = [key for key in found if "/" in key[len(directory) + 1 :]]
         for keys in (
             deeper,
@@ -251,6 +265,7 @@ class ObjectStore:
                 raise RunLocked(self._url, expected="no other writer", found="a writer of this store object",
                                 fix="close the manager that holds it, or leave its with block")  # fmt: skip
             self._lease.acquire()
+            self._changes.learn(self._lease.recent)
         try:
             yield
         finally:

@@ -22,7 +22,8 @@ LEASE: Final = ".lease"
 _CLOCK: Final = ".clock-"
 _LOOK_SECS: Final = 0.5
 _TIME_STEP_SECS: Final = 2.0  # of the times of most stores
-_LIMIT_BYTES: Final = 4096
+_LIMIT_BYTES: Final = 16 << 10
+_RECENT: Final = 8
 
 
 @final
@@ -36,6 +37,8 @@ class LeaseRecord:
         taken: how often the lease was taken, this time included.
         lasts_secs: how long it is valid after its last renewal.
         broken: how many of the holders before this one have not given it back; those may still be writing.
+        recent: what was committed last, as (name, tag of its version), with the name that is being committed, whose tag is "". A reader whose list
+            lags asks for these by name.
     """
 
     holder: str
@@ -43,6 +46,17 @@ class LeaseRecord:
     taken: int
     lasts_secs: float
     broken: int
+    recent: tuple[tuple[str, str], ...] = ()
+
+    def committing(self, name: str, tag: str = "") -> "LeaseRecord":
+        """The record with a name that is committed, or is about to be.
+
+        Examples:
+            >>> LeaseRecord("a", "t", 1, 30.0, 0, (("x", "1"), ("y", "2"))).committing("x").recent
+            (('y', '2'), ('x', ''))
+        """
+        others = tuple(each for each in self.recent if each[0] != name)
+        return attrs.evolve(self, recent=(*others, (name, tag))[-_RECENT:])
 
     def encoded(self, beat: int) -> bytes:
         """The bytes of the object; each renewal has others, so that its version changes."""
@@ -63,6 +77,7 @@ class LeaseRecord:
                 int(found["taken"]),
                 float(found["lasts_secs"]),
                 int(found["broken"]),
+                tuple((str(name), str(tag)) for name, tag in found.get("recent", ())),
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointHostile(
@@ -143,7 +158,8 @@ class WriterLease:
 
     def _take(self, found: Stored | None, old: LeaseRecord | None) -> bool:
         taken, broken = (old.taken, old.broken + bool(old.holder)) if old is not None else (0, 0)
-        record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs, broken)
+        record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs, broken,
+                             () if old is None else old.recent)  # fmt: skip
         began = _now_here()
         version = self._bucket.put_if(LEASE, record.encoded(0), None if found is None else found.version)
         if version is None:
@@ -167,8 +183,33 @@ class WriterLease:
         if self._record is not None and (self._loss or self._pid != os.getpid() or _now_here() > self._until):
             self.confirm()
 
-    def confirm(self) -> None:
+    @property
+    def recent(self) -> tuple[tuple[str, str], ...]:
+        """What was committed last, by this holder and those before it; what the store says if this object does not hold the lease."""
+        record = self._record
+        if record is None:
+            found = self._bucket.get(LEASE)
+            record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
+        return () if record is None else record.recent
+
+    def committed(self, name: str, tag: str) -> None:
+        """Note that a name was committed; the next renewal says it."""
+        with self._mutex:
+            if self._record is not None:
+                self._record = self._record.committing(name, tag)
+
+    def forget(self, start: str) -> None:
+        """Note that names that begin like this are deleted; the next renewal says it."""
+        with self._mutex:
+            if self._record is not None:
+                recent = tuple(each for each in self._record.recent if not each[0].startswith(start))
+                self._record = attrs.evolve(self._record, recent=recent)
+
+    def confirm(self, committing: str = "") -> None:
         """Renew the lease now, which shows that no other process has it. Does nothing if it was never taken.
+
+        Args:
+            committing: the name that is committed then.
 
         Raises:
             RunLocked, RunReplaced: as `check` does.
@@ -183,6 +224,8 @@ class WriterLease:
                 raise RunLocked(where, expected=f"process {self._pid}, which took the lease", found=f"process {os.getpid()}, which was forked from it",
                                 fix="save in that process, or make a manager in this one after the other is closed")  # fmt: skip
             if not self._loss:
+                if committing:
+                    record = self._record = record.committing(committing)
                 self._renew(record)
             if self._loss == "gone":
                 raise RunReplaced(where, expected="the lease that this process has taken", found="none: the run was removed",

@@ -1,0 +1,107 @@
+"""A bucket whose lists lag: they show what there was some changes ago. Reads of one object do not lag."""
+
+import random
+import warnings
+from collections import deque
+
+import obstore
+import pytest
+import torch
+from obstore.store import MemoryStore
+
+import trainfold
+from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.core.errors import TrainfoldError
+from trainfold.properties import contracts
+
+LAG = 6
+
+
+class Lagging:
+    """The calls of obstore on one bucket, whose lists are up to some changes old; it fails from a change on, as if the machine were lost."""
+
+    def __init__(self, client, seed, lag=LAG):
+        self.client, self.exceptions, self.left = client, obstore.exceptions, float("inf")
+        self._chance = random.Random(seed)
+        self._states = deque([[]], maxlen=lag + 1)
+
+    def __getattr__(self, verb):
+        def call(store, *args, **kwargs):
+            if verb in {"put", "delete"}:
+                self.left -= 1
+                if self.left < 0:
+                    raise obstore.exceptions.GenericError("the machine is gone")
+            found = getattr(obstore, verb)(store, *args, **kwargs)
+            if verb in {"put", "delete"}:
+                self._states.append([each for page in obstore.list(self.client) for each in page])
+            return found
+
+        return call
+
+    def list(self, store, prefix=None, **_):
+        start = f"{prefix}/" if prefix else ""
+        return [[each for each in self._chance.choice(self._states) if each["path"].startswith(start)]]
+
+    def list_with_delimiter(self, store, prefix=None):
+        start, found = f"{prefix}/" if prefix else "", self.list(store, prefix)[0]
+        below = {each["path"][len(start) :] for each in found}
+        return {
+            "objects": [each for each in found if "/" not in each["path"][len(start) :]],
+            "common_prefixes": sorted({start + name.partition("/")[0] for name in below if "/" in name}),
+        }
+
+
+def opened(api):
+    """The run, as a new process opens it."""
+    store = ObjectStore(api.client, url="memory://run")
+    store._bucket._api = api
+    return store
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bucket_whose_lists_lag_keeps_the_contract(seed):
+    """C03: what a process has committed, written and deleted is in its lists."""
+    contracts.check_store(lambda: opened(Lagging(MemoryStore(), seed)))
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 100))])
+def test_nothing_acknowledged_is_lost_when_machines_are_lost_and_lists_lag(seed, monkeypatch):
+    """C03, E01: the next process resumes from the last checkpoint that was acknowledged, or from the one that was being committed."""
+    from trainfold.backends.stores.object_store import writer_lease
+
+    monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
+    chance, api = random.Random(seed), Lagging(MemoryStore(), seed)
+    acknowledged, saved = 0, {}
+    for _ in range(8):
+        api.left = float("inf")
+        model = torch.nn.Linear(2, 2)
+        live = trainfold.attach(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read_by_another(api, acknowledged)
+            try:
+                with trainfold.CheckpointManager(opened(api), every=1, keep_last=2, mode="sync") as manager:
+                    manager.restore(live)
+                    assert live.progress.step in {acknowledged, acknowledged + 1}, "an acknowledged checkpoint is lost"
+                    if live.progress.step in saved:
+                        assert torch.equal(model.weight, saved[live.progress.step])
+                    acknowledged = live.progress.step
+                    api.left = chance.randrange(3, 40)
+                    while True:
+                        with torch.no_grad():
+                            model.weight.add_(torch.randn(2, 2))
+                        live.advance(samples=1)
+                        saved[live.progress.step] = model.weight.detach().clone()
+                        manager.step(live)
+                        acknowledged = live.progress.step
+            except TrainfoldError:
+                continue
+    assert acknowledged > 4
+
+
+def read_by_another(api, acknowledged):
+    """A process that only reads sees it too."""
+    if acknowledged:
+        like = trainfold.TrainState(trainer=trainfold.Progress())
+        found = trainfold.load(opened(api), like=like, components=("trainer",))
+        assert found.trainer.step in {acknowledged, acknowledged + 1}
