@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 unexport PYTHONDONTWRITEBYTECODE  # without its cache, each of the hundred programs that tests start compiles the package again
 
-.PHONY: help demo test check format docs look bench resume hf rivals long laws soak crash oracle constraints clean
+.PHONY: help demo test check format docs look bench resume hf rivals buckets long laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -47,6 +47,10 @@ hf: $(DEV)  ## the tests on models of transformers and adapters of peft, which i
 rivals: $(DEV)  ## the tests with accelerate and Lightning, which it installs: bridges, and checkpoints that they have written (minutes)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'
 	$(PYTEST) -m "" tests/adapters/bridges/test_lightning_rivals.py tests/adapters/bridges/test_accelerate_rivals.py tests/adapters/loaders/test_prepared_loader.py tests/backends/weights/foreign/test_programs_rivals.py
+
+buckets: $(DEV)  ## all tests of runs in buckets, on emulators of S3 and of Azure, which npm installs (minutes)
+	npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.35.0
+	TRAINFOLD_AZURITE=$(CURDIR)/build/azurite/node_modules/.bin $(PYTEST) -m "" tests/backends/stores/object_store
 
 bench: $(DEV)  ## what it costs: benchmarks/
 	@for program in $(filter-out benchmarks/resume.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$program"; $(BIN)/python $$program || exit 1; done

@@ -62,12 +62,14 @@ class Proxy:
 
     Attributes:
         fault: (number of the request, method, path) -> one of `FAULTS`, or None.
+        dropped: names of headers, in lower case, that the server does not get: it is one that does not know them.
         requests: (method, path, bytes of the request, bytes of the answer, fault) of those so far.
     """
 
     def __init__(self, port):
         self._server_port = port
         self.fault = lambda number, method, path: None
+        self.dropped = frozenset()
         self.requests = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -102,6 +104,8 @@ class Proxy:
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(int(_field(head, b"content-length") or 0))
         method, path = head.split(b" ", 2)[:2]
+        lines = head.split(b"\r\n")
+        head = b"\r\n".join(line for line in lines if line.partition(b":")[0].lower() not in self.dropped)
         method, path = method.decode(), path.decode()
         fault = self.fault(len(self.requests), method, path)
         entry = [method, path, len(body), 0, fault]
@@ -136,10 +140,21 @@ class Proxy:
             length = _field(head, b"content-length")
             if method == "HEAD" or head.split(b" ", 2)[1] in {b"204", b"304"}:
                 return head, b""
-            assert length is not None, "an answer in pieces"
+            if length is None:
+                return await _united(head, reader)
             return head, await reader.readexactly(int(length))
         finally:
             writer.close()
+
+
+async def _united(head, reader):
+    """An answer that comes in pieces, as one."""
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"transfer-encoding")]
+    return b"\r\n".join([lines[0], b"Content-Length: %d" % len(body), *lines[1:]]), body
 
 
 class Counting:
