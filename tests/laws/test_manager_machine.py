@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kit.backends.best_file_cases import best_name
+from kit.laws.bucket_cases import GatedBucket
 from kit.laws.manager_machine_cases import (
     COMPONENTS,
     PAUSE,
@@ -32,6 +33,7 @@ from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore, SimulatedCrash
+from trainfold.backends.stores.object_store import writer_lease
 from trainfold.core.best.record import updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
 from trainfold.core.format.file_names import directory_of
@@ -64,13 +66,17 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
     def start(self, mode, loop, keep_last, long_term, every, when_busy, room):
         self.mode, self.loop, self.every, self.when_busy, self.room = mode, loop(), every, when_busy, room
         self.keep_last, self.long_term = keep_last, long_term
-        self.store = GatedStore(MemoryStore())
+        self.store = self.new_store()
         self.contents, self.path, self.damaged, self.quarantined = {}, [], set(), set()
         self.unsure, self.undead, self.leaving, self.outside = {}, {}, {}, set()
         self.best, self.best_perhaps, self.points_at = None, None, None
         self.looked = {}
         self.is_armed = False
         self.open()
+
+    def new_store(self):
+        """An empty disk."""
+        return GatedStore(MemoryStore())
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -427,5 +433,24 @@ ManagerAndDisk.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+class ManagerAndBucket(ManagerAndDisk):
+    """The same over a bucket: each request may fail, and a machine may die at it."""
+
+    def new_store(self):
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr(writer_lease, "has_ended", lambda holder: True)  # this process plays those that died
+        return GatedBucket()
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "patched"):
+            self.patched.undo()
+
+
+ManagerAndBucket.TestCase.settings = settings(ManagerAndDisk.TestCase.settings, max_examples=EXAMPLES)
+TestManagerAndBucket = ManagerAndBucket.TestCase
+TestManagerAndBucket.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 14 else 900), pytest.mark.long]
 TestManagerAndDisk = ManagerAndDisk.TestCase
 TestManagerAndDisk.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 14 else 300), pytest.mark.slow(10)]

@@ -62,6 +62,10 @@ class Glimpse:
                 self._has_looked = True
             return self._seen
 
+    def _may_lack(self, seen: Listed) -> bool:
+        """Whether what is not in the list may be there: other ranks write into a checkpoint's directory too, and a list may lag."""
+        return seen.is_late or self._directory != ""
+
     def _forget(self) -> Looked:
         with self._mutex:
             self._has_looked, self._seen = False, None
@@ -74,7 +78,7 @@ class Glimpse:
         split_name(name)
         seen = self._look(name)
         found = None if seen is None else seen.objects.get(name)
-        if seen is None or (found is None and seen.is_late):
+        if seen is None or (found is None and self._may_lack(seen)):
             return self._store.size(name)
         return None if found is None else found.size_bytes
 
@@ -83,7 +87,7 @@ class Glimpse:
         split_name(name)
         seen = self._look(name)
         found = None if seen is None else seen.objects.get(name)
-        if seen is None or (found is None and seen.is_late):
+        if seen is None or (found is None and self._may_lack(seen)):
             return self._store.committed_at(name)
         return None if found is None else found.modified
 
@@ -102,7 +106,7 @@ class Glimpse:
         split_name(name)
         seen = self._look(name)
         found = None if seen is None else seen.objects.get(name)
-        if seen is None or (found is None and seen.is_late):
+        if seen is None or (found is None and self._may_lack(seen)):
             return self._store.read(name, start=start, stop=stop)
         if found is None:
             raise missing(f"{self.url}/{name}")

@@ -11,6 +11,7 @@ from obstore.store import MemoryStore
 
 import trainfold
 from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.errors import TrainfoldError
 from trainfold.properties import contracts
 
@@ -105,3 +106,15 @@ def read_by_another(api, acknowledged):
         like = trainfold.TrainState(trainer=trainfold.Progress())
         found = trainfold.load(opened(api), like=like, components=("trainer",))
         assert found.trainer.step in {acknowledged, acknowledged + 1}
+
+
+def test_files_of_other_ranks_that_a_list_lacks_are_asked_for():
+    """E01: rank 0 commits what all ranks have written, although its list of the directory is older."""
+    client = MemoryStore()
+    one, other = opened(Lagging(client, 0)), ObjectStore(client, url="memory://run")
+    other.write("step-1/b", [b"123"], size_bytes=3)
+    assert one.list("step-1") == []
+    seen = glimpse(one, "step-1")
+    assert seen.size("step-1/b") == 3
+    assert seen.read("step-1/b", start=1) == b"23"
+    assert seen.size("step-1/c") is None
