@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol, final
 
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
-from trainfold.backends.stores.object_store.recent_changes import Listed
+from trainfold.backends.stores.object_store.recent_changes import BucketList
 from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.os_errors import missing
 from trainfold.backends.stores.protocol import Buffer, ReadsAhead, Store
@@ -34,14 +34,14 @@ class Glimpse:
     """
 
     def __init__(
-        self, store: Looked, listed: Callable[[str], Listed | None], reads: SmallReads, directory: str = ""
+        self, store: Looked, listed: Callable[[str], BucketList | None], reads: SmallReads, directory: str = ""
     ) -> None:
         self._store = store
         self._listed = listed
         self._reads = reads
         self._directory = directory
         self._mutex = threading.Lock()
-        self._seen: Listed | None = None
+        self._seen: BucketList | None = None
         self._has_looked = False
 
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ class Glimpse:
         """See `Store.url`."""
         return self._store.url
 
-    def _look(self, name: str) -> Listed | None:
+    def _look(self, name: str) -> BucketList | None:
         """What was seen, if that says something of a name."""
         if self._directory and not f"{name}/".startswith(f"{self._directory}/"):
             return None
@@ -62,7 +62,7 @@ class Glimpse:
                 self._has_looked = True
             return self._seen
 
-    def _may_lack(self, seen: Listed) -> bool:
+    def _may_lack(self, seen: BucketList) -> bool:
         """Whether what is not in the list may be there: other ranks write into a checkpoint's directory too, and a list may lag."""
         return seen.is_late or self._directory != ""
 

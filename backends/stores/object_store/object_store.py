@@ -12,7 +12,7 @@ from trainfold.backends.stores.names import is_component, prefix_directory, spli
 from trainfold.backends.stores.object_store.bucket import Bucket, Found, tag_of
 from trainfold.backends.stores.object_store.glimpse import HINTS, Glimpse
 from trainfold.backends.stores.object_store.pieces_ahead import AT_ONCE, PiecesAhead
-from trainfold.backends.stores.object_store.recent_changes import Listed, RecentChanges
+from trainfold.backends.stores.object_store.recent_changes import BucketList, RecentChanges
 from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.object_store.writer_lease import WriterLease
 from trainfold.backends.stores.os_errors import missing, no_space, torn, wrong_size
@@ -136,7 +136,7 @@ class ObjectStore:
     def _is_there(self, name: str) -> bool:
         return self._bucket.head(name) is not None or bool((found := self._below(name)) and found.objects)
 
-    def _below(self, directory: str, *, most: int | None = None) -> Listed | None:
+    def _below(self, directory: str, *, most: int | None = None) -> BucketList | None:
         """All objects below a directory, as a list shows them that hides no commit; None if there are more than ``most``."""
         self._learn()
         listed = self._bucket.below(directory, most=most)

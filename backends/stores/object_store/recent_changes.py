@@ -13,7 +13,7 @@ _MOST: Final = 4096
 
 @final
 @attrs.frozen
-class Listed:
+class BucketList:
     """What is below a directory.
 
     Attributes:
@@ -33,9 +33,9 @@ class RecentChanges:
         >>> changes = RecentChanges()
         >>> now = Found(3, 0.0, "tag")
         >>> changes.put("a", now)
-        >>> changes.corrected({}, "", lambda key: now) == Listed({"a": now}, is_late=True)
+        >>> changes.corrected({}, "", lambda key: now) == BucketList({"a": now}, is_late=True)
         True
-        >>> changes.corrected({"a": now}, "", lambda key: None) == Listed({"a": now}, is_late=False)
+        >>> changes.corrected({"a": now}, "", lambda key: None) == BucketList({"a": now}, is_late=False)
         True
     """
 
@@ -69,7 +69,7 @@ class RecentChanges:
         with self._mutex:
             return {key: found for key, found in self._changed.items() if key.startswith(start)}
 
-    def corrected(self, listed: Mapping[str, Found], directory: str, head: Callable[[str], Found | None]) -> Listed:
+    def corrected(self, listed: Mapping[str, Found], directory: str, head: Callable[[str], Found | None]) -> BucketList:
         """What is in a directory: a list of it, corrected where it contradicts the changes.
 
         There the store is asked for the object itself: the list may be old, or another program may have changed it since.
@@ -92,7 +92,7 @@ class RecentChanges:
             with self._mutex:
                 if key in self._changed and self._changed[key] == noted:
                     self._changed[key] = there
-        return Listed(now, is_late)
+        return BucketList(now, is_late)
 
 
 def _same(one: Found | None, other: Found | None) -> bool:
