@@ -12,6 +12,8 @@ Section: TypeAlias = tuple[int, Callable[[], Iterable[Buffer]]]
 def bytes_from(sections: Iterable[Section], start: int) -> Iterator[Buffer]:
     """The bytes of sections from an offset on. A section that ends before it is not made; one in which it lies is, and its first bytes are dropped.
 
+    Of a section nothing is kept when the next one is made.
+
     Args:
         sections: in order.
         start: the offset.
@@ -29,6 +31,7 @@ def bytes_from(sections: Iterable[Section], start: int) -> Iterator[Buffer]:
             if start < len(view):
                 yield view[start:]
             start = max(0, start - len(view))
+            del piece, view  # before the next one is made: its memory may be as much again
 
 
 @final
@@ -52,6 +55,7 @@ class CutParts:
             self.whole.update(piece)
             size_bytes -= len(piece)
             yield piece
+            del piece  # as in `bytes_from`
 
     def has_more(self) -> bool:
         """Whether there are bytes that were not given."""

@@ -95,7 +95,7 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int, start: in
 
     Args:
         fd: a file open for writing; its O_DIRECT flag may be changed.
-        parts: the bytes in order; a part is copied or written before the next one is asked for. `Placeable` parts put their bytes
+        parts: the bytes in order; a part is copied or written, and released, before the next one is asked for. `Placeable` parts put their bytes
             straight into a buffer, which saves a copy.
         size_bytes: what the parts should have in all; the file never grows by more.
         start: how many bytes the file has. A multiple of `ALIGNMENT_BYTES` keeps the speed.
@@ -119,6 +119,7 @@ def write_stream(fd: int, parts: Iterable[Buffer], *, size_bytes: int, start: in
             if given > size_bytes:
                 break
             queue.put(data)
+            del part, data  # what comes next may need their memory
         queue.finish(pads=is_direct)
     if is_direct:
         os.ftruncate(fd, start + min(given, size_bytes))  # the last write was padded to the alignment

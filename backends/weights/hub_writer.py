@@ -85,7 +85,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
 ) -> HubPlan:
     """Write weights as model hubs have them: safetensors files, their index, and what is known of the configuration and the tokenizer.
 
-    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on where it was killed, with at most 256 MB that are written again. Each tensor is in one file. Memory: two of the largest tensor (two and a half where it is put together and cast), and buffers; on ranks that give their parts, buffers alone.
+    Law: the directory is absent until it is whole, whenever the process dies; the same call goes on where it was killed, with at most 256 MB that are written again. Each tensor is in one file. Memory: two of the largest tensor, and buffers; on ranks that give their parts, buffers alone.
 
     Args:
         weights: a source that lists what it has, such as ``CheckpointWeights(run)``, or a state with a model, such as ``live.capture()``. Of a state that ranks hold in parts, or in
@@ -105,7 +105,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
 
     Raises:
         InvalidArgument: for something else than weights, a part of weights whose other ranks do not call, or if something is at the path.
-        InvalidState: if tensors have not the form that the rules need, or weights that are tied differ, or are written to meanwhile.
+        InvalidState: if tensors have not the form that the rules need, weights that are tied differ, numbers would become infinite in another dtype, or weights are written to meanwhile.
         CheckpointMissing: and others, from the source.
         SaveFailed: if the directory cannot be written. On the other ranks it is `RankFailed`.
 

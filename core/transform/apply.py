@@ -72,7 +72,7 @@ def transform_tensors(
         The name and the tensor, which may share memory with a tensor that it is made of. Copy it before you write to it.
 
     Raises:
-        InvalidState: at the call, if tensors have not the form that the transform needs; later, if two that are tied differ.
+        InvalidState: at the call, if tensors have not the form that the transform needs; later, if two that are tied differ, or a number would become infinite where it is rounded.
 
     Examples:
         >>> import torch

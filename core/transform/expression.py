@@ -11,6 +11,7 @@ import attrs
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.layout.slices import Box, row_blocks, volume, whole_box
+from trainfold.core.transform.rounding import check_finite, rounded_to
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _BAND_BYTES: Final = 1 << 22
 """How much of a result is computed in float32 at once, so that what is computed on the way needs no memory of its size."""
 _FLOAT_BYTES: Final = 4
+_NAMED: Final = 4
 
 Read: TypeAlias = "Callable[[str, Box], torch.Tensor]"
 """Returns a part of a source tensor, by its name. What it returns is not written to."""
@@ -222,7 +224,7 @@ class Lowered:
 @final
 @attrs.frozen
 class CastTo:
-    """A tensor in another dtype, rounded as torch rounds.
+    """A tensor in another dtype, rounded as torch rounds; a number that would become infinite is an error.
 
     Attributes:
         of: the tensor.
@@ -242,13 +244,9 @@ class CastTo:
 
     def computed(self, box: Box, read: Read) -> "torch.Tensor":
         """See `Expression`."""
-        import torch
-
         from trainfold.core.format.codec import torch_dtype
 
-        found = self.of.computed(box, read)
-        # in rows: `to` keeps the strides of a transposed tensor, which would be copied once more to be written
-        return torch.empty(found.shape, dtype=torch_dtype(self.dtype), device=found.device).copy_(found)
+        return rounded_to(self.of.computed(box, read), torch_dtype(self.dtype), lambda: sources_of(self.of, box))
 
 
 @final
@@ -300,7 +298,9 @@ class Dequantised:
                 high = -(-last // size) - at // size if stop > start else low
                 part = part.narrow(dim, low, high - low).repeat_interleave(size, dim)
                 part = part.narrow(dim, first % size if stop > start else 0, stop - start)
-            found[place] = of[place].to(torch.float32) * part
+            product = of[place].to(torch.float32) * part
+            found[place] = product
+            check_finite(found[place], product, lambda: sources_of(self.of, box))
         return found
 
     def _blocks(self, box: Box) -> Box:
@@ -355,6 +355,12 @@ class SameAs:
                 left_out, expected=f"the values of {name}, as tied weights have", found="other values",
                 fix="export it as a tensor of its own: leave out this tie, and say in the config that the weights are not tied")  # fmt: skip
         return kept
+
+
+def sources_of(each: Expression, box: Box) -> str:
+    """What a part is made of, for an error."""
+    names = list(dict.fromkeys(source.name for source, _ in each.reads(box)))
+    return f"{', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"
 
 
 def computed_whole(each: Expression, read: Read) -> "torch.Tensor":

@@ -176,6 +176,8 @@ def cast(
 ) -> CastFloats:
     """Round floating tensors to another dtype. Integers, booleans and quantised numbers keep theirs, and so does what has that dtype already.
 
+    A finite number that would become infinite is an error when its tensor is computed.
+
     What a module has beside a quantised matrix (of float8, int8, uint8, or packed in int32), but its bias, keeps its dtype too: rounded scales would change each of its numbers.
 
     Args:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 import attrs
 
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.transform.rounding import rounded_to
 from trainfold.core.weights.source import Wanted, WeightSource
 
 if TYPE_CHECKING:
@@ -32,14 +33,19 @@ class Cast:
     source: WeightSource
 
     def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield what the source has, with the dtypes of the model."""
+        """Yield what the source has, with the dtypes of the model.
+
+        Raises:
+            InvalidState: if a number would become infinite in that dtype.
+        """
         from trainfold.core.format.codec import torch_dtype
 
         floating = {name for name, each in wanted.items() if torch_dtype(each.dtype).is_floating_point}
         asked = {name: attrs.evolve(each, dtype="") if name in floating else each for name, each in wanted.items()}
         for name, tensor in self.source.supply(asked):
             is_other = name in floating and tensor.is_floating_point()
-            yield name, tensor.to(torch_dtype(wanted[name].dtype)) if is_other else tensor
+            dtype = torch_dtype(wanted[name].dtype)
+            yield name, rounded_to(tensor, dtype, name.__str__) if is_other and tensor.dtype != dtype else tensor
 
 
 @final

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final, final
 import attrs
 
 from trainfold.core.layout.slices import Box, volume
-from trainfold.core.transform.expression import Expression, Read, SourceTensor
+from trainfold.core.transform.expression import Expression, Read, SourceTensor, sources_of
+from trainfold.core.transform.rounding import check_finite
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,8 @@ class LowRank:
         found = torch.empty(base.shape, dtype=torch_dtype(self.dtype), device=base.device)
         by_row = found.T if self.is_transposed else found
         for start, part in bands:
-            by_row[start : start + part.shape[0]] = part
+            rows = by_row[start : start + part.shape[0]]
+            check_finite(rows.copy_(part), part, lambda: sources_of(self.of, box))
         return found
 
     def bands(self, box: Box, read: Read) -> "tuple[torch.Tensor, Iterator[tuple[int, torch.Tensor]]]":
@@ -143,7 +145,8 @@ class Decomposed:
         for first, part in bands:
             last = first + part.shape[0]
             factor = magnitude[first:last].to(part.dtype) / _lengths(part)
-            by_row[first:last] = part[:, start:stop] * factor[:, None]
+            scaled = part[:, start:stop] * factor[:, None]
+            check_finite(by_row[first:last].copy_(scaled), scaled, lambda: sources_of(self.of.of, box))
         return found
 
     def _rows(self, box: Box) -> tuple[tuple[int, int], tuple[int, int], Box]:

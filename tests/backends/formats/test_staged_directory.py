@@ -2,14 +2,17 @@
 
 import json
 import os
+import weakref
 from contextlib import suppress
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.formats import staged_directory as staging
+from trainfold.backends.formats.file_sections import bytes_from
 from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.core.errors import CheckpointHostile, InvalidArgument, NoSpace, RunLocked, SaveFailed
 
@@ -324,3 +327,21 @@ def test_a_source_that_gives_another_number_of_bytes_the_second_time_is_refused(
         assert not staged.has("a", size_bytes=100)
     notes = [json.loads(line) for line in (tmp_path / ".model.partial/record").read_text().splitlines()]
     assert not any(each.get("is_whole") for each in notes)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_what_a_section_was_made_of_is_let_go_before_the_next_one_is_made(tmp_path, pieces):
+    """The largest tensor was there twice: its last piece was still in the hands of what writes it."""
+    size, made = 2 << 20, []
+
+    def section():
+        assert not any(each() is not None for each in made)
+        memory = np.zeros(size, dtype=np.uint8)
+        made.append(weakref.ref(memory))
+        view, step = memoryview(memory), -(-size // pieces)
+        yield from (view[at : at + step] for at in range(0, size, step))
+
+    with staged_directory(tmp_path / "a", plan="a") as staged:
+        staged.write("f", lambda start: bytes_from([(size, section)] * 3, start), size_bytes=3 * size)
+        staged.commit()
+    assert len(made) == 3

@@ -155,6 +155,8 @@ MET = {
     "a whole beside a part": (split("qk", ["q", "k"]), specs(qk=(4,), v=(1,), q=(2,)), "found q"),
     "a gap between experts": (stack("e.{n}", "e", over="n"), specs(e_0=(1,), e_2=(1,)), "each {n} of 0 to 1, found 0, 2"),
     "experts of two shapes": (stack("e.{n}", "e", over="n"), specs(e_0=(1,), e_1=(2,)), "float32[2] for 1"),
+    "a stack that is there already": (stack("l.{i}.e.{n}", "l.{i}.e", over="n"), specs(l_0_e_0=(1,), l_7_e=(2,)), "no other tensor of the form l.{i}.e, found l.7.e"),
+    "a part that is there already": (unstack("l.{i}.e", "l.{i}.e.{n}", over="n"), specs(l_0_e=(2,), l_7_e_0=(1,)), "no other tensor of the form l.{i}.e.{n}, found l.7.e.0"),
     "a stack of scalars": (unstack("e", "e.{n}", over="n"), specs(e=()), "a first dimension"),
     "other heads": (rearrange("w", "(h d) -> (d h)", h=3), specs(w=(4,)), "w: expected a tensor that can be read as (h d)"),
     "other dimensions": (rearrange("w", "a b -> b a"), specs(w=(4,)), "found [4]"),

@@ -1,0 +1,83 @@
+"""A number that a narrower dtype does not have is an error that names its tensor, wherever numbers are rounded; all others are rounded as torch rounds."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from trainfold.core.errors import InvalidState
+from trainfold.core.transform.apply import transform_tensors
+from trainfold.core.transform.converters.converter import view
+from trainfold.core.transform.converters.lora import lora
+from trainfold.core.transform.fusing import merge
+from trainfold.core.transform.rounding import rounded_to
+from trainfold.core.transform.transform import compose
+from trainfold.core.transform.values import cast, dequantise, transpose
+from trainfold.core.weights.source import Wanted
+from trainfold.core.weights.wrapped import Cast
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+SPECIAL = [0.0, -0.0, 1.0, -3.5, 448.0, 470.0, 65504.0, -65519.0, 65520.0, 7e4, -3.39e38, 3.4e38, 1e300, float("inf"), float("-inf"), float("nan")]  # fmt: skip
+
+
+@given(
+    st.lists(st.sampled_from(SPECIAL), max_size=12), st.sampled_from(DTYPES[:4]), st.sampled_from(DTYPES), st.booleans()
+)
+def test_numbers_are_rounded_as_torch_rounds_or_refused_if_one_becomes_infinite(numbers, source, dtype, is_turned):
+    """P20: whatever the order of the elements, and beside numbers that were infinite before."""
+    given = torch.tensor(numbers, dtype=torch.float64).to(source)
+    given = given.reshape(-1, 2).T if is_turned and len(numbers) % 2 == 0 else given
+    expected = given.to(dtype)
+    beyond = int((given.double().isfinite() & ~expected.double().isfinite()).sum())
+    if beyond:
+        with pytest.raises(InvalidState, match=f"w: .* found {beyond} of {given.numel()} beyond"):
+            rounded_to(given, dtype, lambda: "w")
+    else:
+        found = rounded_to(given, dtype, lambda: "w")
+        assert found.dtype == dtype
+        assert found.is_contiguous()
+        # the bits of a NaN depend on where it lies: torch has a faster way for elements in a row
+        torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=0, equal_nan=True)
+
+
+BIG = torch.tensor([[1.0, 70000.0], [3.0, -80000.0]])
+MADE = {
+    "a cast": (cast("float16"), {"w": BIG}, "w: expected numbers that float16 has, up to 65504, found 2 of 4 beyond, such as 80000"),
+    "a cast of columns": (compose(transpose("w"), cast("float16")), {"w": BIG}, "w: .* found 2 of 4 beyond"),
+    "a cast of several": (compose(merge(["w", "v"], "wv"), cast("float16")), {"w": torch.ones(2, 2), "v": BIG}, "w, v: .* found 2 of 8 beyond"),
+    "a cast to bfloat16": (cast("bfloat16"), {"w": torch.full((2,), torch.finfo(torch.float32).max)}, "w: expected numbers that bfloat16 has"),
+    "scales": (dequantise("w", "s", block=(None, None), dtype="float16"), {"w": torch.full((2, 2), 100, dtype=torch.int8), "s": torch.full((1, 1), 1000.0)}, "w: .* found 4 of 4 beyond, such as 100000"),
+    "an adapter": (
+        view(lora(alpha=1, a="{layer*}.a", b="{layer*}.b", wrapped="{layer*}.{tensor}"), "export"),
+        {"m.weight": torch.full((2, 2), 65504.0).half(), "m.a": torch.ones(1, 2) * 100, "m.b": torch.ones(2, 1)}, "m.weight: .* found 4 of 4 beyond"),
+    "an adapter with lengths": (
+        view(lora(alpha=1, decomposed=True), "export"),
+        {"m.base_layer.weight": torch.ones(2, 2).half(), "m.lora_A.default.weight": torch.zeros(1, 2), "m.lora_B.default.weight": torch.zeros(2, 1),
+         "m.lora_magnitude_vector.default.weight": torch.full((2,), 1e6)}, "m.base_layer.weight: .* found 4 of 4 beyond, such as 707107"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_no_transform_makes_a_finite_number_infinite(case):
+    """P20: an export to float16 had infinite weights, and nothing mentioned it."""
+    transform, tensors, said = MADE[case]
+    with pytest.raises(InvalidState, match=said) as found:
+        dict(transform_tensors(transform, tensors))
+    assert "cast to bfloat16" in found.value.fix
+
+
+def test_weights_that_the_dtype_of_a_model_does_not_have_are_not_loaded():
+    """P20: `Cast` rounds, and no more."""
+
+    class Source:
+        def supply(self, wanted):
+            yield "w", BIG
+
+    with pytest.raises(InvalidState, match="w: expected numbers that float16 has"):
+        list(Cast(Source()).supply({"w": Wanted("float16", (2, 2), ((0, 2), (0, 2)))}))
+    assert dict(Cast(Source()).supply({"w": Wanted("float64", (2, 2), ((0, 2), (0, 2)))}))["w"].dtype == torch.float64
+
+
+def test_what_was_infinite_stays_so():
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    assert torch.equal(dict(transform_tensors(cast("float16"), {"mask": mask}))["mask"], mask.half())
