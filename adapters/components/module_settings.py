@@ -11,7 +11,7 @@ from trainfold.adapters.own_state.attributes import attributes
 from trainfold.adapters.sharded.dtensor import FSDP_ATTRIBUTES, own_class
 from trainfold.core.format.structure.united_contract import PLACES, settings_of_places
 from trainfold.core.json_values import Json, encode_scalar
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.fqn import canonical_name, path_in
 
 _OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl", "_version"})
 # Settings that also show in the shapes of the tensors: a resume refuses the shapes, and so reports one cause only.
@@ -46,7 +46,10 @@ def settings_of_modules(root: torch.nn.Module, path: str, *, is_part: bool = Fal
         >>> settings_of_modules(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.GELU()), "m")["m.*"]["kind"]
         ['ReLU', 'GELU']
     """
-    places = {place: settings for place, module in _places(root) if place and (settings := dict(_settings(module)))}
+    places: dict[str, dict[str, Json]] = {}
+    for place, name, module in _places(root):
+        if place and (settings := dict(_settings(module))):
+            places[place if place not in places else path_in(root, name)] = settings
     return {f"{path}.{PLACES}": places} if is_part else settings_of_places(path, places)
 
 
@@ -58,14 +61,14 @@ def settings_of_root(root: torch.nn.Module, path: str) -> dict[str, Json]:
         {'m.kind': 'Dropout', 'm.p': 0.1, 'm.inplace': False}
     """
     outermost = takewhile(lambda found: not found[0], _places(root))  # their submodules come after them
-    return {f"{path}.{key}": value for _, module in outermost for key, value in _settings(module)}
+    return {f"{path}.{key}": value for _, _, module in outermost for key, value in _settings(module)}
 
 
-def _places(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each module with its path, without wrappers and their prefixes."""
+def _places(root: torch.nn.Module) -> Iterator[tuple[str, str, torch.nn.Module]]:
+    """Yield each module with its path without all that could be the prefix of a wrapper, as checkpoints have it (ADR-0056), and its path; without wrappers."""
     for name, module in root.named_modules():
         if not own_class(module).__module__.startswith(_WRAPPERS):
-            yield canonical_name(f"{name}._")[:-2] if name else "", module
+            yield canonical_name(f"{name}._")[:-2] if name else "", name, module
 
 
 def _settings(module: torch.nn.Module) -> Iterator[tuple[str, Json]]:

@@ -8,7 +8,7 @@ import torch
 from trainfold.adapters.construct.build_recorder import recorded
 from trainfold.adapters.construct.recipes import Kind, Recipe, Recipes, tensors_of
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.state.fqn import RECIPES, canonical_name
+from trainfold.core.state.fqn import RECIPES, name_in
 
 M = TypeVar("M", bound=torch.nn.Module)
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute")
@@ -54,7 +54,7 @@ def on_meta(build: Callable[[], M], *, prefix: str = "") -> M:
             for key, tensor in tensors_of(each, kind):
                 if not tensor.is_meta or not recorder.knows(tensor):
                     continue
-                name = ".".join(filter(None, (prefix, canonical_name(f"{path}.{key}" if path else key))))
+                name = ".".join(filter(None, (prefix, name_in(module, f"{path}.{key}" if path else key))))
                 recipes[key] = Recipe(tape, recorder.place(tensor), name)
                 named[name] = recipes[key].place.storage
             if recipes:

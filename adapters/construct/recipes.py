@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from trainfold.adapters.construct.tape import EMPTY, Place, RecordedCall, Tape
-from trainfold.core.state.fqn import RECIPES, canonical_name
+from trainfold.core.state.fqn import RECIPES, name_in
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
@@ -101,7 +101,7 @@ def slots_of(modules: Sequence[torch.nn.Module]) -> Iterator[Slot]:
             for path, module in root.named_modules():
                 recipes = getattr(vars(module).get(RECIPES), "of", {})
                 for key, tensor in tensors_of(module, kind):
-                    name = canonical_name(f"{path}.{key}" if path else key)
+                    name = name_in(root, f"{path}.{key}" if path else key)
                     recipe = recipes.get(key)
                     if kind == "attribute" and recipe is None:
                         continue

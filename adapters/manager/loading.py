@@ -136,7 +136,8 @@ class RunLoader:
                 if self.proves and self.collectives.world_size > 1:
                     prove_alike(lambda: describe_state(run.read(view=False).state, components=names), self.collectives)
         self.descent = loaded.descent
-        self.source = (loaded.manifest if transform is None else None), loaded.checkpoint
+        is_renamed = loaded.manifest is not None and loaded.manifest.written is not None
+        self.source = (None if is_renamed else loaded.manifest), loaded.checkpoint
         return loaded.state
 
     @contextmanager

@@ -13,6 +13,7 @@ from trainfold.backends.user_warning import warn_user
 from trainfold.core import tree
 from trainfold.core.errors import StaleCopy
 from trainfold.core.layout.world import Collectives
+from trainfold.core.state.fqn import under_names_of
 from trainfold.core.state.state import Opaque
 
 _STAYS: Final = (
@@ -100,7 +101,8 @@ def _pairs(
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """The tensors of a module that is a copy, each with that of the model; None if it is not one."""
     reshard(target)
-    theirs, others = _memory(target)
+    held, kept = _memory(target)
+    theirs, others = under_names_of(params, held), under_names_of(buffers, kept)
     if not _are_equal([(theirs.get(name), each) for name, each in params.items()]):
         return None
     found = [(theirs[name], each) for name, each in params.items()]

@@ -8,7 +8,7 @@ from trainfold.adapters.parallel.pipelines.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import InvalidState, RanksDisagree, place
 from trainfold.core.layout.parallelism import Parallelism
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.fqn import name_in
 from trainfold.core.step.reduce import unequal_gradients
 
 _FIX = "run a backward on every rank before live.check, and clear gradients only after the optimizer's step"
@@ -101,8 +101,8 @@ def _ranks(which: Sequence[int], marks: Sequence[int], ranks: Parallelism) -> st
 
 def _gradient_of(odd: Collection[int], modules: Iterable[torch.nn.Module]) -> str:
     """The gradient of the first of some parameters, in words."""
-    every = [pair for module in modules for pair in module.named_parameters()]
-    names = [canonical_name(name) for name, each in every if id(each) in odd]
+    every = [(name_in(module, name), each) for module in modules for name, each in module.named_parameters()]
+    names = [name for name, each in every if id(each) in odd]
     return f"the gradient of {names[0] if names else 'a parameter of an optimizer'}"
 
 

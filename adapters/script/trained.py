@@ -5,7 +5,7 @@ from typing import Any, final
 
 import torch
 
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.fqn import canonical_name, name_in
 
 
 @final
@@ -52,5 +52,8 @@ class Trained:
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, module in self._modules.items():
+            taken: set[str] = set()
             for path, parameter in module.named_parameters():
-                yield f"{name}.{canonical_name(path)}", parameter
+                short = canonical_name(path)  # as checkpoints have it (ADR-0056)
+                yield f"{name}.{short if short not in taken else name_in(module, path)}", parameter
+                taken.add(short)

@@ -183,7 +183,7 @@ class Audit:
 
     def _modes_now(self) -> dict[str, bool]:
         return {
-            submodule_path(name, path): each.training
+            submodule_path(name, root, path): each.training
             for name, root in self._attached.items()
             if isinstance(root, torch.nn.Module)
             for path, each in root.named_modules()

@@ -10,6 +10,7 @@ import torch
 from trainfold.adapters.sharded.dtensor import local_part, named_shards
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
+from trainfold.core.state.fqn import under_names_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState
 
@@ -32,7 +33,7 @@ class Averaged:
             raise InvalidArgument("live.averaged", expected="the name of an attached module that averages the model", found=repr(name),
                                   fix="swap another object's averages in and out by its own methods, and save before or after")  # fmt: skip
         mine, theirs = named_shards(model), named_shards(average)
-        found = {**theirs.params, **theirs.buffers}
+        found = under_names_of([*mine.params, *mine.buffers], {**theirs.params, **theirs.buffers})
         pairs = {
             each: (local_part(own), local_part(found[each]))
             for each, own in {**mine.params, **mine.buffers}.items()

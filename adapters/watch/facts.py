@@ -30,7 +30,7 @@ from trainfold.core.state.audit import (
     Fact,
     attribute_of,
 )
-from trainfold.core.state.fqn import RECIPES, canonical_name
+from trainfold.core.state.fqn import RECIPES, path_in
 from trainfold.core.tensor_memory import tensor_bytes
 
 _DEPTH: Final = 6
@@ -80,7 +80,7 @@ class Look:
     def module(self, root: str, module: torch.nn.Module) -> None:
         """Look at a module: the attributes of all its submodules, and their non-persistent buffers."""
         for path, each in module.named_modules():
-            self._module(submodule_path(root, path), each)
+            self._module(submodule_path(root, module, path), each)
 
     def holder(self, root: str, target: Any) -> None:
         """Look at an optimizer, a scheduler, or an object under ``extra``."""
@@ -240,14 +240,16 @@ class Look:
         return token_of_tensor(value)
 
 
-def submodule_path(root: str, path: str) -> str:
+def submodule_path(root: str, module: torch.nn.Module, path: str) -> str:
     """The path of a submodule, without the names of wrappers.
 
     Examples:
-        >>> submodule_path("model", "module.encoder.0"), submodule_path("model", "module")
-        ('model.encoder.0', 'model')
+        >>> model = torch.compile(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> submodule_path("model", model, "_orig_mod.0"), submodule_path("model", model, "_orig_mod")
+        ('model.0', 'model')
     """
-    return f"{root}.{canonical_name(f'{path}._')}"[:-2] if path else root
+    short = path_in(module, path)
+    return f"{root}.{short}" if short else root
 
 
 def plain_text(value: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from trainfold.adapters.own_state.attributes import SEQUENCES, attributes
 from trainfold.adapters.sharded.dtensor import local_part
 from trainfold.core.errors import SwappedWeights
-from trainfold.core.state.fqn import named_tensors
+from trainfold.core.state.fqn import named_tensors, under_names_of
 
 _PROBES: Final = 4
 _PROBE_NUMEL: Final = 1 << 16
@@ -107,7 +107,7 @@ class SwapProbe:
     def _twins_in(self, target: Any, named: Mapping[str, torch.Tensor]) -> list[_Twin]:
         """Where an object keeps its copies of the probed parameters; empty unless it has all of them."""
         if isinstance(target, torch.nn.Module):
-            theirs = named_tensors(target).params
+            theirs = under_names_of(named, named_tensors(target).params)
             return self._chosen(theirs, {name: _Twin(theirs, name) for name, _ in self._probes})
         orders = [list(named), [name for name, each in named.items() if each.requires_grad]]
         for _, held in attributes(target):

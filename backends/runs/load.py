@@ -60,6 +60,7 @@ from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
+from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
@@ -228,8 +229,13 @@ def _needs(like: TrainState, request: ResumeRequest, world: Collectives) -> Need
     return (
         None
         if world.world_size == 1 or is_renamed
-        else needs_of(components_of(like), here, is_stage=like.stage is not None)
+        else needs_of(components_of(like), here, is_stage=like.stage is not None and not _may_have_short_names(like))
     )
+
+
+def _may_have_short_names(like: TrainState) -> bool:
+    """Whether its model has other names in an older checkpoint (ADR-0056): then every rank looks at all of it."""
+    return like.model is not None and any(canonical_name(name) != name for name in like.model.params)
 
 
 @without_collecting

@@ -99,6 +99,11 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
         except InvalidState as error:
             return Refusal(inventory.run, f"step-{manifest.head.step:08d}", (problem_of(error),))
         renamed = f"{renaming.changed} tensors of the model have other names here, by {request.transform}"
+    elif _may_have_short_names(manifest, target):
+        from trainfold.core.transform.renamed_manifest import with_kept_names  # late: few models have such names
+
+        manifest, count = with_kept_names(manifest, target.components)
+        renamed = f"{count} tensors have other names here: this checkpoint is from before a `module` of the user's kept its name" if count else ""  # fmt: skip
     findings = Findings(request.policy)
     there = {*target.components, *(each.name for each in manifest.components)}
     findings.problems.extend(map(problem_of, torn_pairs(request.components, present=there)))
@@ -137,6 +142,16 @@ def plan_resume(inventory: Inventory, target: Target, request: ResumeRequest) ->
         _carried_contract(manifest, actions, request),
         _fresh_masters(actions),
     )
+
+
+def _may_have_short_names(manifest: Manifest, target: Target) -> bool:
+    """Whether the run has a name that the checkpoint has not and that could lead through a wrapper."""
+    for saved in manifest.components:
+        wanted = target.components.get(saved.name)
+        odd = [] if wanted is None else [path for path in wanted.tensors if "module" in path or "_orig_mod" in path]
+        if odd and not {*odd} <= {record.path for table in saved.tensors for record in table}:
+            return True
+    return False
 
 
 def _fresh_masters(actions: Sequence[ComponentAction]) -> bool:

@@ -1,7 +1,9 @@
 """Names: canonical FQNs, and the named tensors of a module, each once and with its ties."""
 
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from types import MethodType
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import attrs
 import torch
@@ -11,8 +13,18 @@ from trainfold.core.tensor_memory import looks_unset
 
 RECIPES: Final = "_trainfold_recipes"
 """The attribute of a module that was built by `trainfold.construct.on_meta`: how its tensors are made. It is neither a setting nor state."""
+T = TypeVar("T")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-_WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+# class of a wrapper of torch -> the name under which it has the module that it wraps (ADR-0056)
+_WRAPPERS: Final = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+_PREFIXES: Final = frozenset(_WRAPPERS.values())
 
 
 @final
@@ -36,7 +48,7 @@ class BufferSlot:
 @final
 @attrs.frozen(eq=False)
 class NamedTensors:
-    """The tensors of a module under canonical names.
+    """The tensors of a module under canonical names: those of torch without the prefixes of wrappers.
 
     Attributes:
         params: FQN -> parameter, each once, under its first name.
@@ -54,7 +66,9 @@ class NamedTensors:
 
 
 def canonical_name(name: str) -> str:
-    """Strip the prefixes of wrappers (DDP, compile, activation checkpointing, FSDP) at any depth.
+    """Strip every part that is the prefix of a wrapper, at any depth: of a name without the modules that it leads through.
+
+    A user's own module may have such a name too, so two names may become one. `name_in` asks the modules.
 
     Law: it is idempotent, and always keeps the last part of the name.
 
@@ -64,8 +78,92 @@ def canonical_name(name: str) -> str:
         >>> canonical_name("head.module")
         'head.module'
     """
+    if "module" not in name and "_orig_mod" not in name:
+        return name  # nearly always
     *path, leaf = name.split(".")
-    return ".".join([*(part for part in path if part not in _WRAPPERS), leaf])
+    return ".".join([*(part for part in path if part not in _PREFIXES), leaf])
+
+
+def name_in(root: torch.nn.Module, name: str) -> str:
+    """The name of a tensor without the prefixes of the wrappers that it leads through (DDP, FSDP1, compile, activation checkpointing, an average).
+
+    The class of each module says whether it is a wrapper: a module of the user's keeps its name, whatever it is.
+
+    Args:
+        root: the module.
+        name: of a parameter or buffer, as ``root.named_parameters()`` gives it.
+
+    Examples:
+        >>> class Encoder(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.module = torch.nn.Linear(1, 1)
+        >>> name_in(torch.compile(torch.nn.Sequential(Encoder())), "_orig_mod.0.module.weight")
+        '0.module.weight'
+    """
+    if "module" not in name and "_orig_mod" not in name:
+        return name  # nearly always
+    *path, leaf = name.split(".")
+    kept: list[str] = []
+    owner: torch.nn.Module | None = root
+    for part in path:
+        inside = None if owner is None else wrapped_name(owner)
+        while owner is not None and inside is not None and part != inside and part not in owner._modules:  # noqa: SLF001
+            owner = owner._modules.get(inside)  # noqa: SLF001  # some wrappers leave their prefix out of the names that they give
+            inside = None if owner is None else wrapped_name(owner)
+        if part != inside:
+            kept.append(part)
+        owner = None if owner is None else owner._modules.get(part)  # noqa: SLF001  # get_submodule walks from the root each time
+    return ".".join([*kept, leaf])
+
+
+def path_in(root: torch.nn.Module, path: str) -> str:
+    """`name_in` of a module: empty for the root, and for what wrappers at the root wrap.
+
+    Examples:
+        >>> path_in(torch.compile(torch.nn.Sequential(torch.nn.ReLU())), "_orig_mod.0")
+        '0'
+    """
+    return name_in(root, f"{path}._")[:-2] if path else path
+
+
+def under_names_of(names: Collection[str], found: Mapping[str, T]) -> Mapping[str, T]:
+    """The tensors of a copy of a model under the names that the model has, where only the parts that may be of wrappers differ.
+
+    Args:
+        names: of the model.
+        found: name -> what a copy has there, such as an average in a class of the user's with the copy as its ``module``.
+
+    Returns:
+        The same values. Their names are left as they are if the copy has all names, and where two would become one.
+
+    Examples:
+        >>> under_names_of(["enc.module.w"], {"module.enc.module.w": 1, "steps": 2})
+        {'enc.module.w': 1, 'steps': 2}
+    """
+    if all(name in found for name in names):
+        return found
+    full = {canonical_name(name): name for name in names}
+    new = {full.get(canonical_name(name), name): value for name, value in found.items()}
+    return new if len(new) == len(found) and len(full) == len(names) else found
+
+
+def wrapped_name(module: torch.nn.Module) -> str | None:
+    """The name under which a wrapper has what it wraps; None for any other module.
+
+    Examples:
+        >>> wrapped_name(torch.optim.swa_utils.AveragedModel(torch.nn.ReLU())), wrapped_name(torch.nn.ReLU())
+        ('module', None)
+    """
+    kind: Any = type(module)
+    return _wrapped_by(kind)
+
+
+@lru_cache(maxsize=4096)
+def _wrapped_by(kind: type) -> str | None:
+    # by name: most of these modules of torch are not imported by a program that does not use them
+    names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
 
 
 def named_tensors(module: torch.nn.Module) -> NamedTensors:
@@ -132,12 +230,13 @@ def _walk(module: torch.nn.Module, prefix: str, found: list[tuple[str, torch.nn.
     """Collect every place of a module and its canonical prefix. A module that overrides `named_modules` is called."""
     if type(module).named_modules is not torch.nn.Module.named_modules or "named_modules" in vars(module):
         for path, each in module.named_modules(None, "", False):  # noqa: FBT003  # as torch calls it for a child
-            found.append((prefix + canonical_name(f"{path}.") if path else prefix, each))
+            found.append((prefix + name_in(module, f"{path}.") if path else prefix, each))
         return
     found.append((prefix, module))
+    wrapped = wrapped_name(module)
     for name, child in module._modules.items():  # noqa: SLF001  # as torch's `named_modules` does, at half the cost
         if child is not None:
-            _walk(child, prefix if name in _WRAPPERS else f"{prefix}{name}.", found)
+            _walk(child, prefix if name == wrapped else f"{prefix}{name}.", found)
 
 
 def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, Any]]:
@@ -152,7 +251,7 @@ def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn
             named = module.named_parameters(remove_duplicate=False)
         except TypeError:  # written for a torch without that argument
             named = module.named_parameters()
-        return [(canonical_name(name), value) for name, value in named]
+        return [(name_in(module, name), value) for name, value in named]
     return [
         (prefix + key, value)
         for prefix, owner in modules

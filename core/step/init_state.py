@@ -9,7 +9,7 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.optim.schedule import ScheduleFunction, describe_schedule
 from trainfold.core.rng import make_key
 from trainfold.core.state.aliasing import check_apart
-from trainfold.core.state.fqn import NamedTensors, canonical_name, check_real, check_set, check_uncut
+from trainfold.core.state.fqn import NamedTensors, check_real, check_set, check_uncut, name_in
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainableState
 from trainfold.core.step.optimizer import Optimizer, OptimizerLike, pair_of
@@ -85,7 +85,7 @@ def _check_plain_state_dict(model: torch.nn.Module, named: NamedTensors) -> None
     more = [
         key
         for key, value in model.state_dict().items()
-        if canonical_name(key) not in known and not (isinstance(value, torch.Tensor) and value.data_ptr() in places)
+        if name_in(model, key) not in known and not (isinstance(value, torch.Tensor) and value.data_ptr() in places)
     ]
     if more:
         raise InvalidState(

@@ -1,16 +1,18 @@
 """`renamed_manifest`: the manifest of a checkpoint as it would be if the model had had other names, for a run whose code has renamed its modules."""
 
 import re
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
 from typing import Any, Final, final
 
 import attrs
 
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
+from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.united_contract import group_params_of
 from trainfold.core.json_values import Json
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
+from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.notes import LINEAGE, TRAINED
 from trainfold.core.transform.expression import SourceTensor
 from trainfold.core.transform.naming import Rename
@@ -116,7 +118,7 @@ def renamed_manifest(manifest: Manifest, transform: Transform) -> tuple[Manifest
     model = manifest.component("model")
     if model is None:
         return manifest, Renaming({})
-    names = _names_in(model)
+    names = _names_in(model.nodes[0])
     renaming = renaming_of(transform, names)
     if not renaming.changed:
         return manifest, renaming
@@ -132,6 +134,54 @@ def renamed_manifest(manifest: Manifest, transform: Transform) -> tuple[Manifest
     )
     contract = _contract(manifest, renaming, copies)
     return attrs.evolve(manifest, components=components, contract=contract, written=manifest), renaming
+
+
+def with_kept_names(manifest: Manifest, wanted: Mapping[str, Described]) -> tuple[Manifest, int]:
+    """The manifest of a checkpoint from before a user's own ``module`` kept its name, with the names that the run has (ADR-0056).
+
+    Every part that could be the prefix of a wrapper was left out then. A component gets the names of the run only if these, without such parts,
+    are the ones that it has, all of them and each once; so nothing is guessed.
+
+    Args:
+        manifest: of a checkpoint.
+        wanted: the components of the run.
+
+    Returns:
+        The manifest, and how many tensors of its modules have other names; the same manifest if that is 0.
+    """
+    names = {
+        each.name: found
+        for each in manifest.components
+        if each.name in wanted and (found := _kept(_tensors_in(each.nodes[0]), _tensors_in(wanted[each.name].node)))
+    }
+    if not names:
+        return manifest, 0
+    components = tuple(
+        _component(each, Renaming(names[each.name])) if each.name in names else each for each in manifest.components
+    )
+    every = {old: new for each in names.values() for old, new in each.items()} | dict(names.get("model", {}))
+    contract = _contract(manifest, Renaming(every), ())  # settings of modules are still under the short names
+    changed = {
+        name
+        for each in components
+        if each.name in names and _class_of(each.nodes[0]) == _MODEL
+        for name in names[each.name].items()
+    }
+    return attrs.evolve(manifest, components=components, contract=contract, written=manifest), len(changed)
+
+
+def _kept(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """Saved name -> name of the run; empty if they are equal, or if anything else than parts that may be of wrappers differs."""
+    full = {canonical_name(name): name for name in wanted}
+    is_sure = full.keys() == set(saved) and len(full) == len(set(wanted)) and any(a != b for a, b in full.items())
+    return full if is_sure else {}
+
+
+def _tensors_in(node: Json) -> list[str]:
+    """The names of the tensors of a model, or of the parameters of an optimizer; none for anything else."""
+    if _class_of(node) == _MODEL:
+        return _names_in(node)
+    return [name for group in group_params_of(node) for name in group]
 
 
 def _component(each: ComponentRecord, renaming: Renaming) -> ComponentRecord:
@@ -232,8 +282,7 @@ def _lineage(value: Json, names: Mapping[str, str]) -> Json:
     return [[source, [forms.get(name, name) for name in each]] for source, each in pairs]
 
 
-def _names_in(model: ComponentRecord) -> list[str]:
-    node = model.nodes[0]
+def _names_in(node: Json) -> list[str]:
     ties = node.get("static", {}).get("ties", {}).get("tuple", ()) if isinstance(node, dict) else ()
     aliases = [each["tuple"][0] for each in ties]
     return [*_names_of(node, "params"), *_names_of(node, "buffers"), *aliases]

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, TypeAlias, final
 import torch
 
 from trainfold.core.format.codec import DENSE
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.fqn import name_in
 
 # the stage and the name there of the parameter of each gradient; no name if it is in no stage
 Owners: TypeAlias = list[tuple[int, str | None]]
@@ -97,7 +97,7 @@ class StageNorm:
         for stage in self._stages:
             for name, parameter in stage.submod.named_parameters():
                 if parameter.grad is not None:  # a weight of several stages of this rank is that of the first
-                    found.setdefault(id(parameter.grad), (stage.stage_index, name))
+                    found.setdefault(id(parameter.grad), (stage.stage_index, name_in(stage.submod, name)))
         return [found.get(id(each), (first, None)) for each in gradients]
 
     def _slots(self, owners: Owners, *, is_cut: bool) -> dict[int, list[int]]:
@@ -125,7 +125,7 @@ class StageNorm:
         mine: dict[int, list[int]] = {}
         for stage, name in owners:
             if name is not None:
-                mine.setdefault(stage, []).append(_digest(canonical_name(name)))
+                mine.setdefault(stage, []).append(_digest(name))
         sizes = self._sums([len(mine.get(stage, ())) for stage in range(self._stages[0].num_stages)])
         row = [0] * sum(sizes)
         for stage, digests in mine.items():
@@ -136,11 +136,7 @@ class StageNorm:
             for _ in range(size):
                 first.setdefault(next(every), stage)
         self._known = owners
-        self._copies = {
-            (stage, name)
-            for stage, name in owners
-            if name is not None and first[_digest(canonical_name(name))] != stage
-        }
+        self._copies = {(stage, name) for stage, name in owners if name is not None and first[_digest(name)] != stage}
 
     def _sums(self, numbers: Sequence[int]) -> list[int]:
         row = torch.tensor(numbers, dtype=torch.int64, device=self._inner.device)

@@ -94,7 +94,7 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
 
 
 def _optimizer(state: TrainState, mine: OptimizerState, training: Training) -> OptimizerState:
-    groups = _numbered(mine, training) if training.is_numbered else training.groups
+    groups = _numbered(mine, training) if training.is_numbered else _named_as_here(mine, training)
     hyper = {str(name): group.hyper for group in groups for name in group.params}
     names = [name for group in mine.groups for name in group.params]
     missing, unknown = [each for each in names if each not in hyper], [each for each in hyper if each not in names]
@@ -127,6 +127,17 @@ def _unused(state: TrainState, training: Training) -> list[str]:
         first = {name.partition(".")[0] for name in mine}
         found = [name for name in found if name.partition(".")[0] in first]
     return found
+
+
+def _named_as_here(mine: OptimizerState, training: Training) -> tuple[SavedGroup, ...]:
+    """The saved groups, whose names have no part that could be the prefix of a wrapper, with the names of the optimizer here."""
+    names = [name for group in mine.groups for name in group.params]
+    full = {canonical_name(name): name for name in names}
+    if len(full) < len(names):
+        return training.groups
+    return tuple(
+        attrs.evolve(each, params=tuple(full.get(str(name), name) for name in each.params)) for each in training.groups
+    )
 
 
 def _numbered(mine: OptimizerState, training: Training) -> tuple[SavedGroup, ...]:
@@ -206,7 +217,8 @@ def _part(tensor: torch.Tensor, cut: Shard, box: Box) -> torch.Tensor:
 def _owner(full: str, order: Mapping[str, str], hyper: Mapping[str, Any], training: Training) -> tuple[str, str]:
     """The parameter and the slot of a saved value."""
     saved, _, slot = full.rpartition(".")
-    name = order.get(saved, canonical_name(saved) if not training.is_numbered else saved)
+    short = canonical_name(saved) if not training.is_numbered else saved
+    name = order.get(saved, order.get(short, short))
     if name not in hyper:
         raise InvalidState(f"optimizer: {full}", expected="a slot of a parameter in a group", found=saved, fix=f"look at {training.where}: it is not as torch writes it")  # fmt: skip
     return name, slot

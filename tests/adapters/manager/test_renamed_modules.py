@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,6 +19,7 @@ from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
+from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.core.transform.renamed_manifest import renaming_of
@@ -28,6 +29,7 @@ OLD = {"body": "layers", "head": "head", "other": "other"}
 RULES = {
     "prefix": ({"body": "blocks", "head": "out", "other": "other"}, compose(rename("layers.{p*}", "blocks.{p*}"), rename("head.{n}", "out.{n}"))),
     "deeper": ({"body": "net.layers", "head": "head", "other": "other"}, rename("layers.{p*}", "net.layers.{p*}")),
+    "kept": ({"body": "module.layers", "head": "_orig_mod.head", "other": "other"}, None),  # older checkpoints left these parts out
     "one": ({"body": "layers", "head": "a", "other": "other"}, rename("head.{n}", "a.{n}")),
 }  # fmt: skip
 
@@ -106,6 +108,8 @@ def test_a_run_whose_modules_were_renamed_is_the_run_that_always_had_these_names
     with warnings.catch_warnings():
         if rules == "deeper":  # of the module around the others, which was not there
             warnings.filterwarnings("ignore", "warn    settings  .*net: saved nothing", ResumeDrift)
+        if rules == "kept":  # the same: its name was that of the root
+            warnings.filterwarnings("ignore", "warn    settings  .*model.kind: saved nothing", ResumeDrift)
         _, restored = ran(killed_at + 1, names=names, store=store, transform=transform, in_place=in_place)
     assert (restored.is_fresh, restored.step) == (False, killed_at)
     again, _ = ran(8, names=names, store=store, transform=transform)
@@ -170,6 +174,42 @@ def test_names_that_would_change_again_or_meet_are_a_reason_against_the_checkpoi
         manager.restore(live, transform=rename("head.{n}", "other.{n}"))
 
 
+NAMES = st.lists(st.sampled_from(["a", "b", "module", "_orig_mod"]), min_size=1, max_size=3).map(".".join)
+
+
+def state_with(names):
+    slots = {name: {"m": torch.full((1,), float(index))} for index, name in enumerate(names)}
+    groups = (ParamGroup({"lr": 0.1}, tuple(names)),)
+    model = ModelState(Leaves({name: torch.full((1,), float(index)) for index, name in enumerate(names)}), Leaves())
+    return TrainState(
+        model=model, optimizer=OptimizerState("sgd", Leaves(slots), groups, None), trainer=Progress(step=1)
+    )
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(NAMES, min_size=1, max_size=4, unique=True), st.booleans())
+@example(["a.module.w", "a.w"], False)  # as two of one name: never one for the other
+def test_names_of_older_checkpoints_are_given_back_where_each_has_one_and_never_guessed(names, is_short):
+    """B17, R10: every tensor is found under the name that it has now, or the resume is refused."""
+    store, saved = MemoryStore(), [canonical_name(name) for name in names] if is_short else [*names][::-1]
+    if len(set(saved)) < len(saved):
+        saved = list(dict.fromkeys(saved))
+    save(state_with(saved), store)
+    found = plan(store, like=state_with(names))
+    if {*saved} == {*names} or ({*saved} == {*map(canonical_name, names)} and len(saved) == len(names)):
+        state = load(store, like=state_with(names))
+        assert [*state.model.params] == names
+        held = {name: leaf.item() for name, leaf in state.model.params.items()}
+        if {*saved} == {*names}:
+            assert held == {name: float(saved.index(name)) for name in names}
+        else:
+            assert held == {name: float(saved.index(canonical_name(name))) for name in names}
+            assert "have other names here: this checkpoint is from before" in str(found)
+        assert {name: each["m"].item() for name, each in state.optimizer.slots.items()} == held
+    else:
+        assert isinstance(found, Refusal)
+
+
 def test_a_model_that_does_not_fit_is_refused_with_this_move():
     store = MemoryStore()
     save(attach(nn.ModuleDict({"a": nn.Linear(2, 1)})).capture(), store)
@@ -177,8 +217,12 @@ def test_a_model_that_does_not_fit_is_refused_with_this_move():
         load(store, like=attach(nn.ModuleDict({"b": nn.Linear(2, 1)})).capture())
 
 
+NEW = [("new", rename("old.{n}", "new.{n}")), ("old.module", None)]
+
+
+@pytest.mark.parametrize(("new", "transform"), NEW)
 @pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 3), (3, 1)])
-def test_each_rank_reads_its_part_under_the_new_name(before, now):
+def test_each_rank_reads_its_part_under_the_new_name(before, now, new, transform):
     """K01: parts stay parts: nothing is gathered, whichever ranks saved; the slots of a parameter go with it."""
     store, whole = MemoryStore(), torch.arange(24.0).reshape(12, 2)
 
@@ -195,7 +239,7 @@ def test_each_rank_reads_its_part_under_the_new_name(before, now):
         return TrainState(model=model, optimizer=optimizer, trainer=Progress(step=1))
 
     def loaded(world):
-        found = load(store, like=state_of(world, "new", 0.0), transform=rename("old.{n}", "new.{n}"), collectives=world)
+        found = load(store, like=state_of(world, new, 0.0), transform=transform, collectives=world)
         (weight,), (slots,) = found.model.params.values(), found.optimizer.slots.values()
         return weight.tensor.tolist(), slots["momentum"].tensor.tolist()
 

@@ -479,3 +479,14 @@ def test_what_is_no_path_is_refused(path):
         write_adapter_directory(state_of({"w": torch.ones(1)}), "adapter", config="adapter_config.json")
     with pytest.raises(InvalidArgument, match=r"Transformed\.transform: expected a transform, found 'llama'"):
         Transformed(HubDirectory("hub"), "llama")
+
+
+def test_a_module_of_the_users_that_has_the_name_of_a_wrapper_is_exported_under_it(tmp_path):
+    """B11, L01: `enc.module.weight` was written as `enc.weight`, which no model of that class loads."""
+    model = torch.nn.ModuleDict({"enc": torch.nn.ModuleDict({"module": torch.nn.Linear(2, 1)})})
+    write_hub_directory(trainfold.attach(model).capture(), tmp_path / "hub")
+    found = load_file(tmp_path / "hub" / "model.safetensors")
+    assert {*found} == {*model.state_dict()} == {"enc.module.weight", "enc.module.bias"}
+    wrapped = torch.optim.swa_utils.AveragedModel(model)
+    write_hub_directory(trainfold.attach(wrapped).capture(), tmp_path / "average")
+    assert {*load_file(tmp_path / "average" / "model.safetensors")} == {*found, "n_averaged"}

@@ -1,13 +1,18 @@
 """Names of a module's tensors: torch's own without the wrappers' prefixes, for every caller (B11, B17, B19)."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.state.fqn import canonical_name, named_tensors
+from trainfold.core.state.fqn import canonical_name, name_in, named_tensors, under_names_of
 
 
 class Hiding(nn.Module):
@@ -19,7 +24,9 @@ class Hiding(nn.Module):
                 yield name, module
 
 
-CHILDREN = ("a", "b", "hidden", "module", "_orig_mod", "_checkpoint_wrapped_module")
+CHILDREN = ("a", "b", "hidden", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+compiled = partial(torch.compile, backend="eager")
+WRAPS = {ActivationWrapper: "_checkpoint_wrapped_module", OptimizedModule: "_orig_mod", AveragedModel: "module"}
 
 
 @st.composite
@@ -36,13 +43,21 @@ def modules(draw, depth=3):
             child = draw(st.sampled_from(made) | modules(depth=depth - 1))
             made.append(child)
             module.add_module(name, child)
-    return module
+    return draw(st.sampled_from([lambda each: each] * 3 + [checkpoint_wrapper, compiled, AveragedModel]))(module)
+
+
+def unwrapped(root, path):
+    """The parts of a path that lead out of no wrapper: a wrapper is known by its class, and each part by walking to it."""
+    parts = path.split(".") if path else []
+    owners = [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    names = [next((name for kind, name in WRAPS.items() if isinstance(owner, kind)), None) for owner in owners]
+    return [part for part, name in zip(parts, names, strict=True) if part != name]
 
 
 def places(module, kind):
     """Every place, by torch's own traversal."""
     return [
-        (canonical_name(f"{prefix}.{key}" if prefix else key), value)
+        (".".join([*unwrapped(module, prefix), key]), value)
         for prefix, owner in module.named_modules(remove_duplicate=False)
         for key, value in getattr(owner, kind).items()
         if value is not None
@@ -67,6 +82,40 @@ def test_names_are_those_of_torch_without_the_prefixes_of_wrappers(module):
     assert len(found.params) == len({id(value) for _, value in params})
     aliases = {(name, next(n for n, v in params if v is value)) for name, value in params}
     assert {pair for pair in found.ties if pair[1] in found.params} == {pair for pair in aliases if pair[0] != pair[1]}
+
+
+class Named(nn.Module):
+    """Has one module of its own, under the name that a wrapper of torch has for what it wraps."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.add_module(name, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", sorted({*WRAPS.values(), "_fsdp_wrapped_module"}))
+def test_a_module_of_the_users_keeps_its_name_whatever_that_is(name):
+    """B11, K07: `enc.module.weight` was saved, and exported, as `enc.weight`."""
+    model = nn.ModuleDict({"enc": Named(name)})
+    wrapped = compiled(checkpoint_wrapper(model))
+    for each in (model, wrapped):
+        assert list(named_tensors(each).params) == [f"enc.{name}.weight", f"enc.{name}.bias"]
+        assert [name_in(each, found) for found, _ in each.named_parameters()] == list(named_tensors(each).params)
+        assert {name_in(each, found) for found in each.state_dict()} == {*named_tensors(each).params}
+    model["enc"].weight = nn.Parameter(torch.zeros(1))  # it was one name with that of the module inside
+    assert len(named_tensors(model).params) == 3
+
+
+@given(st.lists(st.sampled_from(["module", "a", "b"]), min_size=1, max_size=3), st.data())
+def test_a_copy_is_matched_by_the_names_of_the_model_or_not_at_all(path, data):
+    names = list(
+        dict.fromkeys(data.draw(st.lists(st.sampled_from(["w", "a.w", "module.w", "a.module.w"]), min_size=1)))
+    )
+    prefix = ".".join(path)
+    copy = {f"{prefix}.{name}": name for name in names}
+    found = under_names_of(names, copy)
+    assert len(found) == len(copy)
+    if all(part == "module" for part in path) and len(set(map(canonical_name, names))) == len(names):
+        assert found == {name: name for name in names}
 
 
 def test_a_module_that_names_its_modules_itself_is_asked_however_it_does_it():

@@ -288,3 +288,30 @@ def test_tensors_that_the_model_has_not_are_named(write, tmp_path):
     state = trainfold.attach(model, optimizer, scheduler=scheduler).capture()
     with pytest.warns(UserWarning, match=r"the model here has no 1.head: 1 tensors that were saved are not taken"):
         take_training(state, training)
+
+
+class Encoder(torch.nn.Module):
+    """Has a module under the name that DDP gives to what it wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_titan, write_torch])
+def test_a_module_of_the_users_that_has_the_name_of_a_wrapper_keeps_it(write, tmp_path):
+    """B11, L01: model and optimizer are found under `0.module.weight`, and not under `0.weight`."""
+    model = torch.nn.Sequential(Encoder())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    train(model, optimizer, scheduler, BATCHES[:STEPS])
+    training = write(tmp_path / "theirs", model, optimizer, scheduler)
+    adamw = trainfold.optimizer(torch.optim.AdamW, lr=0.1)
+    state = take_training(trainfold.init_state(torch.nn.Sequential(Encoder()), adamw, seed=0), training)
+    assert {*state.model.params} == {*state.optimizer.slots} == {"0.module.weight", "0.module.bias"}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(state.model.params[name], parameter)
+        assert torch.equal(state.optimizer.slots[name]["exp_avg"], optimizer.state[parameter]["exp_avg"])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.core.step_cases import adamw, assert_same_bits, make_batch, make_net, net_loss
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -47,13 +47,11 @@ def mlp_loss(model, batch):
     return Loss(sum=model(batch).square().sum(), weight=len(batch))
 
 
-class Wrapper(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self._orig_mod = inner
+class Wrapper(ActivationWrapper):
+    """A user's own kind of one of torch's wrappers."""
 
     def forward(self, x):
-        return self._orig_mod(x)
+        return self._checkpoint_wrapped_module(x)
 
 
 def test_wrappers_do_not_show_in_a_state():
