@@ -1,7 +1,7 @@
 """`lora`: the converter of low-rank adapters, which an export merges into the weights of the base."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import sqrt
 from typing import Any, Final, final
 
@@ -25,6 +25,11 @@ _SAVED: Final = re.compile(
     r"(.+)\.modules_to_save\.[^.]+\.(.+)", re.DOTALL
 )  # the copy of a whole module that is trained
 _ORIGINAL: Final = re.compile(r"(.+)\.original_module\.(.+)", re.DOTALL)  # and the module that it replaces
+_EMBEDDINGS: Final = (
+    ("a", template("{layer*}.lora_embedding_A.default")),
+    ("b", template("{layer*}.lora_embedding_B.default")),
+)  # parameters of peft, whose weight has its inputs first: a row for each token
+_CHANGE_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")  # what peft may initialise an adapter by
 _SLOW_PATTERN: Final = re.compile(r"\)[*+?{]|(?:[*+?{].*){5}", re.DOTALL)  # might look at one name for years
 
 
@@ -65,33 +70,41 @@ class LoRA:
 
     def key_filter(self, name: str) -> bool:
         """See `Converter`."""
-        return (
-            any(each.match(name) is not None for each in (self.a, self.b, self.magnitude))
-            or _SAVED.fullmatch(name) is not None
-        )
+        forms = (self.a, self.b, self.magnitude, *(form for _, form in _EMBEDDINGS))
+        return any(each.match(name) is not None for each in forms) or _SAVED.fullmatch(name) is not None
 
     def state_dict_adapter(self, name: str) -> str:
-        """See `Converter`."""
+        """See `Converter`.
+
+        Raises:
+            InvalidState: for a tensor of another adapter, which is neither this one's nor the base's.
+        """
         captures, whole = self.wrapped.match(name), _ORIGINAL.fullmatch(name) or _SAVED.fullmatch(name)
+        if whole is None:
+            self._check_known((name,))
         plain = ".".join(whole.groups()) if whole else name if captures is None else self.plain.fill(captures)
         return plain.removeprefix(self.prefix)
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`. A base that lies beside the adapters by its plain names, such as that of a hub, is merged as well."""
         parts: dict[Captures, dict[str, str]] = {}
+        embeddings = set[Captures]()
         for name in table:
-            for part, form in (("a", self.a), ("b", self.b), ("magnitude", self.magnitude)):
+            for part, form in (("a", self.a), ("b", self.b), ("magnitude", self.magnitude), *_EMBEDDINGS):
                 captures = form.match(name)
                 if captures is not None:
                     parts.setdefault(captures, {})[part] = name
+                    if (part, form) in _EMBEDDINGS:
+                        embeddings.add(captures)
         base = {name: each for name, each in table.items() if not self.key_filter(name)}
         self._check_known(base)
         merged = dict(base)
         for captures, names in parts.items():
             where = self._weight(captures, table)
             alpha = self._alpha(dict(captures)["layer"].removeprefix(self.prefix))
+            own = {part: table[name] for part, name in names.items()}
             merged[where] = self._merged(
-                where, {part: table[name] for part, name in names.items()}, base.get(where), alpha
+                where, own, base.get(where), alpha, is_transposed=self.is_transposed or captures in embeddings
             )
         saved = put(
             str(self), ((self.state_dict_adapter(name), table[name]) for name in table if _SAVED.fullmatch(name))
@@ -110,10 +123,10 @@ class LoRA:
         return next(found, self.alpha)
 
     def _merged(
-        self, where: str, parts: Mapping[str, Expression], base: Expression | None, alpha: float
+        self, where: str, parts: Mapping[str, Expression], base: Expression | None, alpha: float, *, is_transposed: bool
     ) -> LowRank | Decomposed:
         a, b = parts.get("a"), parts.get("b")
-        shape = None if base is None else base.shape[::-1] if self.is_transposed else base.shape
+        shape = None if base is None else base.shape[::-1] if is_transposed else base.shape
         if (
             a is None or b is None or base is None or shape is None
             or (len(a.shape), len(b.shape), len(shape)) != (2, 2, 2)
@@ -132,7 +145,7 @@ class LoRA:
                 fix="dequantise it first: chain(quantised(...), lora(...))")  # fmt: skip
         rank = a.shape[0]
         scale = alpha / (sqrt(rank) if self.is_rank_stabilised else rank) if rank else 0.0
-        merged = LowRank(base, a, b, scale, self.is_transposed)
+        merged = LowRank(base, a, b, scale, is_transposed)
         magnitude = parts.get("magnitude")
         if self.is_decomposed != (magnitude is not None) or (
             magnitude is not None and magnitude.shape != (b.shape[0],)
@@ -142,7 +155,7 @@ class LoRA:
                 found=form_of(magnitude), fix="pass the configuration of this adapter to lora_of, or decomposed= as use_dora there")  # fmt: skip
         return merged if magnitude is None else Decomposed(merged, magnitude)
 
-    def _check_known(self, base: Table) -> None:
+    def _check_known(self, base: Iterable[str]) -> None:
         odd = [
             name for name in base if any(part in f".{name}" for part in _OTHER_PARTS) and not _ORIGINAL.fullmatch(name)
         ]
@@ -167,7 +180,7 @@ def lora(  # noqa: PLR0913 - keywords
 ) -> LoRA:
     """The converter of low-rank adapters: an export has ``base + b a alpha / rank``, by the names of the base.
 
-    The defaults are the names of `peft` in a model. Whole modules that are trained beside the adapters, as its ``modules_to_save`` are, take the place of those of the base. The rank is that of each pair. Sums are in float32, or float64 for such a base, and rounded once; they may differ
+    The defaults are the names of `peft` in a model. Whole modules that are trained beside the adapters, as its ``modules_to_save`` are, take the place of those of the base. So do the weights of embeddings with the matrices that `peft` gives them. The rank is that of each pair. Sums are in float32, or float64 for such a base, and rounded once; they may differ
     from those of another library in the last bits.
 
     Args:
@@ -225,7 +238,7 @@ def lora_of(config: Mapping[str, Any]) -> LoRA:
         config: as ``json`` reads it.
 
     Raises:
-        InvalidArgument: for another kind of adapter, and for settings that merging does not know, at once.
+        InvalidArgument: for another kind of adapter, for settings that merging does not know, at once, and for one whose initialisation has changed the base.
 
     Examples:
         >>> lora_of({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_rslora": True}).is_rank_stabilised
@@ -237,6 +250,12 @@ def lora_of(config: Mapping[str, Any]) -> LoRA:
         raise InvalidArgument(
             "lora_of.config", expected="an adapter of LoRA or DoRA", found=odd,
             fix="merge it with the tools of peft: model.merge_and_unload()")  # fmt: skip
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(_CHANGE_THE_BASE):
+        raise InvalidArgument(
+            "lora_of.config", expected="an adapter of the base as it was", found=f"init_lora_weights={initial!r}, which has changed the base too, so that the base of a hub does not go with it",
+            fix="save it in peft as an adapter of that base: model.save_pretrained(path, path_initial_model_for_weight_conversion=...); or, "
+            "where the weights have the base as it was changed, name the scale: lora(alpha=lora_alpha)")  # fmt: skip
     return lora(
         alpha=config.get("lora_alpha", 8),
         rank_stabilised=bool(config.get("use_rslora", False)),

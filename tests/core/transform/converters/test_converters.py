@@ -38,24 +38,26 @@ def adapted(draw):
     wanted["norm.weight"] = tensors[f"{PEFT}norm.weight"]
     for layer in range(draw(st.integers(1, 3))):
         rows, columns, rank = (draw(st.integers(1, 5)) for _ in range(3))
-        shape = (columns, rows) if is_transposed else (rows, columns)
-        name = f"layers.{layer}.q"
+        is_embedding = draw(st.booleans())
+        inputs_first = is_transposed or is_embedding
+        shape = (columns, rows) if inputs_first else (rows, columns)
+        name, low = f"layers.{layer}.q", ("lora_embedding_{}.default" if is_embedding else "lora_{}.default.weight")
         base, a, b, bias = some(*shape), some(rank, columns), some(rows, rank), some(rows)
         tensors |= {
             f"{PEFT}{name}.base_layer.weight": base,
             f"{PEFT}{name}.base_layer.bias": bias,
-            f"{PEFT}{name}.lora_A.default.weight": a,
-            f"{PEFT}{name}.lora_B.default.weight": b,
+            f"{PEFT}{name}.{low.format('A')}": a,
+            f"{PEFT}{name}.{low.format('B')}": b,
         }
         own = alphas.get("0.q", alpha) if layer == 0 else alpha
         own = alphas.get(r"layers\.\d.q", own)
         delta = (b.double() @ a.double()) * (own / (rank**0.5 if is_stabilised else rank))
-        rows_of = (base.double().T if is_transposed else base.double()) + delta
+        rows_of = (base.double().T if inputs_first else base.double()) + delta
         if is_decomposed:
             lengths = some(rows)
             tensors[f"{PEFT}{name}.lora_magnitude_vector.default.weight"] = lengths
             rows_of = rows_of / rows_of.norm(dim=1, keepdim=True) * lengths.double()[:, None]
-        wanted |= {f"{name}.weight": rows_of.T if is_transposed else rows_of, f"{name}.bias": bias}
+        wanted |= {f"{name}.weight": rows_of.T if inputs_first else rows_of, f"{name}.bias": bias}
     for name in draw(st.sets(st.sampled_from(("head.weight", "score.dense.bias")))):
         module, _, inner = name.partition(".")
         tensors |= {f"{PEFT}{module}.original_module.{inner}": some(2), f"{PEFT}{module}.modules_to_save.default.{inner}": some(2)}  # fmt: skip
@@ -250,6 +252,28 @@ def test_what_cannot_be_merged_is_named_from_dtypes_and_shapes(change, said):
         transform_specs(lora(alpha=1), specs)
 
 
+OTHERS = (
+    "q.lora_A.other.weight",
+    "q.lora_embedding_B.other",
+    "q.lora_B.default.bias",
+    "q.lora_magnitude_vector.other.weight",
+)
+
+
+@given(st.sets(st.sampled_from(OTHERS)), st.sampled_from(["base", "owned", "export", "full"]), st.booleans())
+def test_a_second_adapter_is_in_no_view_but_that_of_everything(others, which, is_chained):
+    """K03: a view has what is this adapter's, or the base, or refuses by name: the base had matrices of another adapter."""
+    shapes = {"q.base_layer.weight": (3, 2), "q.lora_A.default.weight": (1, 2), "q.lora_B.default.weight": (3, 1)}
+    specs = {name: LeafSpec("float32", shape) for name, shape in (shapes | dict.fromkeys(others, (1,))).items()}
+    converter = chain(lora(alpha=1)) if is_chained else lora(alpha=1)
+    names = {"base": {"q.weight"}, "owned": {*list(shapes)[1:]}, "export": {"q.weight"}, "full": {*specs}}
+    if not others or which == "full" or (which == "owned" and not is_chained):
+        assert {*transform_specs(view(converter, which), specs)} == names[which]
+    else:
+        with pytest.raises(InvalidState, match="other parts of an adapter"):
+            transform_specs(view(converter, which), specs)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -261,6 +285,13 @@ def test_what_cannot_be_merged_is_named_from_dtypes_and_shapes(change, said):
             "use_qalora.*lora_bias",
         ),
         (lambda: lora_of({"peft_type": "IA3"}), "IA3"),
+        *(
+            (
+                lambda name=name: lora_of({"peft_type": "LORA", "init_lora_weights": name}),
+                f"init_lora_weights='{name}', which has changed the base too.*path_initial_model_for_weight_conversion",
+            )
+            for name in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "PiSSA")
+        ),
         (
             lambda: lora_of({"peft_type": "LORA", "alpha_pattern": {"q": 0}}),
             r"lora.alphas\['q'\]: expected a finite number > 0",

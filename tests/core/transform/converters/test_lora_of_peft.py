@@ -46,6 +46,9 @@ CASES = {
     "modules to save": (llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "dora": (llama, {"target_modules": ["q_proj", "down_proj"], "use_dora": True, "lora_alpha": 7}),
     "dora, inputs first": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
+    "embeddings": (llama, {"target_modules": ["q_proj", "embed_tokens"], "lora_alpha": 5}),
+    "embeddings, dora": (llama, {"target_modules": ["embed_tokens"], "lora_alpha": 5, "use_dora": True}),
+    "orthogonal": (llama, {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"}),
     "inputs first": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
 }
 
@@ -57,7 +60,7 @@ def test_adapters_are_merged_as_peft_merges_them(case, tmp_path):
     make, settings = CASES[case]
     before = make()
     names = before.state_dict().keys()
-    config = peft.LoraConfig(r=2, init_lora_weights=False, **settings)
+    config = peft.LoraConfig(**{"r": 2, "init_lora_weights": False, **settings})
     model = peft.get_peft_model(before, config)
     with torch.no_grad():
         for name, each in model.named_parameters():
