@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from trainfold.backends.formats.detect import detect_format
+from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import size_bytes
@@ -51,7 +52,10 @@ class HubDirectory:
     Links to files are followed inside the directory, and into the ``blobs`` of a hub's own cache. Nothing else outside it is opened.
 
     Args:
-        path: the directory, or one safetensors file.
+        path: the directory, or one safetensors file; or the ``file://`` URL of one.
+
+    Raises:
+        InvalidArgument: for another URL.
 
     Examples:
         >>> HubDirectory("models/base")
@@ -59,7 +63,7 @@ class HubDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = Path(local_path(str(path), argument="HubDirectory.path"))
 
     def __repr__(self) -> str:
         return f"HubDirectory({str(self._path)!r})"

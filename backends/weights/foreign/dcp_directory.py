@@ -10,6 +10,7 @@ import torch
 from trainfold.backends.formats.dcp.dcp_reader import DcpReader
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.stores.place import local_path
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.torch_files.dcp_metadata import DcpMetadata, DcpTensor, FileRange
@@ -44,7 +45,7 @@ class DcpDirectory:
     """
 
     def __init__(self, path: str | Path, *, prefix: str = "") -> None:
-        self._reader = DcpReader(Path(path))
+        self._reader = DcpReader(Path(local_path(str(path), argument="DcpDirectory.path")))
         self._prefix = f"{prefix}." if prefix else ""
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from trainfold.backends.formats.detect import check_format
 from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
+from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.leaf_spec import LeafSpec
@@ -114,7 +115,7 @@ class TorchFile:
     """
 
     def __init__(self, path: str | Path, *, prefix: str = "", below: str = "") -> None:
-        self._path = Path(path)
+        self._path = Path(local_path(str(path), argument="TorchFile.path"))
         self._prefix = prefix
         self._below = f"{below}." if below else ""
 

@@ -7,6 +7,7 @@ from typing import Any, Final, final
 import attrs
 
 from trainfold.backends.formats.detect import check_format
+from trainfold.backends.stores.place import local_path
 from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
 from trainfold.backends.weights.foreign.torch_file import TorchFile
 from trainfold.backends.weights.hub_directory import HubDirectory
@@ -48,6 +49,7 @@ class Training:
         step: optimizer steps done; None if the checkpoint does not say it.
         scheduler: the ``state_dict()`` of its scheduler, if there is one.
         left_out: what else is there, with the reason why it is not taken.
+        beside: where the model's names are at the top, the first parts of the names that are not the model's.
     """
 
     where: str
@@ -58,9 +60,11 @@ class Training:
     step: int | None
     scheduler: Mapping[str, Any] | None = None
     left_out: tuple[tuple[str, str], ...] = ()
+    beside: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        lines = [f"{self.where}:", f"  model      {len(self.model.specs())} tensors"]
+        count = sum(name.partition(".")[0] not in self.beside for name in self.model.specs())
+        lines = [f"{self.where}:", f"  model      {count} tensors"]
         if self.slots is not None:
             held = len(self.slots.specs()) + len(self.values)
             how = "by order" if self.is_numbered else "by name"
@@ -134,6 +138,7 @@ def dcp_training(
             (name, refused if refused and name == scheduler.partition(".")[0] else _ANOTHER)
             for name in sorted(tops - known)
         ),
+        frozenset() if model else _tops(optimizer, step, scheduler),
     )
 
 
@@ -205,7 +210,12 @@ def torch_training(
         str(path), source, slots, slots.objects() if found.get("state") else {}, groups, _step(file.at(step)),
         schedule if isinstance(schedule, Mapping) else None,
         tuple((str(name), _ANOTHER) for name in top if str(name) not in known),
+        frozenset() if model else _tops(optimizer, step, scheduler),
     )  # fmt: skip
+
+
+def _tops(*keys: str) -> frozenset[str]:
+    return frozenset(each.partition(".")[0] for each in keys if each)
 
 
 def lightning_training(path: str | Path, *, module: str = "") -> Training:
@@ -240,7 +250,7 @@ def accelerate_training(path: str | Path) -> Training:
     Raises:
         CheckpointError: the matching subclass; see `TorchFile` and `HubDirectory`.
     """
-    top = Path(path)
+    top = Path(local_path(str(path), argument="accelerate_training.path"))
     names = sorted(each.name for each in top.iterdir()) if top.is_dir() else []
     if "optimizer.bin" not in names:
         check_format(top, "accelerate")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -32,7 +33,16 @@ from trainfold.core.weights.source import Wanted
 from trainfold.core.weights.wrapped import Cast, Frozen, Renamed
 from trainfold.properties.contracts import ContractBroken, check_weight_source
 from trainfold.ranks import SingleProcess
-from trainfold.weights import ByScript, FirstRank, LoadSpec, SeveralSources
+from trainfold.weights import (
+    ByScript,
+    DcpDirectory,
+    FirstRank,
+    LoadSpec,
+    SeveralSources,
+    TorchFile,
+    accelerate_training,
+    dcp_training,
+)
 
 TENSORS = {
     "h.weight": torch.arange(24.0).view(6, 4),
@@ -355,3 +365,15 @@ def test_the_names_of_a_flat_dict_are_those_of_the_module_inside_or_are_refused(
     assert set(saved(dict(average.state_dict())).specs()) == {"n_averaged", "weight", "bias"}
     with pytest.raises(InvalidState, match=r"average\['module\.w'\].*which are w without the prefixes"):
         saved({"w": torch.ones(1), "module.w": torch.zeros(1)}).specs()
+
+
+@pytest.mark.parametrize("read", [HubDirectory, DcpDirectory, TorchFile, accelerate_training, dcp_training])
+@pytest.mark.parametrize("place", ["s3://bucket/weights", Path("s3://bucket/weights"), "hdfs://host/weights"])
+def test_a_url_of_another_kind_is_refused_and_named(read, place):
+    """K09: it was looked for as a local path, and the message had no file there."""
+    with pytest.raises(InvalidArgument, match=r"\.path: expected a path or a file:// URL, found '(s3:/|hdfs://)"):
+        read(place)
+
+
+def test_a_file_url_is_a_path(tmp_path):
+    assert HubDirectory(f"file://{hub(tmp_path / 'hub')}").specs() == HubDirectory(tmp_path / "hub").specs()

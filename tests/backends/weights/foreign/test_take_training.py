@@ -160,6 +160,12 @@ def test_what_is_taken_and_what_is_not_is_printed(tmp_path):
     )
     titan = write_titan(tmp_path / "titan", *train(*build(), BATCHES[:STEPS]))
     assert "scheduler  its state_dict" in str(titan)
+    assert "model      9 tensors" in str(
+        titan
+    )  # not those of the optimizer and of train_state, which are at the top too
+    flat = {**build()[0].state_dict(), "optimizer": train(*build(), BATCHES[:1])[1].state_dict()}
+    torch.save(flat, tmp_path / "flat.pt")
+    assert "model      9 tensors" in str(torch_training(tmp_path / "flat.pt", model=""))
     assert titan.scheduler.keys() == build()[2].state_dict().keys()
     other = {
         "model": {"w": torch.ones(1)},
