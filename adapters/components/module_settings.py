@@ -68,7 +68,7 @@ def _places(root: torch.nn.Module) -> Iterator[tuple[str, str, torch.nn.Module]]
     """Yield each module with its path without all that could be the prefix of a wrapper, as checkpoints have it (ADR-0056), and its path; without wrappers."""
     for name, module in root.named_modules():
         if not own_class(module).__module__.startswith(_WRAPPERS):
-            yield canonical_name(f"{name}._")[:-2] if name else "", name, module
+            yield canonical_name(f"{path_in(root, name)}._")[:-2] if name else "", name, module
 
 
 def _settings(module: torch.nn.Module) -> Iterator[tuple[str, Json]]:

@@ -1,6 +1,6 @@
 """`ModuleParts`: several modules as one model, such as the chunks of a pipeline stage on this rank, with the names of the whole model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -18,26 +18,12 @@ class ModuleParts(torch.nn.Module):
         parts: the modules; no two tensors may have one name.
     """
 
+    _trainfold_unnamed = True
+
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         super().__init__()
         for number, part in enumerate(parts):
             self.add_module(f"part{number}", part)
-
-    def named_modules(
-        self,
-        memo: set[torch.nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,  # noqa: FBT001, FBT002  # as torch has it
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As torch's; a part has the prefix of a wrapper, which names are without."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        for part in self.children():
-            yield from part.named_modules(memo, f"{prefix}.module" if prefix else "module", remove_duplicate)
 
 
 def as_module(model: Any) -> Any:

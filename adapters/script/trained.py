@@ -54,6 +54,6 @@ class Trained:
         for name, module in self._modules.items():
             taken: set[str] = set()
             for path, parameter in module.named_parameters():
-                short = canonical_name(path)  # as checkpoints have it (ADR-0056)
+                short = canonical_name(name_in(module, path))  # as checkpoints have it (ADR-0056)
                 yield f"{name}.{short if short not in taken else name_in(module, path)}", parameter
                 taken.add(short)

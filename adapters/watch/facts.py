@@ -244,7 +244,7 @@ def submodule_path(root: str, module: torch.nn.Module, path: str) -> str:
     """The path of a submodule, without the names of wrappers.
 
     Examples:
-        >>> model = torch.compile(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> model = torch.compile(torch.nn.Sequential(torch.nn.ReLU()), backend="eager")
         >>> submodule_path("model", model, "_orig_mod.0"), submodule_path("model", model, "_orig_mod")
         ('model.0', 'model')
     """

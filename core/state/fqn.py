@@ -15,16 +15,20 @@ RECIPES: Final = "_trainfold_recipes"
 """The attribute of a module that was built by `trainfold.construct.on_meta`: how its tensors are made. It is neither a setting nor state."""
 T = TypeVar("T")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_CHECKPOINTS: Final = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 # class of a wrapper of torch -> the name under which it has the module that it wraps (ADR-0056)
 _WRAPPERS: Final = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.optim.swa_utils.AveragedModel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    f"{_CHECKPOINTS}.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
 _PREFIXES: Final = frozenset(_WRAPPERS.values())
+UNNAMED: Final = "_trainfold_unnamed"
+"""The attribute of a class of modules of which no child is in a name: each tensor has the name that it has in its part."""
+_ANY: Final = "*"
 
 
 @final
@@ -98,20 +102,20 @@ def name_in(root: torch.nn.Module, name: str) -> str:
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.module = torch.nn.Linear(1, 1)
-        >>> name_in(torch.compile(torch.nn.Sequential(Encoder())), "_orig_mod.0.module.weight")
+        >>> name_in(torch.compile(torch.nn.Sequential(Encoder()), backend="eager"), "_orig_mod.0.module.weight")
         '0.module.weight'
     """
-    if "module" not in name and "_orig_mod" not in name:
+    if "module" not in name and "_orig_mod" not in name and wrapped_name(root) is None:
         return name  # nearly always
     *path, leaf = name.split(".")
     kept: list[str] = []
     owner: torch.nn.Module | None = root
     for part in path:
         inside = None if owner is None else wrapped_name(owner)
-        while owner is not None and inside is not None and part != inside and part not in owner._modules:  # noqa: SLF001
-            owner = owner._modules.get(inside)  # noqa: SLF001  # some wrappers leave their prefix out of the names that they give
+        while owner is not None and inside not in (None, _ANY, part) and part not in owner._modules:  # noqa: SLF001
+            owner = owner._modules.get(str(inside))  # noqa: SLF001  # some wrappers leave their prefix out of the names that they give
             inside = None if owner is None else wrapped_name(owner)
-        if part != inside:
+        if inside not in (part, _ANY):
             kept.append(part)
         owner = None if owner is None else owner._modules.get(part)  # noqa: SLF001  # get_submodule walks from the root each time
     return ".".join([*kept, leaf])
@@ -121,7 +125,7 @@ def path_in(root: torch.nn.Module, path: str) -> str:
     """`name_in` of a module: empty for the root, and for what wrappers at the root wrap.
 
     Examples:
-        >>> path_in(torch.compile(torch.nn.Sequential(torch.nn.ReLU())), "_orig_mod.0")
+        >>> path_in(torch.compile(torch.nn.Sequential(torch.nn.ReLU()), backend="eager"), "_orig_mod.0")
         '0'
     """
     return name_in(root, f"{path}._")[:-2] if path else path
@@ -149,7 +153,7 @@ def under_names_of(names: Collection[str], found: Mapping[str, T]) -> Mapping[st
 
 
 def wrapped_name(module: torch.nn.Module) -> str | None:
-    """The name under which a wrapper has what it wraps; None for any other module.
+    """The name under which a wrapper has what it wraps, or ``*`` for any name; None for any other module.
 
     Examples:
         >>> wrapped_name(torch.optim.swa_utils.AveragedModel(torch.nn.ReLU())), wrapped_name(torch.nn.ReLU())
@@ -161,6 +165,8 @@ def wrapped_name(module: torch.nn.Module) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _wrapped_by(kind: type) -> str | None:
+    if getattr(kind, UNNAMED, False):
+        return _ANY
     # by name: most of these modules of torch are not imported by a program that does not use them
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
@@ -236,7 +242,7 @@ def _walk(module: torch.nn.Module, prefix: str, found: list[tuple[str, torch.nn.
     wrapped = wrapped_name(module)
     for name, child in module._modules.items():  # noqa: SLF001  # as torch's `named_modules` does, at half the cost
         if child is not None:
-            _walk(child, prefix if name == wrapped else f"{prefix}{name}.", found)
+            _walk(child, prefix if wrapped in (name, _ANY) else f"{prefix}{name}.", found)
 
 
 def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn.Module]]) -> list[tuple[str, Any]]:
@@ -246,7 +252,9 @@ def _named_parameters(module: torch.nn.Module, modules: list[tuple[str, torch.nn
         MethodType(torch.nn.Module.named_parameters, module),
         MethodType(torch.nn.Module._named_members, module),  # noqa: SLF001  # as above
     )
-    if not is_torchs:
+    # its method takes the prefix out of every place in a name, also where a module of the user's is called so
+    is_checkpointed = getattr(type(module).named_parameters, "__module__", "") == _CHECKPOINTS
+    if not is_torchs and not is_checkpointed:
         try:
             named = module.named_parameters(remove_duplicate=False)
         except TypeError:  # written for a torch without that argument
