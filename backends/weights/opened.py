@@ -1,6 +1,6 @@
 """`opened_weights`: gives the weights of a source, or of a state, for reading in any order. `ReusedMemory`: reads them one after the other into the same memory."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -21,12 +21,11 @@ from trainfold.core.weights.supplied import supplied
 
 
 @contextmanager
-def opened_weights(weights: Any, *, beside: Mapping[str, torch.Tensor] | None = None) -> Iterator[OpenWeights]:
+def opened_weights(weights: Any) -> Iterator[OpenWeights]:
     """Give weights for reading in any order, until the block ends.
 
     Args:
         weights: a source that lists what it has, or a state with a model.
-        beside: what else is read of a state, and may not be written to meanwhile.
 
     Raises:
         InvalidArgument: for anything else.
@@ -34,7 +33,7 @@ def opened_weights(weights: Any, *, beside: Mapping[str, torch.Tensor] | None = 
     if isinstance(weights, TrainState):
         found = weights_of_state(weights)
         _check_whole(weights)
-        yield attrs.evolve(found, check=unchanged(weights, beside))
+        yield attrs.evolve(found, check=unchanged(weights))
     elif isinstance(weights, OpenSource):
         with weights.opened() as found:
             yield found
@@ -80,17 +79,16 @@ def weights_of_state(state: TrainState) -> OpenWeights:
     )
 
 
-def unchanged(state: TrainState, others: Mapping[str, torch.Tensor] | None = None) -> Callable[[], None]:
+def unchanged(state: TrainState) -> Callable[[], None]:
     """What raises if the model of a state has been written to since. Its bytes are read now and then, because a fused optimizer, ``tensor.data`` and numpy move no version counter.
 
     Args:
         state: of which this rank has a part, or all.
-        others: more tensors that are watched, by their names.
     """
     model = state.model
     leaves = {} if model is None else {**model.params, **model.buffers}
     tensors = {name: as_tensor(each.tensor if isinstance(each, Shard) else each, name) for name, each in leaves.items()}
-    watched = {("", name): each.detach() for name, each in {**tensors, **(others or {})}.items()}
+    watched = {("", name): each.detach() for name, each in tensors.items()}
     watch = WriteWatch(watched, but={name for name, each in watched.items() if each.is_inference()}, by_bytes=True)
 
     def check() -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,13 +19,20 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.weights import held_by_ranks
 from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, RanksDisagree
-from trainfold.core.layout.shard import make_shard
+from trainfold.core.layout.shard import Shard, make_shard
 from trainfold.core.layout.stage import make_stage
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.state import ModelState, Progress, TrainState
+from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.ranks import run_threads
 from trainfold.transforms import compose, lora, merge, rearrange, rename, view
-from trainfold.weights import CheckpointWeights, plan_hub_directory, write_adapter_directory, write_hub_directory
+from trainfold.weights import (
+    CheckpointWeights,
+    DcpDirectory,
+    plan_hub_directory,
+    write_adapter_directory,
+    write_dcp_directory,
+    write_hub_directory,
+)
 
 RULES = {
     "as they are": None,
@@ -209,6 +217,98 @@ def test_an_error_of_the_disk_ends_all_ranks(tmp_path):
     (tmp_path / "a").write_text("in the way")
     outcomes = thread_outcomes(2, lambda world: write_hub_directory(halves(world, WEIGHTS), tmp_path / "a", collectives=world), timeout_secs=5)  # fmt: skip
     assert [type(each.error) for each in outcomes] == [InvalidArgument, RankFailed]
+
+
+def with_adamw(state_, scale=1):
+    """The same state, and an optimizer whose slots are cut as the parameters are."""
+
+    def slot(leaf):
+        return attrs.evolve(leaf, tensor=leaf.tensor * 2 * scale) if isinstance(leaf, Shard) else leaf * 2 * scale
+
+    slots = {
+        name: {"exp_avg": slot(leaf), "step": torch.tensor(3.0)}
+        for name, leaf in state_.model.params.items()
+        if leaf.shape
+    }
+    group = ParamGroup({"lr": 0.1, "betas": (0.9, 0.99)}, tuple(slots))
+    return state_.evolve(
+        optimizer=OptimizerState("adamw", Leaves(slots), (group,), None), trainer=Progress(step=3, samples=12)
+    )
+
+
+@settings(max_examples=5)
+@given(
+    layout=st.sampled_from(ALL),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 6)),
+    round_bytes=st.sampled_from([8, 64, 1 << 20]),
+    file_bytes=st.sampled_from([200, 1 << 30]),
+    key=st.sampled_from(["model", ""]),
+)
+def test_a_sharded_state_is_a_directory_of_torch_as_the_whole_one_would_be(
+    tmp_path_factory, layout, sizes, round_bytes, file_bytes, key
+):
+    """J04, M24: model, slots, groups and step, to the byte; and the model alone as its checkpoint would be."""
+    values, folder = values_of(*sizes), tmp_path_factory.mktemp("dcp")
+    options = {"file_bytes": file_bytes, "model": key}
+
+    def state_of(rank):
+        return with_adamw(state(values, layout, rank))
+
+    whole = TrainState(model=ModelState(Leaves(values), Leaves()))
+    write_dcp_directory(folder / "whole", with_adamw(whole), **options)
+    saved = checkpoint(lambda rank: state(values, layout, rank), layout.size)
+    write_dcp_directory(folder / "saved", saved, **options)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(held_by_ranks, "ROUND_BYTES", round_bytes)
+        run_threads(layout.size, lambda world: write_dcp_directory(folder / "live", state_of(world.rank), collectives=world, **options))  # fmt: skip
+        run_threads(layout.size, lambda world: write_dcp_directory(folder / "model", state_of(world.rank).evolve(optimizer=None, trainer=None), collectives=world, **options))  # fmt: skip
+    found = DcpDirectory(folder / "live")
+    assert found.objects()["step"] == 3
+    assert contents(folder / "live") == contents(folder / "whole")
+    assert contents(folder / "model") == contents(folder / "saved")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_leaves_no_directory_of_torch(tmp_path, rank, monkeypatch):
+    """J03: every rank ends with an error, and the same call then writes all."""
+    monkeypatch.setattr(held_by_ranks, "ROUND_BYTES", 96)
+
+    def export(world, name):
+        write_dcp_directory(tmp_path / name, with_adamw(halves(world, WEIGHTS)), collectives=world)
+        return len(world.schedule)
+
+    calls = run_threads(2, lambda world: export(world, "whole"))[rank]
+    for index in range(0, calls - 2, 3):
+        fault = RankFault(rank, index, silent=index % 5 == 1)
+        outcomes = thread_outcomes(2, lambda world: export(world, "a"), fail_at=fault, timeout_secs=0.2)
+        assert all(each.error is not None for each in outcomes)
+        assert not (tmp_path / "a").exists()
+    run_threads(2, lambda world: export(world, "a"))
+    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+
+
+def test_what_torch_has_no_place_for_is_refused_on_all_ranks(tmp_path):
+    """K09: fp32 masters on one rank, the optimizer of stages, a call of one rank alone, and a slot with the name of a weight."""
+
+    def masters(world):
+        mine = with_adamw(halves(world, WEIGHTS))
+        odd = attrs.evolve(mine.optimizer, masters=mine.model.params) if world.rank else mine.optimizer
+        write_dcp_directory(tmp_path / "a", mine.evolve(optimizer=odd), collectives=world)
+
+    def stages(world):
+        mine = TrainState(model=ModelState(Leaves({f"{world.rank}.w": torch.ones(2)}), Leaves()))
+        mine = with_adamw(mine).evolve(stage=make_stage([world.rank], 2))
+        write_dcp_directory(tmp_path / "a", mine, collectives=world)
+
+    def alone(world):
+        write_dcp_directory(tmp_path / "a", with_adamw(halves(world, WEIGHTS)))
+
+    errors = [sorted(type(each.error).__name__ for each in thread_outcomes(2, call, timeout_secs=5)) for call in (masters, stages, alone)]  # fmt: skip
+    assert errors == [["InvalidState", "RankFailed"], ["InvalidState"] * 2, ["InvalidArgument"] * 2]
+    odd = TrainState(model=ModelState(Leaves({"a": torch.ones(2), "optim.state.a.exp_avg": torch.ones(2)}), Leaves()))
+    with pytest.raises(InvalidArgument, match=r"optimizer: expected a key that no tensor .* found optim.state.a.exp_avg"):  # fmt: skip
+        write_dcp_directory(tmp_path / "a", with_adamw(odd))
+    assert not (tmp_path / "a").exists()
 
 
 def on_ranks(collectives, folder):

@@ -143,3 +143,27 @@ def test_a_state_that_is_written_here_is_loaded_by_fsdp2_on_any_number_of_ranks(
     write_dcp_directory(ours, live.capture(), file_bytes=2000)
     for world_size in (2, 3):
         assert set(processes.run(world_size, loaded, ours, collectives=PATIENT)) == set(wanted)
+
+
+def exported(collectives, folder, theirs):
+    """Write a run that goes on from two ranks, while they hold it in parts, and its bits; and the directory that one rank writes of all of it."""
+    model, optimizer = begun(collectives.world_size, seed=9)
+    live = attach(model, optimizer)
+    live.restore(take_training(live.capture(), dcp_training(theirs), collectives=collectives), collectives=collectives)
+    write_dcp_directory(folder, live.capture(), collectives=collectives, file_bytes=2000)
+    return bits(model, optimizer)
+
+
+def test_a_state_in_parts_is_written_by_its_ranks_as_one_process_writes_it_whole(processes, tmp_path):
+    """M24, J04: FSDP2 on two ranks writes the bytes of the whole state, which three load."""
+    theirs, live, whole = str(tmp_path / "theirs"), tmp_path / "live", tmp_path / "whole"
+    processes.run(2, saved, theirs, collectives=PATIENT)
+    wanted = processes.run(2, exported, str(live), theirs, collectives=PATIENT)
+    model = Model()
+    alone = attach(model, OPTIMIZERS["adamw"](model.parameters()))
+    alone.restore(take_training(alone.capture(), dcp_training(theirs)))
+    write_dcp_directory(whole, alone.capture(), file_bytes=2000)
+    names = sorted(each.name for each in whole.iterdir())
+    assert names == sorted(each.name for each in live.iterdir())
+    assert all((live / name).read_bytes() == (whole / name).read_bytes() for name in names)
+    assert set(processes.run(3, loaded, str(live), collectives=PATIENT)) == set(wanted)
