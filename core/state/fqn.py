@@ -239,8 +239,9 @@ def _walk(module: torch.nn.Module, prefix: str, found: list[tuple[str, torch.nn.
             found.append((prefix + name_in(module, f"{path}.") if path else prefix, each))
         return
     found.append((prefix, module))
-    wrapped = wrapped_name(module)
-    for name, child in module._modules.items():  # noqa: SLF001  # as torch's `named_modules` does, at half the cost
+    children = module._modules  # noqa: SLF001  # as torch's `named_modules` does, at half the cost
+    wrapped = wrapped_name(module) if children else None
+    for name, child in children.items():
         if child is not None:
             _walk(child, prefix if wrapped in (name, _ANY) else f"{prefix}{name}.", found)
 

@@ -135,12 +135,8 @@ def test_a_restore_keeps_ties_and_the_objects_that_others_hold_on_to():
     assert not any(parameter.grad.any() for parameter in job.model.parameters() if parameter.grad is not None)
 
 
-class Wrapper(nn.Module):
+class Wrapper(nn.DataParallel):
     """Changes names as DDP does."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
 
     def forward(self, x):
         return self.module(x)
