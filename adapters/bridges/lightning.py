@@ -12,13 +12,16 @@ from trainfold.adapters.bridges.lightning_seams import (
     check_lightning_trainer,
     check_module,
     check_unpickled,
+    draw_seeds_apart,
 )
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.backends.runs.api import load, plan
+from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.local import Run, open_store
+from trainfold.backends.user_warning import warn_user
 from trainfold.core.checks import mapping_given
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.resume.resume_plan import Refusal
@@ -69,6 +72,7 @@ class LightningCallback:
         self._checkpoint: dict[str, Any] = {}  # what Lightning saves, while it does
         self._is_at_end = False
         self._sums: dict[str, Any] = {}  # of what the resumed epoch had logged, until it logs again
+        self._accumulates: int | None = None  # as the script says; a callback may change it by the epoch
         self._last = 0  # the step for which a save was considered last
 
     def __repr__(self) -> str:
@@ -115,6 +119,7 @@ class LightningCallback:
             trainer,
             CheckpointManager(self._run, **{**self._arguments, "contract": contract}),
         )
+        self._accumulates = trainer.accumulate_grad_batches
         is_new = self._arguments.get("start_over") or isinstance(
             plan(self._run, like=_NOTHING, components=[_KEPT]), Refusal
         )
@@ -130,14 +135,17 @@ class LightningCallback:
                 self.resume(trainer)
         strategy, files = trainer.strategy, trainer.strategy.checkpoint_io
         self._undo.append(lambda: setattr(strategy, "checkpoint_io", files))
-        strategy.checkpoint_io = RunOrFile(self.path, files, take=self._taken, read=lambda: self._read(module))
+        strategy.checkpoint_io = RunOrFile(self.path, files, take=self._taken, read=lambda: self._read(trainer, module))
         if stage != "fit":
             return
         process = strategy.process_dataloader
 
         def followed(loader: Any) -> Any:
             loader = process(loader)
-            return self._followed(loader) if trainer.training else loader
+            if trainer.training:
+                return self._followed(loader)
+            self._undo.extend(draw_seeds_apart(loader))
+            return loader
 
         self._undo.append(lambda: setattr(strategy, "process_dataloader", process))
         strategy.process_dataloader = followed
@@ -218,14 +226,21 @@ class LightningCallback:
             extra={_KEPT: (self._keep, self._take)},
             unsaved=_LIGHTNINGS,
         )
-        step = self._manager.should_load(live).step or 0
-        if step != trainer.global_step:
-            if not step:
-                self._manager.restore(live)  # raises the reasons why no checkpoint will do, if there are any
-            raise InvalidState("LightningCallback", expected=f"a trainer that begins at step {step}, as the run does",
-                               found=f"step {trainer.global_step}", fix=_CURE)  # fmt: skip
+        begins, newest = trainer.global_step, self._manager.should_load(live)
+        if newest.step and not begins:
+            raise InvalidState(
+                "LightningCallback",
+                expected=f"a trainer that begins at step {newest.step}, as the run does",
+                found="step 0",
+                fix=_CURE,
+            )
         self._is_at_end = False
-        if not self._manager.restore(live).is_fresh:
+        restored = self._manager.restore(live)  # raises the reasons why no checkpoint will do, if there are any
+        if live.progress.step != begins:
+            raise InvalidState("LightningCallback", expected=f"a checkpoint of step {begins}, at which the trainer begins",
+                               found=f"the run at step {live.progress.step}",
+                               fix=f"{_CURE}; if the newest checkpoint was damaged, it is set aside now, and the next start begins at the one before")  # fmt: skip
+        if not restored.is_fresh:
             self._go_on()
         self._last = live.progress.step
         self._epochs = live.epochs(sys.maxsize)
@@ -240,10 +255,17 @@ class LightningCallback:
 
     def _go_on(self) -> None:
         trainer, kept = self._trainer, self._kept
+        saved, wanted = kept.get("schedules", []), self._schedules()
+        if saved and saved != wanted:
+            warn_user(
+                f"the schedulers are stepped otherwise: saved {saved}, wanted {wanted}; put it back if it is not meant",
+                ResumeDrift,
+            )
         trainer.callback_metrics.update(kept["metrics"])
         if kept["is_at_end"]:
             return
         self._sums = kept["sums"]
+        trainer.accumulate_grad_batches = kept.get("accumulates") or trainer.accumulate_grad_batches
         for name, states in kept["states"].items():
             vars(trainer.lightning_module.get_submodule(name)).update(states)
         fit = trainer.fit_loop
@@ -266,10 +288,17 @@ class LightningCallback:
             "sums": sums_of(self._trainer),
             "states": states_of_metrics(self._trainer.lightning_module),
             "is_at_end": self._is_at_end,
+            "schedules": self._schedules(),
         }
+        if self._trainer.accumulate_grad_batches != self._accumulates:
+            kept["accumulates"] = self._trainer.accumulate_grad_batches
         plain: dict[str, Any] = to_plain(kept, {})
         check_unpickled(plain["checkpoint"])
         return plain
+
+    def _schedules(self) -> list[dict[str, Any]]:
+        names = ("interval", "frequency", "monitor", "strict", "reduce_on_plateau")
+        return [{name: getattr(each, name) for name in names} for each in self._trainer.lr_scheduler_configs]
 
     def _take(self, kept: dict[str, Any]) -> None:
         self._kept = from_plain(kept, {})
@@ -277,13 +306,13 @@ class LightningCallback:
     def _taken(self, checkpoint: dict[str, Any]) -> None:
         self._checkpoint = checkpoint
 
-    def _read(self, module: Any) -> dict[str, Any]:
+    def _read(self, trainer: Any, module: Any) -> dict[str, Any]:
         """What the trainer loads of the newest checkpoint; the module has its weights already, and the rest follows at the first batch."""
         if isinstance(plan(self._run, like=_NOTHING, components=[_KEPT]), Refusal):
             raise InvalidState("LightningCallback", expected=f"a checkpoint in {self.path!r}", found="none that Lightning can go on from",
                                fix=f"{_CURE}, which is None in a new run")  # fmt: skip
         kept = load(self._run, like=_NOTHING, components=[_KEPT]).extra[_KEPT].value["checkpoint"]
-        live = attach(module)
+        live = attach(trainer.precision_plugin.convert_module(module))  # the trainer does so only after it has loaded
         live.restore(load(self._run, like=live.capture(), components=["model"]), components=["model"])
         return {"state_dict": module.state_dict(), **from_plain(kept, {}), "optimizer_states": [], "lr_schedulers": []}
 

@@ -121,6 +121,17 @@ def check_module(module: Any) -> None:
             raise InvalidArgument("LightningCallback", expected=f"a module with {expected}", found="another", fix=fix)
 
 
+def draw_seeds_apart(loader: Any) -> list[Callable[[], None]]:
+    """Let workers that stay from one validation to the next draw their seeds from a generator of their own, and return how to undo it.
+
+    They draw when they start: in a resumed process at another validation than in the run. Workers that end draw at each of them.
+    """
+    if not getattr(loader, "persistent_workers", False) or loader.generator is not None:
+        return []
+    loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+    return [lambda: setattr(loader, "generator", None)]
+
+
 def check_unpickled(checkpoint: dict[str, Any]) -> None:
     """Refuse what Lightning would pickle, with how to leave it out.
 

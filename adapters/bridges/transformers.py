@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from trainfold.adapters.batches.feed import length_of
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -21,7 +22,9 @@ from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.state import Opaque, TrainState
 
 _COUNTERS, _EPOCH, _PLACE = "trainer_state", "trainer_epoch", "trainfold-resume"
-_ALIKE = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers")
+_ALIKE = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "max_grad_norm",
+          "bf16", "fp16", "label_smoothing_factor", "neftune_noise_alpha")  # fmt: skip
+_CURE = "train with trainer.train(resume_from_checkpoint=callback.resume(trainer))"
 
 
 @final
@@ -57,6 +60,10 @@ class TrainfoldCallback:
             str, Any
         ] = {}  # its number, the streams that it has begun with, and what its batches are drawn by
         self._resumed: dict[str, Any] | None = None  # the streams of the checkpoint, until its next step begins
+        self._counted: dict[
+            str, Any
+        ] = {}  # what `resume` has found: the trainer's counters and the states of its callbacks
+        self._undo: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"TrainfoldCallback({', '.join([repr(self._run), *(f'{k}={v!r}' for k, v in self._arguments.items())])})"
@@ -81,29 +88,41 @@ class TrainfoldCallback:
         """
         check_trainer(trainer, self)
         args = trainer.args
-        self._close()
+        self.close()
         mine = {f"trainer.{name}": getattr(args, name) for name in _ALIKE}
         contract = {**mine, **mapping_given("contract", self._arguments.get("contract"))}
         manager = CheckpointManager(self._run, **{**self._arguments, "contract": contract})
-        self._trainer, self._manager = trainer, manager
+        self._trainer, self._manager, self._counted = trainer, manager, {}
         wanted = TrainState(extra={_COUNTERS: Opaque({"json": ""})})
         if self._arguments.get("start_over") or isinstance(
             plan(self._run, like=wanted, components=[_COUNTERS]), Refusal
         ):
             return None  # where there are checkpoints all the same, the restore says why none will do
         counters = load(self._run, like=wanted, components=[_COUNTERS]).extra[_COUNTERS].value["json"]
+        self._counted = json.loads(counters)
         place = Path(args.output_dir, _PLACE)
         trainer.save_model(str(place), _internal_call=True)
         (place / "trainer_state.json").write_text(counters)
         return str(place)
 
+    def close(self) -> None:
+        """Release the run, as the end of a training does; after one that an error or an interrupt has ended, another callback can take it."""
+        if self._manager is not None:
+            self._manager.close()
+        while self._undo:
+            self._undo.pop()()
+        self._manager = self._live = self._trainer = self._resumed = None
+
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: Any, _control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach the trainer's objects, and restore them from the checkpoint that `resume` has found."""
         if self._trainer is None or self._manager is None:
-            raise InvalidState("TrainfoldCallback", expected="a call of resume before train", found="none",
-                               fix="train with trainer.train(resume_from_checkpoint=callback.resume(trainer))")  # fmt: skip
+            raise InvalidState("TrainfoldCallback", expected="a call of resume before train", found="none", fix=_CURE)
+        begins = self._counted.get("global_step", 0)
+        if state.global_step != begins:
+            raise InvalidState("TrainfoldCallback", expected=f"a trainer that begins at step {begins}, as the run does",
+                               found=f"step {state.global_step}", fix=_CURE)  # fmt: skip
         shutil.rmtree(Path(args.output_dir, _PLACE), ignore_errors=True)
         model, optimizer = given["model"], given["optimizer"]
         self._device = bound_device(list(model.parameters()))
@@ -122,14 +141,21 @@ class TrainfoldCallback:
             optimizer, "optimizer", optimizer
         )  # the trainer opens accelerate's window before this callback saves
         self._live = live = attach(model, plain, scheduler=given["lr_scheduler"], extra=extra)
-        decision = self._manager.should_load(live)
-        if (decision.step or 0) != state.global_step:
-            raise InvalidState("TrainfoldCallback", expected=f"a trainer that begins at step {decision.step or 0}, as the run does",
-                               found=f"step {state.global_step}",
-                               fix="train with trainer.train(resume_from_checkpoint=callback.resume(trainer))")  # fmt: skip
-        restored = self._manager.restore(live)
-        if not restored.is_fresh:
-            self._resumed = capture_streams(self._device)
+        if self._manager.restore(live).is_fresh:
+            return
+        if live.progress.step != begins:
+            raise InvalidState("TrainfoldCallback", expected=f"the checkpoint of step {begins}, at which the trainer begins",
+                               found=f"that it is damaged, and restored that of step {live.progress.step}",
+                               fix="start the training again: the damaged one is set aside, and the trainer begins at the other")  # fmt: skip
+        self._resumed = capture_streams(self._device)
+        if args.eval_on_start:  # only a start evaluates
+            args.eval_on_start = False
+            self._undo.append(lambda: setattr(args, "eval_on_start", True))
+        if begins >= state.max_steps:  # the trainer looks only after a step
+            control.should_training_stop = True
+            trainer = self._trainer
+            trainer._run_epoch = lambda **_: None  # noqa: SLF001 - it has no public way to make no step
+            self._undo.append(lambda: delattr(trainer, "_run_epoch"))
 
     def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Remember the streams that the order of the epoch comes from, or put those back with which this epoch had begun."""
@@ -151,6 +177,7 @@ class TrainfoldCallback:
         if self._resumed is not None:
             restore_streams(self._resumed, self._device)
             self._resumed = None
+            self._restore_callbacks()
         elif self._live is not None and self._manager is not None and self._live.progress.step:
             self._manager.step(self._live)
             control.should_training_stop |= self._manager.should_stop
@@ -162,9 +189,12 @@ class TrainfoldCallback:
 
     def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
         """Save the last state, but after a request to stop, which has saved already, and release the run."""
+        if self._resumed is not None:  # the run had ended
+            restore_streams(self._resumed, self._device)
+            self._resumed = None
         if self._live is not None and self._manager is not None and not self._manager.should_stop:
             self._manager.finish(self._live)
-        self._close()
+        self.close()
 
     # --- state of the trainer -----------------------------------------------------------------------------------------
 
@@ -181,28 +211,33 @@ class TrainfoldCallback:
         }
         return json.dumps(plain, sort_keys=True)
 
+    def _restore_callbacks(self) -> None:
+        """Give callbacks that have a state what they had counted; their arguments are those of the script."""
+        saved = {n: v if isinstance(v, list) else [v] for n, v in self._counted["stateful_callbacks"].items()}
+        for each in self._trainer.callback_handler.callbacks:
+            if hasattr(type(each), "from_state") and saved.get(type(each).__name__):
+                vars(each).update(saved[type(each).__name__].pop(0)["attributes"])
+
     def _take_epoch(self, saved: dict[str, Any]) -> None:
-        if saved["order"] != self._epoch["order"]:
+        found = self._epoch["order"]
+        if any(found.get(name) != value for name, value in saved["order"].items()):
             raise InvalidState(f"state.extra[{_EPOCH!r}]['order']", expected=f"batches drawn as in the run: {saved['order']}",
-                               found=str(self._epoch["order"]),
+                               found=str(found),
                                fix="use the data, the seed and the sampler of the run; set_seed before train changes the order")  # fmt: skip
         self._epoch = saved
-
-    def _close(self) -> None:
-        if self._manager is not None:
-            self._manager.close()
-        self._manager = self._live = self._trainer = None
 
 
 def check_trainer(trainer: Any, callback: object) -> None:
     """Refuse a trainer whose resume would not be exact, or that does not call the callback."""
     args = trainer.args
     found = [
-        (callback not in trainer.callback_handler.callbacks, "a Trainer that has this callback", "pass callbacks=[callback] to it"),
+        (trainer.callback_handler.callbacks.count(callback) != 1, "a Trainer that has this callback, once", "pass callbacks=[callback] to it"),
         (args.world_size > 1 or args.n_gpu > 1, "one process and at most one GPU", "write the loop, and attach its objects on every rank"),
         (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled, "a model that this process has whole", "write the loop, and attach its objects"),
         (args.load_best_model_at_end, "load_best_model_at_end=False", "load the best checkpoint after train: its weights are not those of the last step"),
         (args.ignore_data_skip, "ignore_data_skip=False", "leave it out: the batches of a resume would not be those of the run"),
+        (args.dataloader_persistent_workers, "dataloader_persistent_workers=False",
+         "leave it out: workers that stay draw from the random streams only when they start, and those of a resume start later"),
         (args.auto_find_batch_size, "auto_find_batch_size=False", "set the batch size: a resume could take another"),
     ]  # fmt: skip
     for is_wrong, expected, fix in found:
@@ -211,7 +246,12 @@ def check_trainer(trainer: Any, callback: object) -> None:
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """What the order of the batches comes from, beside the streams: the sampler, its seed, and the number of batches."""
+    """What the order of the batches comes from, beside the streams: the sampler, its seed, and the number of batches and examples."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    batches = len(loader) if hasattr(loader, "__len__") else None
-    return {"sampler": type(sampler).__name__, "seed": getattr(sampler, "initial_seed", None), "batches": batches}
+    seed = getattr(sampler, "initial_seed", None)
+    return {
+        "sampler": type(sampler).__name__,
+        "seed": seed,
+        "batches": length_of(loader),
+        "examples": length_of(loader.dataset),
+    }

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import trainfold
 from trainfold import CheckpointManager
 from trainfold.adapters.bridges.lightning import LightningCallback
+from trainfold.backends.runs.load import ResumeDrift
 from trainfold.core.state.state import Opaque, TrainState
 
 lightning = pytest.importorskip("lightning")
@@ -86,6 +87,12 @@ class Loaders(lightning.LightningDataModule):
         assert state == {"version": 3}
 
 
+def steady():
+    """A validation loader with a worker that stays."""
+    data = [(torch.full((3,), 0.1 * i), torch.tensor(i)) for i in range(8)]
+    return DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+
+
 class Kills(lightning.Callback):
     """Kills its process within a step."""
 
@@ -103,7 +110,7 @@ def trainer_of(run, callbacks, **changed):
     return lightning.Trainer(default_root_dir=f"{run}-out", callbacks=callbacks, **quiet, **(args | changed))
 
 
-def train(run, die_at=None, *, kind="step", workers=False, extra=(), rename=None, manager=None, **changed):
+def train(run, die_at=None, *, kind="step", workers=False, extra=(), rename=None, manager=None, validates=None, **changed):  # fmt: skip
     lightning.seed_everything(0, workers=True, verbose=False)
     callback = LightningCallback(run, **{"every": 1, "keep_last": 3, **(manager or {})})
     trainer = trainer_of(run, [callback, Kills(die_at), *(each() for each in extra)], **changed)
@@ -111,6 +118,8 @@ def train(run, die_at=None, *, kind="step", workers=False, extra=(), rename=None
     if rename is not None:
         kill_at_rename(rename)
     loaders = [Loaders()] if workers else [DataLoader(Data(), batch_size=4, shuffle=True), DataLoader(Data(), batch_size=7)]  # fmt: skip
+    if validates is not None:
+        loaders[1] = validates()
     trainer.fit(module, *loaders, ckpt_path=callback.resume(trainer))
     return trainer, module
 
@@ -166,8 +175,29 @@ def step_of(run):
         ({"limit_train_batches": 4}, [1, 2]),
         ({"max_epochs": -1, "max_steps": 8, "manager": {"every": 2}}, [1, 3, 7]),
         ({"extra": [partial(lightning.pytorch.callbacks.EMAWeightAveraging, decay=0.9)]}, [1, 4]),
+        ({"precision": "bf16-true"}, [4]),  # the trainer reads a checkpoint before it has converted the module
+        (
+            {
+                "accumulate_grad_batches": 1,
+                "extra": [partial(lightning.pytorch.callbacks.GradientAccumulationScheduler, {0: 1, 1: 2})],
+            },
+            [7],
+        ),
+        ({"validates": steady}, [1, 4]),
     ],
-    ids=["plain", "async", "plateau", "early", "workers", "limit", "steps", "ema"],
+    ids=[
+        "plain",
+        "async",
+        "plateau",
+        "early",
+        "workers",
+        "limit",
+        "steps",
+        "ema",
+        "bfloat16",
+        "accumulation",
+        "steady",
+    ],
 )
 def test_a_killed_trainer_resumes_bit_for_bit(changed, kills, tmp_path):
     """The weights, every component, what Lightning saves of itself, and the batches with their losses."""
@@ -191,6 +221,45 @@ def test_a_trainer_that_was_killed_within_a_save_resumes_bit_for_bit(tmp_path):
         assert last(run) == whole, number
     assert len(steps) > 1
     assert STEPS not in steps
+
+
+@pytest.mark.parametrize("part", ["model", "lightning"])
+def test_a_damaged_checkpoint_is_passed_over_with_its_loops(part, tmp_path):
+    """A module of one step with the loops of another would leave out the steps between them."""
+    assert forked(train, str(tmp_path / "whole")) == 0
+    run = tmp_path / "a"
+    assert forked(train, str(run), 4) == -signal.SIGKILL
+    file = next((run / "step-00000004").glob(f"{part}-*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    if part == "model":
+        with pytest.raises(
+            trainfold.errors.InvalidState,
+            match=r"step 4, at which the trainer begins, found the run at step 3.*set aside",
+        ):
+            train(str(run))
+    assert forked(train, str(run)) == 0
+    assert last(run) == last(tmp_path / "whole")
+
+
+class EachEpoch(Module):
+    """Its scheduler steps at the end of an epoch."""
+
+    def configure_optimizers(self):
+        made = super().configure_optimizers()
+        return {**made, "lr_scheduler": {**made["lr_scheduler"], "interval": "epoch"}}
+
+
+def test_a_scheduler_that_is_stepped_otherwise_is_a_warning(tmp_path):
+    run = str(tmp_path / "a")
+    assert forked(train, run, 2) == -signal.SIGKILL
+    callback = LightningCallback(run, every=1)
+    trainer = trainer_of(run, [callback])
+    with pytest.warns(ResumeDrift, match="'interval': 'step'.*wanted.*'interval': 'epoch'"):
+        trainer.fit(
+            EachEpoch(f"{run}.seen"), DataLoader(Data(), batch_size=4, shuffle=True), ckpt_path=callback.resume(trainer)
+        )
 
 
 # --- beyond one run ---------------------------------------------------------------------------------------------------
