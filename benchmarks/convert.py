@@ -10,7 +10,8 @@ first in each round. Every conversion is durable when it ends, and so is the cop
                   as a step does, so that all weights are in private memory, which no later change of the files can reach; with the CPU seconds and the page faults until then.
                   trainfold and ``load_file`` copy the weights at once, into a model that was built before. ``from_pretrained`` builds it, too, and its weights are pages of the files until something writes them:
                   warm, it has a model before 2 GB can be copied, and needs several times as long until the weights are its own. It is measured if transformers is installed
-    planning      CPU seconds until the plan of a conversion of many tensors is there: rules, files, headers and index
+    planning      CPU seconds from a path to the plan of a conversion of many tensors, from each format to each: a process that has read nothing yet reads the source's headers, pickles or
+                  manifest, and plans all files, headers and indexes of the target
 """
 
 import importlib.util
@@ -26,15 +27,15 @@ from pathlib import Path
 
 import torch
 from _forked import forked
-from _targets import Target, cpu_secs, finish, machine, make_parser
+from _planned import measure_plans
+from _targets import Target, finish, machine, make_parser
 from stall import settled_bytes
 from step import status_bytes
 from torch import nn
 
 import trainfold
-from trainfold.states import LeafSpec
 from trainfold.transforms import hub_rules_of
-from trainfold.weights import CheckpointWeights, HubDirectory, Transformed, plan_hub_directory, write_hub_directory
+from trainfold.weights import CheckpointWeights, HubDirectory, Transformed, write_hub_directory
 
 MIB = 2**20
 MEMORY_MARGIN = 128 * MIB
@@ -67,10 +68,6 @@ class Size:
             }  # fmt: skip
             found |= {f"layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
         return {**found, "norm.weight": (self.hidden,)}
-
-    def specs(self):
-        """Name -> dtype and shape."""
-        return {name: LeafSpec("float32", shape) for name, shape in self.shapes().items()}
 
 
 def model_of(shapes, *, filled):
@@ -328,29 +325,6 @@ def measure_loads(folder, size, rounds, only):
     return rows
 
 
-def measure_planning(names, rounds):
-    """CPU seconds for the plan of a conversion of so many tensors."""
-    size = Size(64, 96, max(1, (names - 2) // 9), 32, 4, 2)
-
-    specs = size.specs()
-
-    class Listed:
-        def specs(self):
-            return specs
-
-        def supply(self, wanted):
-            raise NotImplementedError
-
-    plan = plan_hub_directory  # a plan that is printed, and its headers
-    config = size.config()
-
-    def planned():
-        found = plan(Listed(), rules=hub_rules_of(config), config=config, shard_bytes="1MB")
-        return found.size_bytes
-
-    return {"tensors": len(specs), "cpu_secs": cpu_secs(planned, rounds)}
-
-
 def main():
     """Measure and print."""
     parser = make_parser(__doc__, quick="a model of 1 MB")
@@ -367,7 +341,7 @@ def main():
         forked(lambda: prepare(folder, size))
         written = measure_conversions(folder, size, rounds, options.only)
         loads = measure_loads(folder, size, rounds, options.only)
-    planning = measure_planning(1000 if options.quick else options.names, rounds)
+        planning = measure_plans(folder / "plans", 300 if options.quick else options.names, rounds)
     size_bytes = sum(4 * torch.Size(each).numel() for each in size.shapes().values())
     largest = max(4 * torch.Size(each).numel() for each in size.shapes().values())
     targets = [
@@ -386,7 +360,10 @@ def main():
         if each["of_trainfold"] and not each["name"].startswith("trainfold")
         for said, key in (("", "of_trainfold"), (" until private", "private_of_trainfold"))
     ]
-    targets.append(Target(f"planning of {planning['tensors']:,} tensors, CPU seconds", planning["cpu_secs"], "<=", 2))
+    targets += [
+        Target(f"planning {each['source']} -> {each['to']}, CPU seconds", each["cpu_secs"], "<=", 2)
+        for each in planning["rows"]
+    ]
     found = {
         "machine": machine(), "size_bytes": size_bytes, "largest_bytes": largest, "rounds": rounds,
         "conversions": written, "loads": loads, "planning": planning,
@@ -402,7 +379,10 @@ def main():
         f"{'' if each['of_trainfold'] is None else format(each['of_trainfold'], '.2f') + ' x trainfold':18} peak {each['peak_bytes'] / MIB:7.0f} MiB"
         for each in loads
     ]
-    table.append(f"  planning {planning['tensors']:,} tensors: {planning['cpu_secs']:.2f} s of CPU")
+    table += [
+        f"  planning {planning['tensors']:,} tensors, {each['source']:14} -> {each['to']:6} {each['cpu_secs']:6.2f} s of CPU"
+        for each in planning["rows"]
+    ]
     return finish(options, found, targets, table)
 
 

@@ -3,9 +3,9 @@
 Each conversion runs in a process of its own, in turns; medians. Memory is the growth of the resident set over that before the conversion. This library
 and torch's writers sync their files; `dcp_to_torch_save` does not.
 
-Planning is measured in CPU seconds: of what a directory with many tensors would be in the other format. No tensor is there: the files are holes.
+`convert.py` measures how long plans take.
 
-    python benchmarks/torch_formats.py [--quick] [--json] [--check] [--mib 2048] [--rounds 3] [--names 100000] [--directory DIR]
+    python benchmarks/torch_formats.py [--quick] [--json] [--check] [--mib 2048] [--rounds 3] [--directory DIR]
 """
 
 import argparse
@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from _targets import Target, cpu_secs, finish, machine, make_parser
+from _targets import Target, finish, machine, make_parser
 
 COPY = "plain copy"
 DCP_TO_HF = (
@@ -108,36 +108,6 @@ def convert(which, folder, target):
     return {"secs": time.perf_counter() - began, "mib": (memory("VmHWM") - before) / 1024}
 
 
-def plan(folder, names):
-    """The CPU seconds of a plan from a directory that torch has described, and of one for it."""
-    import pickle
-
-    from torch.distributed.checkpoint import filesystem, metadata
-
-    from trainfold.backends.gc_pause import without_collecting
-    from trainfold.core.torch_files.dcp_plan import plan_dcp
-    from trainfold.weights import DcpDirectory, plan_hub_directory
-
-    shapes = [torch.Size(shape) for shape in ((64, 64), (64,), (128, 64), (32, 8, 4))]
-    listed, stored, size = {}, {}, 1 << 15
-    for number in range(names):
-        name, shape = f"layers.{number // 10}.part{number % 10}.weight", shapes[number % len(shapes)]
-        start = torch.Size([0] * len(shape))
-        chunk = metadata.ChunkStorageMetadata(start, shape)
-        listed[name] = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.bfloat16), shape, [chunk])
-        stored[metadata.MetadataIndex(name, start, 0)] = filesystem._StorageInfo("__0_0.distcp", number * size, size)  # noqa: SLF001
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata.Metadata(listed, {}, stored)))
-    with (folder / "__0_0.distcp").open("wb") as file:
-        file.truncate(names * size)
-    del listed, stored
-    specs = DcpDirectory(folder).specs()
-    return {
-        "dcp -> hf": cpu_secs(lambda: plan_hub_directory(DcpDirectory(folder)), 3),
-        "hf -> dcp": cpu_secs(lambda: without_collecting(plan_dcp)(specs), 3),  # as the writer calls it,
-    }
-
-
 def memory(key):
     """A line of the process's status, in KiB."""
     return next(
@@ -150,18 +120,15 @@ def main():
     parser = make_parser(__doc__, quick="16 MiB, once")
     parser.add_argument("--mib", type=int, default=2048, help="the size of the weights")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--names", type=int, default=100_000, help="tensors of the planning")
     parser.add_argument("--directory", type=Path, default=None, help="a place on the filesystem to measure")
     parser.add_argument("--only", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     around = machine()
     warnings.simplefilter("ignore")  # of torch, that this is one process
-    mib, rounds, names = (16, 1, 1000) if options.quick else (options.mib, options.rounds, options.names)
+    mib, rounds = (16, 1) if options.quick else (options.mib, options.rounds)
     if options.only is not None:
         if options.only == "prepare":
             prepare(options.directory, options.mib)
-        elif options.only == "plan":
-            print(json.dumps(plan(options.directory / "plan", options.names)))
         else:
             print(json.dumps(convert(options.only, options.directory, options.directory / "target")))
         return 0
@@ -175,8 +142,6 @@ def main():
                 found.setdefault(which, []).append(json.loads(done.stdout))
                 target = Path(top, "target")
                 shutil.rmtree(target) if target.is_dir() else target.unlink()
-        done = subprocess.run([*command, "plan", "--names", str(names)], check=True, capture_output=True, text=True)
-        planning = json.loads(done.stdout)
     rows = {
         which: {key: statistics.median(run[key] for run in runs) for key in ("secs", "mib")}
         for which, runs in found.items()
@@ -185,8 +150,7 @@ def main():
         f"{which:44} {row['secs']:7.2f} s {mib / row['secs']:8.0f} MiB/s {row['mib']:8.0f} MiB of memory"
         for which, row in rows.items()
     ]
-    table += [f"planning {names:,} tensors, {way}: {secs:.2f} s of CPU" for way, secs in planning.items()]
-    targets = [Target(f"planning {way}: CPU seconds", secs, "<=", 2.0) for way, secs in planning.items()]
+    targets = []
     for ours, *theirs in (DCP_TO_HF, HF_TO_DCP):
         secs, used = (min(rows[each][key] for each in theirs) for key in ("secs", "mib"))
         targets += [
@@ -195,9 +159,7 @@ def main():
             Target(f"{ours}: memory, MiB", rows[ours]["mib"], "<=", 2 * mib / 16 + 128),
             Target(f"{ours}: memory / the least of torch", rows[ours]["mib"] / used, "<=", 0.1),
         ]
-    return finish(
-        options, {"machine": around, "mib": mib, "rounds": rounds, "rows": rows, "planning": planning}, targets, table
-    )
+    return finish(options, {"machine": around, "mib": mib, "rounds": rounds, "rows": rows}, targets, table)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from trainfold.backends.convert.native_contents import (
 )
 from trainfold.backends.convert.native_target import NativeContents, write_native
 from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource, with_adapter
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import free_path, local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
@@ -64,6 +65,7 @@ class PlannedConversion:
     shard_bytes: str | None = None
 
 
+@without_collecting
 def plan_conversion(  # noqa: PLR0913 - keywords
     opened: OpenedSource,
     target: str | Path,
@@ -248,7 +250,7 @@ def like_of(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory
         )
     if like is None and opened.format != "hf":
         return None, None
-    found = HubDirectory(place)
+    found = opened.model if like is None and isinstance(opened.model, HubDirectory) else HubDirectory(place)
     return found, found.config() if found.beside([HUB_CONFIG]) else None
 
 

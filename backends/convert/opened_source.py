@@ -9,6 +9,7 @@ from typing import Any, Final, final
 import attrs
 
 from trainfold.backends.formats.detect import detect_format
+from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.place import local_path
@@ -82,6 +83,7 @@ class OpenedSource:
         return self.detected.path
 
 
+@without_collecting
 def open_source(
     path: str | Path, *, asked: str | None = None, key: str | None = None, whole: bool = False
 ) -> OpenedSource:
@@ -107,10 +109,10 @@ def open_source(
         return OpenedSource(detected, found, _WHOLE[found](place), None, ())
     if found in ("run", "checkpoint"):
         return _native(place, detected, found)
-    if found == "safetensors":
-        return OpenedSource(detected, found, HubDirectory(place), _step_in(HubDirectory(place)), ())
-    if found == "hf":
-        return OpenedSource(detected, found, HubDirectory(place), _step_beside(place), _beside(place))
+    if found in ("safetensors", "hf"):
+        hub = HubDirectory(place)
+        step, others = (_step_in(hub), ()) if found == "safetensors" else (_step_beside(place, hub), _beside(place))
+        return OpenedSource(detected, found, hub, step, others)
     return attrs.evolve(_FOREIGN[found](place, key), detected=detected)
 
 
@@ -180,12 +182,12 @@ def _native(place: Path, detected: Detected, found: str) -> OpenedSource:
             found="none" if entry is None else entry.problem,
             fix="see `trainfold verify`",
         )
-    manifest = entry.manifest
+    manifest, model = entry.manifest, CheckpointWeights(store, step=step)
     others = tuple(each.name for each in manifest.components if each.name != "model")
     return OpenedSource(
         detected,
         found,
-        CheckpointWeights(store, step=step),
+        model if manifest.component("model") is None else model.known_as(manifest),
         step,
         others,
         NativeCheckpoint(store, name, manifest),
@@ -203,14 +205,14 @@ def _beside(place: Path) -> tuple[str, ...]:
     return tuple(component for component, name in names.items() if (place / name).is_file())
 
 
-def _step_beside(place: Path) -> int | None:
+def _step_beside(place: Path, hub: HubDirectory) -> int | None:
     """The step that a trainer has noted beside its weights."""
     file = place / _TRAINER_STATE
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         if file.stat().st_size <= _TRAINER_STATE_BYTES:
             found = json.loads(file.read_bytes()).get("global_step")
             return found if type(found) is int and found >= 0 else None
-    return _step_in(HubDirectory(place))
+    return _step_in(hub)
 
 
 def _step_in(source: HubDirectory) -> int | None:

@@ -21,7 +21,7 @@ from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidS
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import Manifest, TensorRecord
 from trainfold.core.history.quarantine import with_quarantined
-from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.resume.choose import choose
 from trainfold.core.resume.compare import saved_ties
@@ -83,9 +83,12 @@ class CheckpointWeights:
         Raises:
             CheckpointMissing: as in `supply`.
         """
-        chosen = self._manifest()
-        found = CheckpointWeights(self._store, step=chosen.head.step, component=self._component)
-        found._chosen = chosen
+        return self.known_as(self._manifest())
+
+    def known_as(self, manifest: Manifest) -> "CheckpointWeights":
+        """The same weights of a checkpoint whose manifest was read and proved already. It has the component."""
+        found = CheckpointWeights(self._store, step=manifest.head.step, component=self._component)
+        found._chosen = manifest
         return found
 
     @property
@@ -130,7 +133,7 @@ class CheckpointWeights:
         """
         manifest = self._manifest()
         table, others = self._table(manifest), self._other_names(manifest)
-        return {name: LeafSpec(each.dtype, each.shape) for each in table for name in _names(each, others)}
+        return leaf_specs({name: each for each in table for name in _names(each, others)})
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:
@@ -156,7 +159,7 @@ class CheckpointWeights:
             reader.read_into([(planned(name, box)[index_of[name]], memory)])
 
         yield OpenWeights(
-            {name: LeafSpec(table[index].dtype, table[index].shape) for name, index in index_of.items()},
+            leaf_specs({name: table[index] for name, index in index_of.items()}),
             read,
             identity=digest_of(
                 "\n".join(f"{each.path} {shard.digest}" for each in table for shard in each.shards).encode()

@@ -16,7 +16,7 @@ from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, Checkpoi
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.strict_json import strict_json
-from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.weights.detected import FORMATS, NATIVE, reader_of
 from trainfold.core.weights.hub.file_header import HUB_DTYPES, LENGTH_BYTES
@@ -38,6 +38,13 @@ class _Place:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+
+@final
+@attrs.frozen
+class _Header:
+    places: Mapping[str, _Place]
+    about: Mapping[str, str]
 
 
 @final
@@ -64,6 +71,7 @@ class HubDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(local_path(str(path), argument="HubDirectory.path"))
+        self._headers: dict[Path, tuple[tuple[int, ...], _Header]] = {}  # of files as they were
 
     def __repr__(self) -> str:
         return f"HubDirectory({str(self._path)!r})"
@@ -84,7 +92,7 @@ class HubDirectory:
         Raises:
             CheckpointMissing: as in `supply`, and so the others.
         """
-        return {name: LeafSpec(place.dtype, place.shape) for name, place in self._all_places()}
+        return leaf_specs(dict(self._all_places()))
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:
@@ -94,7 +102,7 @@ class HubDirectory:
             CheckpointMissing: as in `supply`, and so the others.
         """
         places = dict(self._all_places())
-        specs = {name: LeafSpec(place.dtype, place.shape) for name, place in places.items()}
+        specs = leaf_specs(places)
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self._files()]
 
         def read(name: str, box: Box) -> torch.Tensor:
@@ -151,18 +159,7 @@ class HubDirectory:
         Raises:
             CheckpointMissing: as in `supply`, and so the others.
         """
-        from safetensors import SafetensorError, safe_open
-
-        file = next(iter(self._files()))
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                return dict(tensors.metadata() or {})
-        except SafetensorError as error:
-            raise _damaged(file, "a file of safetensors", error) from error
-        except OSError as error:
-            raise CheckpointMissing(
-                str(file), expected="a file that can be read", found=error, fix="download it again"
-            ) from error
+        return dict(self._header(next(iter(self._files()))).about)
 
     def ranges(self) -> dict[str, tuple[Path, int, int]]:
         """Name of a tensor -> its file, its first byte there, and one past its last.
@@ -179,12 +176,12 @@ class HubDirectory:
             CheckpointMissing: if there is no such file.
             CheckpointDamaged: if it is not whole.
         """
-        return list(_places(file))
+        return list(self._header(file).places)
 
     def _all_places(self) -> Iterator[tuple[str, _Place]]:
         files: dict[str, Path] = {}
         for file, names in self._files().items():
-            places = _places(file)
+            places = self._header(file).places
             for name in places if names is None else names:
                 if (other := files.setdefault(name, file)) is not file:
                     raise CheckpointDamaged(
@@ -201,6 +198,18 @@ class HubDirectory:
                         fix="download it again",
                     )
                 yield name, places[name]
+
+    def _header(self, file: Path) -> "_Header":
+        """What a file says that it has. It is read again if the file is another one."""
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        state = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        held = self._headers.get(file)
+        if held is None or held[0] != state:
+            self._headers[file] = held = state, _header_of(file)
+        return held[1]
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Each file, with the tensors that are taken from it; None for all."""
@@ -278,22 +287,21 @@ def _weight_map(index: Path) -> dict[str, Any]:
     return found
 
 
-def _places(file: Path) -> dict[str, _Place]:
-    """Where each tensor of a file is. The header is read and checked by the library whose format it is."""
+def _header_of(file: Path) -> "_Header":
+    """Where each tensor of a file is, and the texts about it. The header is read and checked by the library whose format it is."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with file.open("rb") as opened:
             begin = LENGTH_BYTES + int.from_bytes(opened.read(LENGTH_BYTES), "little")
         with safe_open(file, framework="pt") as tensors:
+            about = dict(tensors.metadata() or {})
             slices = [(name, tensors.get_slice(name)) for name in tensors.offset_keys()]
             forms = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices]
     except SafetensorError as error:
         raise _damaged(file, "a file of safetensors", error) from error
     except OSError as error:
-        raise CheckpointMissing(
-            str(file), expected="a file that can be read", found=error, fix="download it again"
-        ) from error
+        raise _unreadable(file, error) from error
     found = {}
     for name, stored, shape in forms:
         dtype = _DTYPES.get(stored)
@@ -302,7 +310,11 @@ def _places(file: Path) -> dict[str, _Place]:
         stop = begin + size_bytes(dtype, shape)  # one after the other, without gaps: the library has checked it
         found[name] = _Place(file, dtype, shape, begin, stop)
         begin = stop
-    return found
+    return _Header(found, about)
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointMissing:
+    return CheckpointMissing(str(file), expected="a file that can be read", found=error, fix="download it again")
 
 
 def _damaged(file: Path, expected: str, found: object) -> CheckpointDamaged:

@@ -26,7 +26,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument, InvalidState, SaveFailed
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.json_values import shown
-from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.leaf_spec import leaf_specs
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.spec import dtype_name
@@ -258,7 +258,7 @@ def _planned(  # noqa: PLR0913 - keywords
         left_out |= {key: "tied to the embeddings" for key in gone if tied and key.endswith("lm_head.weight")}
         left_out |= {key: "the scale of a tensor that is not quantised any more" for key in gone if key.removesuffix("_scale_inv") in table}  # fmt: skip
     files = plan_hub_files(
-        {key: LeafSpec(each.dtype, each.shape) for key, each in table.items()},
+        leaf_specs(table),
         shard_bytes=shard_size(shard_bytes) if shard_bytes is not None else _SHARD_BYTES if names is _MODEL else None,
         weight_map=weight_map,
         tied=left_out,

@@ -1,7 +1,7 @@
 """Leaf specs: dtypes and shapes without the values, and all differences between two sets of specs. Imports no torch."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, final
 
 import attrs
 
@@ -33,6 +33,34 @@ class LeafSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+class HasForm(Protocol):
+    """Something with a dtype and a shape."""
+
+    @property
+    def dtype(self) -> str: ...  # noqa: D102 - in the class
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102 - in the class
+
+
+def leaf_specs(found: Mapping[str, HasForm]) -> dict[str, LeafSpec]:
+    """The dtype and shape of each. Equal ones are one object: of most tensors there are many of one kind.
+
+    Examples:
+        >>> leaf_specs({"w": LeafSpec("float32", (2,), slices=(((0, 1),),))})
+        {'w': LeafSpec(dtype='float32', shape=(2,), slices=(), placement=None)}
+    """
+    kinds: dict[tuple[str, tuple[int, ...]], LeafSpec] = {}
+    specs = {}
+    for name, each in found.items():
+        kind = each.dtype, each.shape
+        spec = kinds.get(kind)
+        if spec is None:
+            kinds[kind] = spec = LeafSpec(*kind)
+        specs[name] = spec
+    return specs
 
 
 @final

@@ -12,12 +12,16 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.torch_files.archive_bytes import ALIGNED, archive_around
-from trainfold.core.torch_files.dcp_metadata import FileRange, PathInState
+from trainfold.core.torch_files.dcp_metadata import PathInState
 from trainfold.core.torch_files.pickle_machine import Made, Name
 from trainfold.core.torch_files.pickle_text import pickle_of
 from trainfold.core.torch_files.stored_values import row_major
 
 _META: Final = "torch.distributed.checkpoint.metadata"
+_FULL: Final = {
+    kind: f"{_META}.{kind}"
+    for kind in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "StorageMeta")
+}  # fmt: skip
 _INFO: Final = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _DATA: Final = "data/0"
 _TYPED: Final = {
@@ -182,8 +186,10 @@ def _metadata(files: Sequence[DcpFile], paths: Mapping[str, PathInState]) -> Mad
     planned: dict[Any, Any] = {}
     for file in files:
         for each in file.entries:
-            path = paths.get(each.name, tuple(each.name.split(".")))
-            if ".".join(map(str, path)) != each.name:
+            path = paths.get(each.name)
+            if path is None:
+                path = tuple(each.name.split("."))
+            elif ".".join(map(str, path)) != each.name:
                 raise InvalidArgument(
                     "plan_dcp.paths",
                     expected=f"keys that are the parts of {each.name}",
@@ -191,11 +197,9 @@ def _metadata(files: Sequence[DcpFile], paths: Mapping[str, PathInState]) -> Mad
                     fix="correct the keys",
                 )
             planned[each.name] = path
-            offsets = None if each.spec is None else _size((0,) * len(each.spec.shape))
-            index = {"fqn": each.name} if offsets is None else {"fqn": each.name, "offset": offsets}
-            stored[_object("MetadataIndex", index | {"index": None if offsets is None else 0})] = _stretch(
-                FileRange(file.name, each.start, each.size)
-            )
+            index = {"fqn": each.name, "index": None} if each.spec is None else {"fqn": each.name, "offset": _size((0,) * len(each.spec.shape)), "index": 0}  # fmt: skip
+            place = {"relative_path": file.name, "offset": each.start, "length": each.size}
+            stored[_object("MetadataIndex", index)] = Made(_INFO, (), state=place, is_new=True)
             listed[each.name] = _object("BytesStorageMetadata", None) if each.spec is None else _listed(each.spec)
     fields = {"state_dict_metadata": listed, "planner_data": planned, "storage_data": stored,
               "storage_meta": _object("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}),
@@ -219,14 +223,8 @@ def _properties(dtype: str) -> Made:
     return Made(f"{_META}.TensorProperties", (), state=state, is_new=True)
 
 
-def _stretch(place: FileRange) -> Made:
-    return Made(
-        _INFO, (), state={"relative_path": place.file, "offset": place.start, "length": place.size}, is_new=True
-    )
-
-
 def _object(kind: str, state: dict[str, Any] | None) -> Made:
-    return Made(f"{_META}.{kind}", (), state=state, is_new=True)
+    return Made(_FULL[kind], (), state=state, is_new=True)
 
 
 @lru_cache(maxsize=4096)

@@ -175,6 +175,17 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
                         budget -= 2
                         if budget < 0:
                             raise _too_many(where)
+                elif data[at] == 0x72 and unpack_size(data, at + 1)[0] == len(memo):
+                    remember(made)
+                    at += 5
+            elif op == 0x58:  # BINUNICODE
+                size = unpack_size(data, at)[0]
+                at += 4 + size
+                made = str(data[at - size : at], "utf-8", "surrogatepass") if at <= end else _cut(where)
+                put(made)
+                if data[at] == 0x72 and unpack_size(data, at + 1)[0] == len(memo):
+                    remember(made)
+                    at += 5
             elif op == 0x75:  # SETITEMS
                 mark = marks.pop()
                 pairs = stack[mark:]
@@ -204,6 +215,9 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
                 if data[at] == 0x94:
                     remember(made)
                     at += 1
+                elif data[at] == 0x72 and unpack_size(data, at + 1)[0] == len(memo):
+                    remember(made)
+                    at += 5
             elif op == 0x28:  # MARK
                 marks.append(len(stack))
             elif op == 0x62:  # BUILD
@@ -237,10 +251,6 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
                 if unpack_size(data, at)[0] < len(memo):
                     alike = ()
                 at = _remember(memo, stack[-1], unpack_size(data, at)[0], at + 4, where)
-            elif op == 0x58:  # BINUNICODE
-                size = unpack_size(data, at)[0]
-                at += 4 + size
-                put(str(data[at - size : at], "utf-8", "surrogatepass") if at <= end else _cut(where))
             elif op == 0x4E:  # NONE
                 put(None)
             elif op == 0x88:  # NEWTRUE

@@ -18,6 +18,7 @@ _STORAGES: Final = {
 }  # fmt: skip
 _UNTYPED: Final = "torch.storage.UntypedStorage"
 _REBUILT: Final = {f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}  # fmt: skip
+_KIND_AT: Final = len("torch._utils._rebuild_")
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
 _BUILTINS: Final = {f"{module}.{kind}" for module in ("builtins", "__builtin__") for kind in ("set", "frozenset", "dict", "list", "complex", "bytes")}  # fmt: skip
@@ -116,6 +117,9 @@ class _Values:
     def __init__(self, where: str) -> None:
         self._where = where
         self._made: dict[int, Any] = {}
+        self._reach: dict[
+            tuple[str, tuple[int, ...], tuple[int, ...]], int
+        ] = {}  # dtype, shape and strides -> bytes from the first element to the end of the last
         self._open: set[int] = set()
 
     def of(self, value: Any, depth: int) -> Any:
@@ -124,6 +128,9 @@ class _Values:
         key = id(value)
         if key in self._made:
             return self._made[key]
+        if type(value) is Made and value.name in _REBUILT and depth <= _DEPTH:
+            self._made[key] = found = self._tensor(value, depth + 1)
+            return found
         if depth > _DEPTH or key in self._open:
             raise CheckpointHostile(self._where, expected=f"values of at most {_DEPTH} levels", found="deeper ones, or one that holds itself", fix=_FIX)  # fmt: skip
         self._open.add(key)
@@ -145,8 +152,6 @@ class _Values:
             raise self._refused(value)
         if value.name == _FROM_TYPE and len(value.args) > 2 and type(value.args[0]) is Name:
             return self._tensor(Made(value.args[0].text, value.args[2]), depth)  # what was set on it is left out
-        if value.name in _REBUILT:
-            return self._tensor(value, depth)
         if (other := other_tensor(value.name)) is not None:
             return other
         if value.name == "torch.Size" and len(value.args) == 1:
@@ -189,7 +194,7 @@ class _Values:
         return key.text if type(key) is Name else key
 
     def _tensor(self, value: Made, depth: int) -> StoredTensor | OtherTensor:
-        kind, args = value.name.rpartition("._rebuild_")[2], value.args
+        kind, args = value.name[_KIND_AT:], value.args
         if value.name not in _REBUILT or type(args) is not tuple or value.items is not None:
             raise self._refused(value)
         if kind.startswith("parameter"):
@@ -202,9 +207,14 @@ class _Values:
         key, dtype, size_bytes = self._storage(args[0])
         if kind == "tensor_v3":
             dtype = args[6].text.removeprefix("torch.") if len(args) > 6 and type(args[6]) is Name else ""
-        start, shape, strides = args[1], self.of(args[2], depth), self.of(args[3], depth)
-        are_sizes = type(shape) is type(strides) is tuple and len(shape) == len(strides) and all(_is_count(each) for each in (start, *shape, *strides))  # fmt: skip
-        if not are_sizes or dtype not in STORED:
+        start, shape, strides = args[1], self._sizes(args[2]), self._sizes(args[3])
+        if (
+            shape is None
+            or strides is None
+            or len(shape) != len(strides)
+            or not _is_count(start)
+            or dtype not in STORED
+        ):
             raise self._refused(value)
         bits = args[6 + (kind == "tensor_v3") :]  # torch's views that stand for other numbers than their storage has
         seen_as = bits[0] if bits and bits[0] is not None else {}
@@ -215,11 +225,27 @@ class _Values:
         found = StoredTensor(
             key, dtype, shape, strides, start, size_bytes, *(seen_as.get(each, False) for each in _SEEN_AS)
         )
+        kind_of = found.dtype, found.shape, found.strides
+        reach = self._reach.get(kind_of)
         itemsize = STORED[found.dtype].itemsize
-        if found.elements[1] * itemsize > found.storage_bytes:
+        if reach is None:
+            first, stop = found.elements
+            self._reach[kind_of] = reach = (stop - first) * itemsize
+        if reach and start * itemsize + reach > size_bytes:
             raise CheckpointDamaged(self._where, expected=f"a tensor inside its memory of {found.storage_bytes} bytes",
                                     found=f"one up to element {found.elements[1]}", fix=_FIX)  # fmt: skip
         return _larger_than_memory(found, itemsize) or found
+
+    def _sizes(self, value: Any) -> tuple[int, ...] | None:
+        """Sizes or strides; None if they are others."""
+        if type(value) is Made and value.name == "torch.Size" and type(value.args) is tuple and len(value.args) == 1:
+            value = value.args[0]
+        if type(value) is not tuple:
+            return None
+        for each in value:
+            if type(each) is not int or not 0 <= each < _LIMIT:
+                return None
+        return value
 
     def _storage(self, made: Made) -> tuple[str, str, int]:
         """The member, the dtype and the bytes of a storage; without a dtype its size is in bytes."""

@@ -31,14 +31,25 @@ KEYS = {
     "save": {"size_gb", "rounds", "rows", "inner", "same_bits"},
     "stall": {"size", "state_bytes", "step_secs", "longest_without", "rounds", "rows", "memory"},
     "step": {"rows"},
-    "torch_formats": {"mib", "rounds", "rows", "planning"},
+    "torch_formats": {"mib", "rounds", "rows"},
     "unchanged": {"rows"},
 }
 TARGETS = {
     "agreement": ["a vote", "sockets of rank 0"],
     "columns": ["pieces: most", "exchange: most", "pieces: bytes", "exchange: bytes"],
     "construct": ["construction and load", "a rank of", "fresh, MiB", "fresh, a rank", "first loss"],
-    "convert": ["native to hub, speed", "native to hub, peak", "load, warm", "load, cold", "planning"],
+    "convert": [
+        "native to hub, speed",
+        "native to hub, peak",
+        "load, warm",
+        "load, cold",
+        "planning hf",
+        "planning run",
+        "planning x.pt",
+        "planning dcp ->",
+        "planning dcp, nested",
+        "planning dcp, optimizer",
+    ],
     "drift": ["the boundary", "lost each"],
     "evaluate": ["10^6 fp32", "share of", "chunks of 32", "bytes in", "all-reduces", "one result"],
     "flight": ["recorded live loop", "bytes a step", "a step that runs twice"],
@@ -98,8 +109,6 @@ TARGETS = {
     ],
     "step": ["time", "first steps too", "peak memory", "same bits"],
     "torch_formats": [
-        "planning dcp -> hf",
-        "planning hf -> dcp",
         *(
             f"ours: {way}: {what}"
             for way in ("dcp -> hf", "hf -> dcp")

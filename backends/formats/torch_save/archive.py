@@ -3,11 +3,11 @@
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, final
 
 import xxhash
 
-from trainfold.backends.formats.torch_save.byte_range import ByteRange
+from trainfold.backends.formats.torch_save.byte_range import ByteRange, torn_bytes
 from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointHostile
 from trainfold.core.printable import printable
 from trainfold.core.torch_files.stored_values import StoredTensor, read_values
@@ -26,6 +26,7 @@ _LARGE_BYTES: Final = 1 << 20
 _LAST: Final[
     list[tuple[bytes, Any]]
 ] = []  # the values of the last large pickle by its digest: a command asks for them several times, and 100,000 tensors take seconds
+_LAST_TABLE: Final[list[tuple[bytes, dict[str, "_Place"]]]] = []  # of the last large directory of members, so too
 _MAGIC: Final = b"PK\x03\x04"
 
 
@@ -34,22 +35,42 @@ def is_archive(file: ByteRange) -> bool:
     return file.size >= len(_MAGIC) and file.read(0, len(_MAGIC)) == _MAGIC
 
 
+_Place: TypeAlias = tuple[int, int, int]
+"""Where the header of a member is, its size and its CRC-32."""
+
+
+@final
+class _Members(Mapping[str, ByteRange]):
+    """The members of an archive. What is at the place of one is looked at when it is asked for: there may be 100,000."""
+
+    def __init__(self, file: ByteRange, places: Mapping[str, _Place]) -> None:
+        self._file = file
+        self._places = places
+
+    def __getitem__(self, name: str) -> ByteRange:
+        start, size, _ = self._places[name]
+        try:
+            return _member(self._file, name, start, size)
+        except struct.error as error:
+            raise _damaged(self._file, "a whole archive", error) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 def read_archive(file: ByteRange) -> Mapping[str, ByteRange]:
     """Name -> where its bytes are, for each member, without the folder of the archive: ``data.pkl``, ``data/0``.
+
+    What is got of the mapping raises CheckpointDamaged if there is no member at its place, and CheckpointTorn if it is not inside the file.
 
     Raises:
         CheckpointHostile: if a member is compressed, or two have one name.
         CheckpointDamaged: if it is not an archive, or is cut off.
     """
-    try:
-        found: dict[str, ByteRange] = {}
-        for name, size, start, _ in _entries(file):
-            if name in found:
-                raise _hostile(file, "another name for each member", printable(name))
-            found[name] = _member(file, name, start, size)
-    except struct.error as error:
-        raise _damaged(file, "a whole archive", error) from None
-    return found
+    return _Members(file, _places(file))
 
 
 def check_sums(file: ByteRange, *, advance: Callable[[int], None] = lambda _: None) -> bool:
@@ -66,9 +87,8 @@ def check_sums(file: ByteRange, *, advance: Callable[[int], None] = lambda _: No
         CheckpointDamaged: if other bytes are there than were written; the message names the member.
         CheckpointTorn, CheckpointHostile: as `read_archive` raises them.
     """
-    members = read_archive(file)
-    sums = {name: check_sum for name, _, _, check_sum in _entries(file)}
-    for name, member in members.items():
+    sums = {name: check_sum for name, (_, _, check_sum) in _places(file).items()}
+    for name, member in read_archive(file).items():
         found = 0
         for _, piece in member.pieces(0, member.size, _PIECE_BYTES):
             found = zlib.crc32(piece, found)
@@ -144,13 +164,37 @@ def _directory(file: ByteRange) -> tuple[bytes, int]:
     return listing, count
 
 
-def _entries(file: ByteRange) -> Iterator[tuple[str, int, int, int]]:
-    """The name without the folder, the size, the place and the CRC-32 of each member."""
-    listing, count = _directory(file)
+def _places(file: ByteRange) -> Mapping[str, _Place]:
+    """The name without the folder -> where it is, for each member."""
+    try:
+        listing, count = _directory(file)
+        if len(listing) < _LARGE_BYTES:
+            return _listed(file, listing, count)
+        key = xxhash.xxh3_128_digest(listing) + struct.pack("<2Q", count, file.size)
+        for held, places in _LAST_TABLE[:1]:
+            if held == key:
+                return places
+        places = _listed(file, listing, count)
+    except struct.error as error:
+        raise _damaged(file, "a whole archive", error) from None
+    _LAST_TABLE[:] = [(key, places)]
+    return places
+
+
+def _listed(file: ByteRange, listing: bytes, count: int) -> dict[str, _Place]:
+    found: dict[str, _Place] = {}
     at = 0
     for _ in range(count):
         name, size, start, check_sum, at = _entry(file, listing, at)
-        yield name.partition("/")[2], size, start, check_sum
+        name = name.partition("/")[2]
+        if name in found:
+            raise _hostile(file, "another name for each member", printable(name))
+        if start + _LOCAL.size + size > file.size:
+            raise torn_bytes(
+                f"{file.name}: {printable(name)}", f"bytes {start} to {start + size}", f"{file.size} bytes"
+            )
+        found[name] = start, size, check_sum
+    return found
 
 
 def _entry(file: ByteRange, listing: bytes, at: int) -> tuple[str, int, int, int, int]:

@@ -38,7 +38,7 @@ class ByteRange:
             CheckpointTorn: if it is not inside.
         """
         if start < 0 or size < 0 or start + size > self.size:
-            raise _torn(name, f"bytes {start} to {start + size}", f"{self.size} bytes")
+            raise torn_bytes(name, f"bytes {start} to {start + size}", f"{self.size} bytes")
         return ByteRange(name, self.descriptor, self.start + start, size)
 
     def read(self, start: int, size: int) -> bytes:
@@ -48,7 +48,7 @@ class ByteRange:
             CheckpointTorn: if they are not there.
         """
         if start < 0 or size < 0 or start + size > self.size:
-            raise _torn(self.name, f"bytes {start} to {start + size}", f"{self.size} bytes")
+            raise torn_bytes(self.name, f"bytes {start} to {start + size}", f"{self.size} bytes")
         found = os.pread(self.descriptor, size, self.start + start)
         if len(found) == size:
             return found
@@ -63,12 +63,12 @@ class ByteRange:
             CheckpointTorn: if there are not so many.
         """
         if start < 0 or start + len(memory) > self.size:
-            raise _torn(self.name, f"bytes {start} to {start + len(memory)}", f"{self.size} bytes")
+            raise torn_bytes(self.name, f"bytes {start} to {start + len(memory)}", f"{self.size} bytes")
         done = 0
         while done < len(memory):
             count = os.preadv(self.descriptor, [memory[done : done + _AT_ONCE]], self.start + start + done)
             if not count:
-                raise _torn(self.name, f"{len(memory)} bytes at {self.start + start}", f"{done} bytes")
+                raise torn_bytes(self.name, f"{len(memory)} bytes at {self.start + start}", f"{done} bytes")
             done += count
 
     def pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, memoryview]]:
@@ -133,5 +133,6 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
         return [(name, each.st_size, each.st_mtime_ns) for name, each in found]
 
 
-def _torn(name: str, expected: str, found: str) -> CheckpointTorn:
+def torn_bytes(name: str, expected: str, found: str) -> CheckpointTorn:
+    """The error for bytes that are not there."""
     return CheckpointTorn(name, expected=expected, found=found, fix="copy it again; the copy is not whole")

@@ -11,7 +11,7 @@ from trainfold.backends.formats.dcp.dcp_reader import DcpReader
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import local_path
-from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.torch_files.dcp_metadata import DcpMetadata, DcpTensor, FileRange
 from trainfold.core.weights.open_weights import OpenWeights
@@ -52,6 +52,12 @@ class DcpDirectory:
         prefix = f", prefix={self._prefix[:-1]!r}" if self._prefix else ""
         return f"DcpDirectory({str(self._reader.path)!r}{prefix})"
 
+    def under(self, prefix: str) -> "DcpDirectory":
+        """The same directory, of which the names with another prefix are taken. What was read of it is not read again."""
+        found = DcpDirectory(self._reader.path, prefix=prefix)
+        found._reader = self._reader
+        return found
+
     @property
     def metadata(self) -> DcpMetadata:
         """What the directory holds, with the places of its chunks; under the names of the directory."""
@@ -65,7 +71,7 @@ class DcpDirectory:
             CheckpointHostile: if it names a class that metadata do not have, or a file outside of the directory.
             CheckpointDamaged: if it is cut off, or its chunks do not cover a tensor once.
         """
-        return _specs_of(self._tensors())
+        return leaf_specs(self._tensors())
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the part of each tensor that this rank holds, in the order of the files.
@@ -115,7 +121,8 @@ class DcpDirectory:
     def _checked(self, files: OpenFiles, tensors: Mapping[str, DcpTensor]) -> dict[str, LeafSpec]:
         """The specs in the order of the files, which have all chunks."""
         self._reader.check_files(files, {self._prefix + name: each.chunks for name, each in tensors.items()})
-        return _specs_of(dict(sorted(tensors.items(), key=lambda pair: _begin(pair[1].chunks))))
+        ordered = sorted(tensors, key=lambda name: _begin(tensors[name].chunks))
+        return leaf_specs({name: tensors[name] for name in ordered})
 
     def objects(self) -> dict[str, Any]:
         """Name -> value of what is not a tensor, such as a step or the settings of an optimizer.
@@ -142,7 +149,11 @@ class DcpDirectory:
             return self._reader.read_object(files, self._prefix + name)
 
     def _tensors(self) -> dict[str, DcpTensor]:
-        return {name: each for full, each in self.metadata.tensors.items() if (name := self._mine(full))}
+        start, tensors = self._prefix, self.metadata.tensors
+        if not start and "" not in tensors:
+            return dict(tensors)
+        at = len(start)
+        return {full[at:]: each for full, each in tensors.items() if len(full) > at and full.startswith(start)}
 
     def _mine(self, full: str) -> str:
         """The name without the prefix; empty if it has another one."""
@@ -152,16 +163,3 @@ class DcpDirectory:
 def _begin(chunks: Sequence[tuple[Box, FileRange]]) -> tuple[str, int]:
     """Where the first chunk of a tensor is; a tensor without elements has none."""
     return (chunks[0][1].file, chunks[0][1].start) if chunks else ("", 0)
-
-
-@without_collecting
-def _specs_of(tensors: Mapping[str, DcpTensor]) -> dict[str, LeafSpec]:
-    kinds: dict[tuple[str, tuple[int, ...]], LeafSpec] = {}  # of most tensors there are many of one dtype and shape
-    found = {}
-    for name, each in tensors.items():
-        kind = each.dtype, each.shape
-        spec = kinds.get(kind)
-        if spec is None:
-            kinds[kind] = spec = LeafSpec(*kind)
-        found[name] = spec
-    return found

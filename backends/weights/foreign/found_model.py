@@ -70,7 +70,7 @@ def model_in_dcp(path: Path, key: str | None) -> FoundModel:
         wanted = {name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape))}
         return next(tensor.item() for _, tensor in whole.supply(wanted))
 
-    model = DcpDirectory(path, prefix=place.key)
+    model = whole.under(place.key)
     part = model if len(model.specs()) == len(place.names) else _Part(model, place.names)
     return _found(part, place, [*specs, *objects], paths, value_of)
 

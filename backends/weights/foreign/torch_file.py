@@ -16,7 +16,7 @@ from trainfold.backends.formats.torch_save.tensor_parts import read_box
 from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument
 from trainfold.core.format.codec import torch_dtype
-from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.printable import printable
 from trainfold.core.torch_files.other_tensors import OtherTensor, check_readable
 from trainfold.core.torch_files.stored_values import StoredTensor, flattened
@@ -118,7 +118,7 @@ class TorchFile:
         self._path = Path(local_path(str(path), argument="TorchFile.path"))
         self._prefix = prefix
         self._below = f"{below}." if below else ""
-
+        self._last: tuple[Any, dict[str, Any]] = None, {}  # the values that were named last, and what they are called
         self._names: frozenset[str] | None = None
 
     def __repr__(self) -> str:
@@ -138,10 +138,7 @@ class TorchFile:
             InvalidArgument: if there is no dict under the prefix.
         """
         with open_torch_file(self._path) as opened:
-            return {
-                name: LeafSpec(each.dtype, each.shape)
-                for name, each in self._tensors(self._named(opened.values)).items()
-            }
+            return leaf_specs(self._tensors(self._named(opened.values)))
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the part of each tensor that this rank holds.
@@ -170,7 +167,7 @@ class TorchFile:
             tensors = self._tensors(self._named(opened.values))
             found = self._path.stat()
             yield OpenWeights(
-                {name: LeafSpec(each.dtype, each.shape) for name, each in tensors.items()},
+                leaf_specs(tensors),
                 lambda name, box: opened.read(tensors[name], box),
                 read_into=lambda name, box, into: opened.read_into(tensors[name], box, into),
                 identity=f"{self!r} {self._path.resolve()} {found.st_size} {found.st_mtime_ns}",
@@ -215,6 +212,7 @@ class TorchFile:
         """
         found = copy(self)
         found._names = frozenset(names)  # noqa: SLF001 - of the copy
+        found._last = None, {}  # noqa: SLF001
         return found
 
     def _tensors(self, named: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -222,6 +220,11 @@ class TorchFile:
         return {name: each for name, each in named.items() if type(each) is StoredTensor}
 
     def _named(self, values: Any) -> dict[str, Any]:
+        if self._last[0] is not values or values is None:
+            self._last = values, self._named_in(values)
+        return self._last[1]
+
+    def _named_in(self, values: Any) -> dict[str, Any]:
         found = _under(values, self._prefix)
         if not isinstance(found, Mapping):
             keys = (
@@ -233,8 +236,9 @@ class TorchFile:
                 "TorchFile.prefix", expected="the keys of a dict in the file", found=f"{self._prefix!r}, and at the top {keys}",
                 fix=f"name the keys of the state dict in {self._path}")  # fmt: skip
         names = flattened(found, str(self._path))
-        mine = {name[len(self._below) :]: each for name, each in names.items() if name.startswith(self._below)}
-        return mine if self._names is None else {name: each for name, each in mine.items() if name in self._names}
+        if self._below:
+            names = {name[len(self._below) :]: each for name, each in names.items() if name.startswith(self._below)}
+        return names if self._names is None else {name: each for name, each in names.items() if name in self._names}
 
 
 def _under(values: Any, keys: str) -> Any:

@@ -107,12 +107,13 @@ def dcp_training(
         CheckpointError: the matching subclass; see `DcpDirectory`.
         InvalidArgument: if there is nothing under the keys of the model or the optimizer.
     """
-    whole, source = DcpDirectory(path), DcpDirectory(path, prefix=model)
+    whole = DcpDirectory(path)
+    source = whole.under(model)
     listed, named = whole.specs(), set(whole.metadata.objects)
     for argument, key in (("model", model), ("optimizer", optimizer)):
         _check_there(str(path), argument, key, [*named, *listed])
     slots = f"{optimizer}.state."
-    objects = {f"{optimizer}.{name}": each for name, each in DcpDirectory(path, prefix=optimizer).objects().items()}
+    objects = {f"{optimizer}.{name}": each for name, each in whole.under(optimizer).objects().items()}
     objects |= {step: whole.object_of(step)} if step in named else {}  # the others may be of any class
     single = {
         name: spec
@@ -129,7 +130,7 @@ def dcp_training(
     return Training(
         str(path),
         source,
-        DcpDirectory(path, prefix=f"{optimizer}.state"),
+        whole.under(f"{optimizer}.state"),
         {name.removeprefix(slots): each for name, each in objects.items() if name.startswith(slots)},
         _groups_by_name(objects, f"{optimizer}.param_groups."),
         _step(objects.get(step)),

@@ -49,4 +49,7 @@ def is_of_adapter(name: str, adapter: str = "default") -> bool:
         >>> [is_of_adapter(name) for name in ("q.lora_A.default.weight", "q.lora_A.other.weight", "q.base_layer.weight", "head.modules_to_save.default.bias")]
         [True, False, False, True]
     """
-    return re.fullmatch(rf".+\.(?:lora_\w+|modules_to_save)\.{re.escape(adapter)}(?:\..+)?", name) is not None
+    return (
+        f".{adapter}" in name
+        and re.fullmatch(rf".+\.(?:lora_\w+|modules_to_save)\.{re.escape(adapter)}(?:\..+)?", name) is not None
+    )
