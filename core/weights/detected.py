@@ -41,6 +41,7 @@ _LEGACY_START: Final = (
 _ZIP_START: Final = b"PK\x03\x04"
 _LIGHTNING: Final = b"pytorch-lightning_version"
 _SAFETENSORS_HEADER_BYTES: Final = 100_000_000  # as in the reference implementation
+_ALONE: Final = re.compile(r"__\d+\.metadata")
 _SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 _RANK_PART: Final = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 _RANDOM_STATES: Final = re.compile(r"random_states_\d+\.pkl")
@@ -211,6 +212,10 @@ def _dcp_files(files: Sequence[str]) -> tuple[list[str], list[str]]:
     parts, has_metadata = [name for name in files if name.endswith(".distcp")], ".metadata" in files
     if parts and has_metadata:
         return ["dcp"], [f".metadata, {_listed(parts)}"]
+    if parts and (alone := [name for name in files if _ALONE.fullmatch(name)]):
+        return [], [
+            f"{_listed(alone)}: what each rank has saved for itself, without a .metadata of all: load it with torch on as many ranks, and save it with use_collectives=True"
+        ]
     if parts:
         return [], [f"{_listed(parts)} without .metadata: the save did not finish"]
     return [], [".metadata without a .distcp file: the copy is not whole"] if has_metadata else []

@@ -63,7 +63,9 @@ class DcpReader:
                 str(self.path),
                 expected=f"a {METADATA}, as torch.distributed.checkpoint.save writes it last",
                 found=found,
-                fix="name the directory of one whole checkpoint; a save of several ranks writes it with a process group",
+                fix="load it with torch on as many ranks, and save it with use_collectives=True"
+                if alone
+                else "name the directory of one whole checkpoint; a save of several ranks writes it with a process group",
             )
         with OpenFiles(self.path) as files:
             file = files.whole(METADATA)

@@ -18,6 +18,7 @@ from trainfold.core.state.fqn import canonical_name
 from trainfold.core.weights.source import ListedSource, Wanted
 
 _SHOWN: Final = 8  # names in a message
+_SECOND: Final = "it is of a second one; the first one is taken"
 _ANOTHER: Final = "it is of the other program; what it says cannot be checked here"
 
 
@@ -237,6 +238,9 @@ def lightning_training(path: str | Path, *, module: str = "") -> Training:
     found = torch_training(
         path, model="state_dict", optimizer="optimizer_states.0", step="global_step", scheduler="lr_schedulers.0"
     )
+    schedulers = TorchFile(path).at("lr_schedulers")
+    more = range(1, len(schedulers) if isinstance(schedulers, list) else 0)
+    found = attrs.evolve(found, left_out=(*((f"lr_schedulers.{number}", _SECOND) for number in more), *found.left_out))
     return found if not module else attrs.evolve(found, model=TorchFile(path, prefix="state_dict", below=module))
 
 
@@ -257,7 +261,10 @@ def accelerate_training(path: str | Path) -> Training:
         check_format(top, "accelerate")
         raise CheckpointMissing(str(path), expected="a directory with optimizer.bin, as Accelerator.save_state writes it",
                                 found=", ".join(map(printable, names[:_SHOWN])) or "nothing", fix="name the directory checkpoint_N")  # fmt: skip
-    weights: ListedSource = TorchFile(top / "pytorch_model.bin") if "pytorch_model.bin" in names else HubDirectory(top)
+    one = next((name for name in ("pytorch_model.bin", "model.safetensors") if name in names), None)
+    weights: ListedSource = (
+        TorchFile(top / one) if one == "pytorch_model.bin" else HubDirectory(top if one is None else top / one)
+    )
     file = TorchFile(top / "optimizer.bin")
     groups = tuple(
         SavedGroup(
@@ -276,9 +283,10 @@ def accelerate_training(path: str | Path) -> Training:
     steps = {tensor.item() for _, tensor in slots.supply(wanted)}
     schedule = TorchFile(top / "scheduler.bin").at("") if "scheduler.bin" in names else None
     taken = {"optimizer.bin", "pytorch_model.bin", "scheduler.bin"}
-    left = tuple((name, _ANOTHER) for name in names if name not in taken and not name.startswith("model"))
+    left = [(name, _ANOTHER) for name in names if name not in taken and not name.startswith("model")]
+    left = [(name, _SECOND) for name in names if one is not None and name.startswith("model") and name != one] + left
     return Training(str(path), weights, slots, slots.objects(), groups, _step(steps.pop() if len(steps) == 1 else None),
-                    schedule if isinstance(schedule, Mapping) else None, left)  # fmt: skip
+                    schedule if isinstance(schedule, Mapping) else None, tuple(left))  # fmt: skip
 
 
 def _groups_by_name(objects: Mapping[str, Any], prefix: str) -> tuple[SavedGroup, ...]:

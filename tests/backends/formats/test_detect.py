@@ -123,6 +123,7 @@ def test_parts_of_ranks_in_safetensors_files_are_not_taken_for_whole_tensors(tmp
         ([NameSeen("run.json", "link", b"")], "run.json, a link, which is never followed", "name another path"),
         ([NameSeen("manifest.json", "file", b'{"manifest_version":3}')], "manifest.json, which trainfold did not write", "name another path"),
         ([NameSeen(".metadata", "file")], ".metadata without a .distcp file: the copy is not whole", "name another path"),
+        ([NameSeen("__0_0.distcp", "file"), NameSeen("__0.metadata", "file")], "__0.metadata: what each rank has saved for itself, without a .metadata of all: load it with torch on as many ranks, and save it with use_collectives=True", "name another path"),
         ([NameSeen("__0_0.distcp", "file")], "__0_0.distcp without .metadata: the save did not finish", "name another path"),
         ([NameSeen("optimizer-00000-of-00001.safetensors", "file")], f"optimizer-00000-of-00001.safetensors: files of several, without {INDEX}", "name another path"),
         ([NameSeen("pytorch_model.bin", "file")], "pytorch_model.bin: files of pickles", "name the file itself, such as pytorch_model.bin"),

@@ -1,5 +1,6 @@
 """Directories of torch's distributed checkpoints: what torch writes is read in any parts, and torch reads what is written here, bit for bit."""
 
+import io
 import os
 import pickle
 import shutil
@@ -8,14 +9,18 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.backends import dcp_cases as cases
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import trainfold
+from trainfold.backends.formats.detect import detect_format
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointForeign,
@@ -260,6 +265,76 @@ def test_another_encoding_of_chunks_is_refused_by_name(tmp_path):
     path.write_bytes(pickle.dumps(made))
     with pytest.raises(CheckpointForeign, match=r"found stream\.zstd/1; load it with torch"):
         cases.everything(DcpDirectory(tmp_path / "b"))
+
+
+class Inverted(StreamTransformExtension):
+    """A transform as a compression is one, without the library of one."""
+
+    @staticmethod
+    def registry_name():
+        return "stream.inverted"
+
+    @staticmethod
+    def from_descriptor(version):
+        return Inverted()
+
+    def get_descriptor(self):
+        return "stream.inverted/1"
+
+    def transform_to(self, output):
+        class Writer(io.RawIOBase):
+            def writable(self):
+                return True
+
+            def write(self, data):
+                output.write(bytes(255 - each for each in bytes(data)))
+                return len(data)
+
+        return Writer()
+
+    def transform_from(self, input):  # noqa: A002 - as torch calls it
+        raise NotImplementedError
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that there is one process
+def test_what_an_extension_of_torch_has_changed_is_refused_by_name(tmp_path):
+    writer = FileSystemWriter(tmp_path / "a", _extensions=[Inverted()])
+    dcp.save({"w": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
+    assert list(DcpDirectory(tmp_path / "a").specs()) == ["w"]
+    with pytest.raises(
+        CheckpointForeign, match=r"found stream\.inverted/1; load it with torch and save it again without extensions"
+    ):
+        cases.everything(DcpDirectory(tmp_path / "a"))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that there is one process
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda state, path: dcp.async_save(state, checkpoint_id=path, no_dist=True).result(),
+        lambda state, path: dcp.save(state, storage_writer=FileSystemWriter(path, single_file_per_rank=False), no_dist=True),
+        lambda state, path: dcp.save(state, storage_writer=FileSystemWriter(path, thread_count=3), no_dist=True),
+        lambda state, path: dcp.save(state, checkpoint_id=path, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), no_dist=True),
+        lambda state, path: dcp.save(state, checkpoint_id=path, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True),
+    ],
+    ids=["async", "a file a tensor", "threads", "deduplicated", "not nested"],
+)  # fmt: skip
+def test_whichever_way_torch_writes_the_tensors_and_bytes_are_those_that_were_saved(tmp_path, save):
+    saved = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2).bfloat16(), "loader": b"\x00\xff"}
+    save(dict(saved), tmp_path / "a")
+    source = DcpDirectory(tmp_path / "a")
+    found = cases.everything(source) | source.objects()
+    assert found.keys() == saved.keys()
+    assert found["loader"] == saved["loader"]
+    assert all(torch.equal(found[name], saved[name]) for name in ("w", "b"))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that there is one process
+def test_what_each_rank_has_saved_for_itself_is_refused_with_the_way_out(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", use_collectives=False, no_dist=True)
+    with pytest.raises(CheckpointMissing, match=r"found __0\.metadata, .*; load it with torch on as many ranks"):
+        DcpDirectory(tmp_path / "a").specs()
+    assert detect_format(tmp_path / "a").format == "unknown"
 
 
 def test_a_hostile_object_is_refused_and_not_run(tmp_path):

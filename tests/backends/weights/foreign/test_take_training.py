@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kit.backends import dcp_cases as cases
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import trainfold
@@ -263,6 +264,24 @@ def test_a_checkpoint_without_what_is_named_is_refused(tmp_path):
     (tmp_path / "c").mkdir()
     with pytest.raises(CheckpointMissing, match=r"a directory with optimizer\.bin"):
         accelerate_training(tmp_path / "c")
+
+
+def test_what_is_of_a_second_model_or_scheduler_is_named(tmp_path):
+    """Programs with two have numbered names for the second: its tensors were read as those of the first, and its schedule dropped without a word."""
+    model, optimizer, scheduler = train(*build(), BATCHES[:STEPS])
+    specs = write_accelerate(tmp_path / "a", model, optimizer, scheduler).model.specs()
+    (tmp_path / "a" / "pytorch_model.bin").unlink()
+    save_file(model.state_dict(), tmp_path / "a" / "model.safetensors")
+    save_file({"other": torch.ones(2)}, tmp_path / "a" / "model_1.safetensors")
+    for name in ("optimizer_1.bin", "scheduler_1.bin"):
+        (tmp_path / "a" / name).write_bytes(b"")
+    both = accelerate_training(tmp_path / "a")
+    assert both.model.specs() == specs
+    assert {name for name, _ in both.left_out} == {"model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin", "random_states_0.pkl"}  # fmt: skip
+    write_lightning(tmp_path / "b", model, optimizer, scheduler)
+    saved = torch.load(tmp_path / "b", weights_only=False)
+    torch.save({**saved, "lr_schedulers": saved["lr_schedulers"] * 2}, tmp_path / "b")
+    assert "lr_schedulers.1" in dict(lightning_training(tmp_path / "b").left_out)
 
 
 def test_slots_that_are_no_tensors_are_taken(tmp_path):
