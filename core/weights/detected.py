@@ -260,6 +260,9 @@ def detected_file(path: str, head: bytes, size_bytes: int) -> Detected:
         a.pkl: unknown
           a pickle that torch.save did not write: it is not read
     """
+    length = int.from_bytes(head[:8], "little")  # first: it may begin as a pickle does, or as a zip
+    if len(head) > 8 and head[8:9] == b"{" and length <= min(size_bytes - 8, _SAFETENSORS_HEADER_BYTES):
+        return Detected(path, ("safetensors",), (f"a JSON header of {length} bytes after its length",))
     if head.startswith(_ZIP_START):
         first = _first_of_zip(head)
         if first.endswith("/data.pkl"):
@@ -277,9 +280,6 @@ def detected_file(path: str, head: bytes, size_bytes: int) -> Detected:
             ("a pickle that torch.save did not write: it is not read",),
             "save it with torch.save, or as a safetensors file",
         )
-    length = int.from_bytes(head[:8], "little")
-    if len(head) > 8 and head[8:9] == b"{" and length <= min(size_bytes - 8, _SAFETENSORS_HEADER_BYTES):
-        return Detected(path, ("safetensors",), (f"a JSON header of {length} bytes after its length",))
     what = "an empty file" if not size_bytes else f"a file of {size_bytes} bytes that begins with {head[:8]!r}"
     return Detected(path, (), (what,), "name a safetensors file, a file of torch.save, or a directory")
 

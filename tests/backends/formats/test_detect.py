@@ -163,6 +163,12 @@ def test_any_bytes_are_answered(data, size):
     assert found.formats or found.fix
 
 
+def test_a_safetensors_file_is_one_whatever_the_length_of_its_header():
+    """V15: the length is what a file begins with, and 128 is how a pickle begins."""
+    for length in (*range(8, 1024, 8), int.from_bytes(b"PK\x03\x04", "little")):
+        assert detected_file("a", struct.pack("<Q", length) + b'{"', 8 + length).format == "safetensors", length
+
+
 @pytest.mark.parametrize(
     ("data", "seen"),
     [
