@@ -14,9 +14,12 @@ from trainfold.core.layout.world import Collectives
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
-from trainfold.core.weights.several.source_text import described
+from trainfold.core.weights.several.cover import cover
+from trainfold.core.weights.several.several_sources import specs_of
+from trainfold.core.weights.several.source_text import described, pinned, sources_in
 from trainfold.core.weights.source import Wanted, WeightSource
 from trainfold.core.weights.supplied import part_of, supplied
+from trainfold.core.weights.wrapped import check_wrapped, is_list
 
 _PIECE_BYTES: Final = 32 << 20
 _DOING: Final = "send weights"
@@ -27,8 +30,11 @@ class FirstRank:
     """A source that rank 0 reads for all ranks. Each rank keeps what it wants; a rank holds the largest tensor, or 32 MiB, beside its own.
 
     Args:
-        source: what rank 0 reads. The other ranks never use theirs.
+        source: what rank 0 reads, also a list of sources. The other ranks never use theirs.
         collectives: the ranks; all of them call.
+
+    Raises:
+        InvalidArgument: for `Frozen` and `ByScript`, also in a list: rank 0 cannot send what each rank's script has made.
 
     Examples:
         >>> from trainfold.backends.ranks.in_process import run_threads
@@ -41,16 +47,23 @@ class FirstRank:
     """
 
     def __init__(self, source: WeightSource, collectives: Collectives) -> None:
+        for each in sources_in(source):
+            check_wrapped("FirstRank.source", each)
         self._source = source
         self._world = collectives
 
     def __repr__(self) -> str:
         return f"FirstRank({described(self._source)})"
 
+    def pinned(self) -> "FirstRank":
+        """The same, where rank 0 reads the checkpoint that is the newest now."""
+        return FirstRank(pinned(self._source), self._world) if self._world.rank == 0 else self
+
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor that this rank wants, whole.
 
         Raises:
+            InvalidState: on rank 0, if the sources of a list do not fit the model of all ranks; nothing was sent then.
             RankFailed: if the source of rank 0 has failed; on rank 0 it is the error of the source.
         """
         mine = {name: (each.dtype, each.shape, each.tied_to) for name, each in wanted.items()}
@@ -76,6 +89,8 @@ class FirstRank:
         batch: list[tuple[str, torch.Tensor]] = []
         account = Account(self._source, asked)
         try:
+            if is_list(self._source):
+                cover(specs_of(self._source), asked).check()
             with closing(supplied(self._source, asked)) as tensors:
                 for name, tensor in tensors:
                     batch.append((name, part_of(self._source, account, name, tensor).cpu()))

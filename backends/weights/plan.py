@@ -13,8 +13,7 @@ from trainfold.core.layout.slices import whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.weights.several.cover import Coverage, cover
 from trainfold.core.weights.several.lineage import lineage_of, lineage_source
-from trainfold.core.weights.several.load_spec import LoadSpec
-from trainfold.core.weights.several.several_sources import SeveralSources
+from trainfold.core.weights.several.several_sources import specs_of
 from trainfold.core.weights.several.source_text import described, pinned, sources_in
 from trainfold.core.weights.source import Wanted, WeightSource
 
@@ -63,7 +62,7 @@ def planned(
 
     def plan() -> tuple[list[str], str, Json]:
         found = pinned(source)
-        specs = found.sources if isinstance(found, SeveralSources) else (LoadSpec(found, strict="any"),)
+        specs = specs_of(found)
         coverage = cover(specs, whole)
         if not is_dry:
             coverage.check()

@@ -10,8 +10,10 @@ from trainfold.core.errors import PeerRefused
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.account import Account
+from trainfold.core.weights.several.source_text import sources_in
 from trainfold.core.weights.source import Wanted, WeightSource
 from trainfold.core.weights.supplied import part_of, supplied
+from trainfold.core.weights.wrapped import check_wrapped
 
 _CLIENTS: Final = 64
 _SECS: Final = 60.0
@@ -59,6 +61,8 @@ class WeightServer:
         secs: float = _SECS,
         most_clients: int = _CLIENTS,
     ) -> None:
+        for each in sources_in(source):
+            check_wrapped("WeightServer.source", each)
         self._source = source
         self._listener = Listener(
             lambda channel: send_weights(channel, wanted_of(channel.receive(), _PEER), source),

@@ -7,6 +7,7 @@ from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.core.weights.source import Wanted, source_name
 
 _SHOWN: Final = 8  # names in a message
+_DEQUANTISE: Final = "multiply it by its scales: trainfold.weights.Transformed(source, trainfold.transforms.dequantise(weight, scale)); without them its numbers mean nothing"
 
 
 @final
@@ -98,8 +99,9 @@ def other_dtype(where: str, wanted: Wanted, found: str) -> InvalidState:
         where,
         expected=wanted.dtype or "a floating dtype",
         found=found,
-        fix="build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values may be rounded",
-    )
+        fix=_DEQUANTISE if is_quantised(found) and not is_quantised(wanted.dtype)
+        else "build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values may be rounded",
+    )  # fmt: skip
 
 
 def not_supplied(source: str, missing: Sequence[str], total: int) -> InvalidState:
@@ -127,3 +129,13 @@ def some_names(names: Sequence[str]) -> str:
 def is_floating(dtype: str) -> bool:
     """Whether a dtype is one of floating-point numbers, by its name."""
     return dtype.startswith(("float", "bfloat"))
+
+
+def is_quantised(dtype: str) -> bool:
+    """Whether numbers of a floating dtype mean something with their scales alone, by its name."""
+    return dtype.startswith(("float8", "float4"))
+
+
+def is_rounded(dtype: str) -> bool:
+    """Whether numbers of a dtype may be rounded to those of another one, or from them."""
+    return is_floating(dtype) and not is_quantised(dtype)

@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.transform.rounding import rounded_to
+from trainfold.core.weights.account import is_rounded
 from trainfold.core.weights.source import Wanted, WeightSource
 
 if TYPE_CHECKING:
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 @final
 @attrs.frozen
 class Cast:
-    """A source whose floating tensors are rounded to the dtype of the model. Without it another dtype is refused.
+    """A source whose floating tensors are rounded to the dtype of the model. Without it another dtype is refused. Quantised numbers, as in float8, are never rounded: they mean something with their scales alone.
 
     Attributes:
-        source: of which dtype it may be.
+        source: of which dtype it may be; or a list, each source of which is cast.
+
+    Raises:
+        InvalidArgument: for `Frozen` and `ByScript`, which go around it and beside it.
 
     Examples:
         >>> import torch
@@ -32,6 +36,10 @@ class Cast:
 
     source: WeightSource
 
+    def __attrs_post_init__(self) -> None:
+        """Check what was given."""
+        check_wrapped("Cast.source", self.source)
+
     def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield what the source has, with the dtypes of the model.
 
@@ -39,11 +47,12 @@ class Cast:
             InvalidState: if a number would become infinite in that dtype.
         """
         from trainfold.core.format.codec import torch_dtype
+        from trainfold.core.state.spec import dtype_name
 
-        floating = {name for name, each in wanted.items() if torch_dtype(each.dtype).is_floating_point}
-        asked = {name: attrs.evolve(each, dtype="") if name in floating else each for name, each in wanted.items()}
+        rounded = {name for name, each in wanted.items() if is_rounded(each.dtype)}
+        asked = {name: attrs.evolve(each, dtype="") if name in rounded else each for name, each in wanted.items()}
         for name, tensor in self.source.supply(asked):
-            is_other = name in floating and tensor.is_floating_point()
+            is_other = name in rounded and is_rounded(dtype_name(tensor.dtype))
             dtype = torch_dtype(wanted[name].dtype)
             yield name, rounded_to(tensor, dtype, name.__str__) if is_other and tensor.dtype != dtype else tensor
 
@@ -57,6 +66,9 @@ class Renamed:
         source: of the weights.
         name_of: returns the name that the source has for a name of the model. Two tensors of the model must not get one name.
 
+    Raises:
+        InvalidArgument: for `Frozen` and `ByScript`, and for a list of sources: each of them has names of its own.
+
     Examples:
         >>> import torch
         >>> class Base:
@@ -69,6 +81,13 @@ class Renamed:
 
     source: WeightSource
     name_of: Callable[[str], str]
+
+    def __attrs_post_init__(self) -> None:
+        """Check what was given."""
+        check_wrapped("Renamed.source", self.source)
+        if is_list(self.source):
+            raise InvalidArgument("Renamed.source", expected="one source", found=type(self.source).__qualname__,
+                                  fix="rename each of them: SeveralSources([LoadSpec(Renamed(source, name_of)), ...])")  # fmt: skip
 
     def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield what the source has, under the names of the model.
@@ -131,6 +150,23 @@ class ByScript:
     def supply(self, wanted: Mapping[str, Wanted]) -> "Iterator[tuple[str, torch.Tensor]]":  # noqa: ARG002 - of the protocol
         """Yield nothing."""
         return iter(())
+
+
+def is_list(source: object) -> bool:
+    """Whether a source is several, in a `Cast` or not."""
+    return is_list(source.source) if isinstance(source, Cast) else hasattr(source, "sources")
+
+
+def check_wrapped(where: str, source: object) -> None:
+    """Raise for what cannot be inside of another source: it says what becomes of weights, and has none.
+
+    Raises:
+        InvalidArgument: with the place where it goes.
+    """
+    if isinstance(source, Frozen | ByScript):
+        name = type(source).__qualname__
+        raise InvalidArgument(where, expected="a source of weights", found=name,
+                              fix="put it around the whole: Frozen(...)" if name == "Frozen" else "list it beside: SeveralSources([..., ByScript()])")  # fmt: skip
 
 
 def check_begins(source: object, *, where: str, is_outside: bool) -> None:

@@ -8,7 +8,7 @@ import attrs
 from trainfold.core.errors import InvalidState, WeightsRefused
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.printable import printable
-from trainfold.core.weights.account import is_floating, not_supplied, other_dtype, other_shape, some_names
+from trainfold.core.weights.account import is_floating, is_rounded, not_supplied, other_dtype, other_shape, some_names
 from trainfold.core.weights.several.load_spec import LoadSpec
 from trainfold.core.weights.several.offer import Offer, offer_of
 from trainfold.core.weights.several.source_text import described
@@ -223,13 +223,14 @@ def _forms(
         for name, form in offer.forms.items():
             if form is not None and owners[_first(name, wanted)] == index:
                 where = f"weights[{name!r}] from {labels[index]}"
-                yield _misfits(where, form, wanted[name], is_rounded=offer.is_rounded)
+                yield _misfits(where, form, wanted[name], is_cast=offer.is_rounded)
 
 
-def _misfits(where: str, form: LeafSpec, wanted: Wanted, *, is_rounded: bool) -> list[InvalidState]:
+def _misfits(where: str, form: LeafSpec, wanted: Wanted, *, is_cast: bool) -> list[InvalidState]:
     found = [] if form.shape == wanted.shape else [other_shape(where, wanted, form.shape)]
-    rounds = is_rounded and is_floating(form.dtype) and is_floating(wanted.dtype)
-    return found if form.dtype == wanted.dtype or rounds else [*found, other_dtype(where, wanted, form.dtype)]
+    rounds = is_cast and is_rounded(form.dtype) and is_rounded(wanted.dtype)
+    fits = form.dtype == wanted.dtype or (not wanted.dtype and is_floating(form.dtype))
+    return found if fits or rounds else [*found, other_dtype(where, wanted, form.dtype)]
 
 
 def _rounded(offer: Offer, names: Iterable[str], wanted: Mapping[str, Wanted]) -> dict[str, str]:

@@ -14,8 +14,7 @@ from trainfold.core.state.components import components_of
 from trainfold.core.state.state import OptimizerState, TrainState
 from trainfold.core.weights.asked import asked_of
 from trainfold.core.weights.several.cover import Coverage, cover
-from trainfold.core.weights.several.load_spec import LoadSpec
-from trainfold.core.weights.several.several_sources import SeveralSources
+from trainfold.core.weights.several.several_sources import specs_of
 from trainfold.core.weights.several.source_text import pinned
 from trainfold.core.weights.source import WeightSource
 
@@ -84,7 +83,7 @@ def plan_start(run: str, state: TrainState, source: WeightSource) -> FreshStart 
     wanted = asked_of({name: each for name, each in leaves.items() if name not in outside}, state.model.ties)
     try:
         found = pinned(source)
-        specs = found.sources if isinstance(found, SeveralSources) else (LoadSpec(found, strict="any"),)
+        specs = specs_of(found)
         coverage = cover(specs, wanted)
     except TrainfoldError as error:
         return (problem_of(error),)

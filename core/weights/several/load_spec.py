@@ -9,7 +9,7 @@ from trainfold.core.checks import choice
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.transform.name_template import NameTemplate, matching, templates
 from trainfold.core.weights.source import WeightSource
-from trainfold.core.weights.wrapped import ByScript, Frozen
+from trainfold.core.weights.wrapped import ByScript, Frozen, is_list
 
 Strictness: TypeAlias = Literal["used", "filled", "exact", "any"]
 """``used``: all that the source has is used. ``filled``: it has all that it is for. ``exact``: both. ``any``: neither, but one tensor at least."""
@@ -47,6 +47,9 @@ class LoadSpec:
 
     def __attrs_post_init__(self) -> None:
         """Check what was given."""
+        if is_list(self.source):
+            raise InvalidArgument("LoadSpec.source", expected="one source", found=type(self.source).__qualname__,
+                                  fix="write one list: SeveralSources([*others.sources, ...])")  # fmt: skip
         if not isinstance(self.source, WeightSource) or isinstance(self.source, Frozen):
             raise InvalidArgument(
                 "LoadSpec.source", expected="a WeightSource", found=repr(self.source),

@@ -1,4 +1,4 @@
-"""`SeveralSources`: several sources of weights as one, of which each tensor comes from exactly one."""
+"""`SeveralSources`: several sources of weights as one, of which each tensor comes from exactly one. `specs_of`: the list that a source is."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, final
@@ -11,7 +11,7 @@ from trainfold.core.weights.several.cover import cover
 from trainfold.core.weights.several.load_spec import LoadSpec
 from trainfold.core.weights.several.source_text import described
 from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
-from trainfold.core.weights.wrapped import ByScript
+from trainfold.core.weights.wrapped import ByScript, Cast
 
 if TYPE_CHECKING:
     import torch
@@ -88,3 +88,25 @@ class SeveralSources:
             mine = {name: wanted[name] for name in use.names}
             if mine and not isinstance(spec.source, ByScript):
                 yield from supplied(spec.source, mine)
+
+
+def specs_of(source: WeightSource) -> tuple[LoadSpec, ...]:
+    """The list that a source is: its own, also in a `Cast`, which is around each of them then; or the source alone, of which what the model does not have is not used.
+
+    Examples:
+        >>> class Mine:
+        ...     def supply(self, wanted):
+        ...         return iter(())
+        >>> from trainfold.core.weights.several.source_text import described
+        >>> [described(each.source) for each in specs_of(Cast(SeveralSources([Mine(), ByScript()])))]
+        ['Cast(Mine())', 'ByScript()']
+    """
+    return _list_in(source) or (LoadSpec(source, strict="any"),)
+
+
+def _list_in(source: WeightSource) -> tuple[LoadSpec, ...]:
+    """The list of sources that a source is; empty if it is one."""
+    if isinstance(source, Cast):
+        inner = _list_in(source.source)
+        return tuple(each if isinstance(each.source, ByScript) else attrs.evolve(each, source=Cast(each.source)) for each in inner)  # fmt: skip
+    return source.sources if isinstance(source, SeveralSources) else ()

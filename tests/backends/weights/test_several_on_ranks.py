@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from trainfold import attach
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import save
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.weights.plan import planned
-from trainfold.core.errors import InvalidState, RankFailed, SourceFailed
+from trainfold.core.errors import InvalidArgument, InvalidState, RankFailed, SourceFailed
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import LINEAGE
@@ -23,6 +24,7 @@ from trainfold.weights import (
     LoadSpec,
     SeveralSources,
     Transformed,
+    WeightServer,
     take_weights,
 )
 
@@ -132,3 +134,31 @@ def test_several_sources_keep_the_contract_of_one():
     second = run_with(**{"b.w": tensors["b.w"], "c.w": tensors["c.w"]})
     renamed = Transformed(first, rename("old.{name}", "a.{name}"))
     check_weight_source(lambda: SeveralSources([renamed, LoadSpec(second, overrides=True)]), tensors)
+
+
+def test_rank_0_looks_at_a_list_before_it_sends_anything_and_the_record_names_the_step():
+    """V10: what a list asks of its sources is asked where rank 0 reads for all, and no rank has overwritten a tensor by then. V16: the checkpoint that was read is on record."""
+    mine = [{"0.w": torch.zeros(4, 2)}, {"1.w": torch.zeros(4, 2)}]
+    good, extra = run_with(**{"0.w": MODEL["0.w"], "1.w": MODEL["1.w"]}), run_with(**{"tail.w": torch.ones(2)})
+
+    def refused(world):
+        live = attach(torch.nn.ParameterDict({"0": torch.nn.ParameterDict({"w": torch.zeros(4, 2)})}), weights=FirstRank(SeveralSources([LoadSpec(good, strict="any"), LoadSpec(extra, strict="any")]), world))  # fmt: skip
+        with pytest.raises((InvalidState, RankFailed)) as caught:
+            live.take_weights(world)
+        return str(caught.value), live.capture().model.params["0.w"].sum().item()
+
+    for said, total in run_threads(2, refused):
+        assert "found none among 1: tail.w" in said
+        assert total == 0
+
+    def taken(world):
+        return take_weights(state_of(mine[world.rank]), FirstRank(good, world), collectives=world).contract[LINEAGE]
+
+    begins = "FirstRank(CheckpointWeights('memory:', step=0, component='model'))"
+    assert run_threads(2, taken) == [[[begins, ["*.w"]]]] * 2
+    for make in (
+        lambda source: FirstRank(source, None),
+        lambda source: WeightServer(source, token="a token of the test"),
+    ):
+        with pytest.raises(InvalidArgument, match=r"found ByScript; list it beside: SeveralSources"):
+            make(SeveralSources([good, ByScript()]))

@@ -1,19 +1,22 @@
 """Which source each tensor of a model comes from: whatever the sources have, it is one of them, the script, or a problem that is named before anything is read."""
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfold import attach
 from trainfold.core.errors import InvalidArgument, InvalidState, SourceFailed, WeightsRefused
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.weights.several.cover import cover
 from trainfold.core.weights.several.load_spec import LoadSpec
-from trainfold.core.weights.several.several_sources import SeveralSources
+from trainfold.core.weights.several.several_sources import SeveralSources, specs_of
 from trainfold.core.weights.several.source_text import described, pinned
 from trainfold.core.weights.source import Wanted
 from trainfold.core.weights.wrapped import ByScript, Cast, Frozen, Renamed
+from trainfold.weights import take_weights
 
 MODEL = "abcdef"
 FORMS = (LeafSpec("float32", (2,)), LeafSpec("float32", (3,)), LeafSpec("bfloat16", (2,)))
@@ -158,6 +161,33 @@ def test_a_cast_is_in_the_plan_with_the_dtype_that_it_rounds():
     assert "expected float32, found int64" in str(integers.problems[0])
 
 
+@given(some_specs())
+def test_a_cast_around_a_list_is_one_around_each_of_its_sources(specs):
+    """L01, V10: what the list asks of its sources is asked in it too. L02: each tensor records the one that it comes from, and not the list."""
+    around = cover(specs_of(Cast(SeveralSources(specs))), wanted())
+    each = [
+        spec if isinstance(spec.source, ByScript) else attrs.evolve(spec, source=Cast(spec.source)) for spec in specs
+    ]
+    assert str(around) == str(cover(each, wanted()))
+    assert {source for source in around.sources.values() if source != "ByScript()"} <= {f"Cast(Has({n}))" for n in range(4)}  # fmt: skip
+
+
+def test_quantised_numbers_are_not_rounded_with_or_without_a_cast():
+    """P20, K04: without their scales they are other weights."""
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        for source in (Has(0, {"a": LeafSpec(dtype, (2,))}), Cast(Has(0, {"a": LeafSpec(dtype, (2,))}))):
+            (problem,) = cover([LoadSpec(source)], wanted("a")).problems
+            assert f"expected float32, found {dtype}; multiply it by its scales" in str(problem)
+
+    class Unlisted:
+        def supply(self, wanted):
+            yield "a", torch.ones(2).to(torch.float8_e4m3fn)
+
+    state = attach(torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(2))})).capture()
+    with pytest.raises(InvalidState, match="found float8_e4m3fn; multiply it by its scales"):
+        take_weights(state, Cast(Unlisted()))
+
+
 def test_one_name_of_a_tied_tensor_is_enough_and_two_sources_for_it_overlap():
     """P23: also where each of the two has another name of it."""
     ties = (("head", "a"),)
@@ -196,6 +226,16 @@ def test_a_source_that_lists_nothing_says_what_it_is_for():
         (lambda: LoadSpec(ByScript(), strict="strict"), "one of \\(.used., .filled., .exact., .any.\\)"),
         (lambda: LoadSpec(ByScript(), names="head.{"), "a brace is not closed"),
         (lambda: SeveralSources(["models/base"]), "LoadSpec.source: expected a WeightSource"),
+        (
+            lambda: LoadSpec(Cast(SeveralSources([ByScript()]))),
+            "LoadSpec.source: expected one source, found Cast; write one list",
+        ),
+        (
+            lambda: Renamed(SeveralSources([ByScript()]), str),
+            "Renamed.source: expected one source, found SeveralSources; rename each",
+        ),
+        (lambda: Cast(ByScript()), r"Cast.source: .*found ByScript; list it beside"),
+        (lambda: Renamed(Frozen(ByScript()), str), r"Renamed.source: .*found Frozen; put it around"),
     ],
 )
 def test_mistakes_are_errors_where_the_list_is_written(make, said):
