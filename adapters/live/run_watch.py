@@ -100,15 +100,26 @@ class RunWatch:
         """Raise if a scheduler is not attached, or an unattached optimizer has stepped parameters of the run.
 
         Raises:
+            HalfRestored: if a restore failed halfway, and was passed over.
             InvalidArgument: naming the optimizer whose scheduler is not attached.
             InvalidState: naming tensors of a model built on meta that nothing has set.
             UnattachedOptimizer: naming the optimizer that has stepped.
         """
         self._check_schedulers(where)
         if is_step:
+            self._check_one_state(where)
             if self._unset.names:
                 self._unset.check(where)
             self._steps_of_others.check(where)
+
+    def _check_one_state(self, where: str) -> None:
+        if self._is_half_restored:
+            raise HalfRestored(
+                where,
+                expected="objects that hold one state",
+                found="a restore that failed while it overwrote them",
+                fix="end this process and start again from the checkpoint, or restore a state as a whole",
+            )
 
     def _check_schedulers(self, where: str) -> None:
         objects = self._objects
@@ -127,13 +138,7 @@ class RunWatch:
             SwappedWeights: while averaged weights stand in the model.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of the run.
         """
-        if self._is_half_restored:
-            raise HalfRestored(
-                "live",
-                expected="objects that hold one state",
-                found="a restore that failed while it overwrote them",
-                fix="end this process and start again from the checkpoint, or restore a state as a whole",
-            )
+        self._check_one_state("live")
         self._steps_of_others.check("live")
         if not is_swapped:
             self._averages.check()

@@ -100,8 +100,10 @@ class TakesWeights:
             What was decided and done, and the components that are copies of the model and have its new weights. Of other copies the user is warned.
 
         Raises:
-            InvalidState: if the weights cannot be taken so, or the run has steps; nothing was changed.
-            HalfRestored: at the next save, if the source failed while it was read.
+            InvalidState: if the weights cannot be taken so, or the run has steps; nothing was changed. Also for tied tensors that differ, and for what a source
+                that does not list supplies in another form: these are seen when they come, and the next two lines hold.
+            SourceFailed: if the source failed while it was read.
+            HalfRestored: after that, at the next step and the next save.
         """
         if self.progress.step:
             raise InvalidState("restore.initial", expected="a run that begins, at step 0", found=f"one at step {self.progress.step}",

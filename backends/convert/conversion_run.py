@@ -14,8 +14,9 @@ from trainfold.backends.convert.native_contents import (
     contents_of_checkpoint,
     contents_of_weights,
 )
-from trainfold.backends.convert.native_target import NativeContents, write_native
+from trainfold.backends.convert.native_target import NativeContents, check_native_target, write_native
 from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource, with_adapter
+from trainfold.backends.formats.staged_directory import check_vacant
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import free_path, local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
@@ -77,11 +78,11 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     lora: str | Path | None = None,
     dequantise: bool = False,
 ) -> PlannedConversion:
-    """Plan a conversion on names, dtypes and shapes; no tensor is read.
+    """Plan a conversion on names, dtypes and shapes; no tensor is read, and the target is looked at.
 
     Args:
         opened: what is read.
-        target: the path that is written.
+        target: the path that is written, which `run_conversion` says more of.
         to: ``native``, ``hf`` or ``dcp``.
         dtype: to which floating parameters are cast, such as ``bf16``. The optimizer is left out then: its state is never cast.
         rules: a family of `hub_rules`, if names are translated, or a transform that is applied as it is. The optimizer is left out then.
@@ -142,6 +143,7 @@ def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: N
 
 def _native_plan(planned: PlannedConversion) -> Conversion:
     with _contents(planned, lambda _: None) as (contents, before):
+        check_native_target(contents, local_path(planned.plan.target))
         model = contents.described.get("model")
         return attrs.evolve(
             planned.plan,
@@ -181,6 +183,7 @@ def _hub_options(planned: PlannedConversion) -> dict[str, Any]:
 
 
 def _hub_plan(planned: PlannedConversion) -> Conversion:
+    check_vacant(planned.plan.target)
     plan = plan_hub_directory(planned.opened.model, **_hub_options(planned))
     tensors = {name: each for file in plan.files for name, each in file.tensors.items()}
     files = {file.name: file.size_bytes for file in plan.files} | {
@@ -217,6 +220,7 @@ def _dcp(planned: PlannedConversion, advance: Advance) -> Iterator[tuple[DcpCont
 
 
 def _dcp_plan(planned: PlannedConversion) -> Conversion:
+    check_vacant(planned.plan.target)
     with _dcp(planned, lambda _: None) as (contents, weights):
         files = {file.name: file.size_bytes for file in contents.plan.files}
         return attrs.evolve(

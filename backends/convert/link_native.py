@@ -68,12 +68,11 @@ def link_to_run(opened: OpenedSource, target: str, *, dry_run: bool, advance: Ad
     with opened_weights(opened.model) as weights:
         contents = contents_of_weights(opened, weights, None, None, advance)
     for path, spec in contents.described[_MODEL].tensors.items():
-        if (
-            HUB_DTYPES.get(spec.dtype) != STORED[spec.dtype].name
-            or not path.startswith("model.params['")
-            or not path.isascii()
-            or "\\" in path  # it is escaped there
-        ):
+        if not path.startswith("model.params['") or not path.isascii() or "\\" in path:  # it is escaped there
+            raise refused(
+                opened.where, f"a tensor called {storage_key(path)}, a name that a checkpoint writes in another way"
+            )
+        if HUB_DTYPES.get(spec.dtype) != STORED[spec.dtype].name:
             raise refused(opened.where, f"{storage_key(path)} {spec}, which a checkpoint stores in another form")
     directory = directory_of(contents.step)
     linked = tuple(

@@ -80,7 +80,7 @@ def write_native(contents: NativeContents, path: str) -> str:
         SaveFailed: or its matching subclass, if something cannot be written; so too.
     """
     store, plan = LocalStore(path), contents.plan
-    identity = digest_of(canonical_json([contents.identity, [digest_of(file.header) for file in plan.files]]))
+    identity = _identity(contents, plan)
     contract = {**contents.contract, CONVERTED: {**_note(contents), "plan": identity}}
     _check_target(store, plan, identity)
     if _is_done(store, plan, identity):
@@ -106,6 +106,27 @@ def write_native(contents: NativeContents, path: str) -> str:
         after_commit(whole, plan, store, store)
         writes.forget(f"{plan.directory}/{file.name}" for file in plan.files)
     return plan.directory
+
+
+def check_native_target(contents: NativeContents, path: str) -> None:
+    """Raise if `write_native` would refuse the place; nothing is written.
+
+    Args:
+        contents: as there.
+        path: as there.
+
+    Raises:
+        InvalidArgument: if there is something else at the path.
+        CheckpointForeign: if it is no directory.
+    """
+    store = LocalStore(path)
+    if store.list():
+        plan = contents.plan
+        _check_target(store, plan, _identity(contents, plan))
+
+
+def _identity(contents: NativeContents, plan: SavePlan) -> str:
+    return digest_of(canonical_json([contents.identity, [digest_of(file.header) for file in plan.files]]))
 
 
 def _note(contents: NativeContents) -> dict[str, Json]:

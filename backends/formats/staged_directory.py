@@ -262,19 +262,10 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
         (False, '123', ['model'])
     """
     count("staged_directory.size_bytes", size_bytes, least=0, fix="pass the size of all files together")
-    if not isinstance(path, str | os.PathLike):
-        raise InvalidArgument("path", expected="a directory", found=shown(path), fix="name the directory that is to be written")  # fmt: skip
-    given = os.fspath(path)
-    check_path(given)
-    given = free_path(given)
-    real = os.path.realpath(given)
-    if real == "/":
-        raise _in_the_way(real)
+    real = check_vacant(path)
     above_path, name = os.path.split(real)
     with ExitStack() as held:
         with _failures(real):
-            if _what_is_at(real) and not os.path.lexists(f"{above_path}/{_staging_name(name)}"):
-                raise _in_the_way(real)
             make_directories(above_path, "")
             above = os.open(above_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, above)
@@ -283,6 +274,31 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
         held.callback(staged.close)
         staged.begin(plan, size_bytes=size_bytes)
         yield staged
+
+
+def check_vacant(path: str | Path) -> str:
+    """Raise if something is in the way of a directory; a writer that was killed may have staged files for it.
+
+    Args:
+        path: as for `staged_directory`.
+
+    Returns:
+        The path behind all links.
+
+    Raises:
+        InvalidArgument: if there is something at the path; and for another URL.
+        SaveFailed: if no such path can be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgument("path", expected="a directory", found=shown(path), fix="name the directory that is to be written")  # fmt: skip
+    given = os.fspath(path)
+    check_path(given)
+    given = free_path(given)
+    real = os.path.realpath(given)
+    with _failures(real):
+        if real == "/" or (_what_is_at(real) and not os.path.lexists(f"{os.path.dirname(real)}/{_staging_name(real)}")):  # noqa: PTH120
+            raise _in_the_way(real)
+    return real
 
 
 def _locked(above: int, above_path: str, name: str, held: ExitStack) -> int:

@@ -315,6 +315,10 @@ def _header_of(file: Path) -> "_Header":
     return _Header(found, about)
 
 
+def _unreadable(file: Path, error: OSError) -> CheckpointMissing:
+    return CheckpointMissing(str(file), expected="a file that can be read", found=error, fix="download it again")
+
+
 def _damaged(file: Path, expected: str, found: object) -> CheckpointDamaged:
     return CheckpointDamaged(str(file), expected=expected, found=found, fix="download it again")
 

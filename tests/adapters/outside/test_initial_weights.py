@@ -237,6 +237,8 @@ def test_weights_that_do_not_fit_change_nothing_and_a_source_that_fails_halfway_
             manager.restore(run.live, initial=Fails())
         with pytest.raises(HalfRestored):
             run.live.capture()
+        with pytest.raises(HalfRestored, match=r"live\.advance"):
+            run.live.advance(samples=1)  # not some hundred steps later, at the next save
 
 
 def test_each_rank_of_a_run_begins_alike_and_continues_alike():

@@ -8,6 +8,7 @@ import torch
 from kit.adapters import cli_cases
 from safetensors.torch import save_file
 
+from trainfold.adapters.cli import main
 from trainfold.weights import CheckpointWeights, HubDirectory
 
 saved = cli_cases.saved
@@ -112,6 +113,24 @@ def test_rules_of_ones_own_are_named_by_their_module(answered, hub, tmp_path, mo
         assert error["where"] == "convert.rules"
         assert words in json.dumps(error)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+def test_a_target_that_is_refused_is_refused_in_a_dry_run_too(capsys, hub, tmp_path, to):
+    """R03: with the same words. A run that the same command has finished is not in its way."""
+    (tmp_path / "file").write_text("x")
+    for target in (hub, tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("n" * 300), "s3://bucket/a"):
+        found = []
+        for options in (["--dry-run"], []):
+            code = main(["convert", str(hub), str(target), "--to", to, "--json", *options])
+            found.append((code, capsys.readouterr().out))
+        assert found[0] == found[1]
+        assert found[0][0] != 0
+    new = ["convert", str(hub), str(tmp_path / "new"), "--to", to]
+    assert main([*new, "--dry-run"]) == 0
+    assert not (tmp_path / "new").exists()
+    assert main(new) == 0
+    assert main([*new, "--dry-run"]) == main(new) == (0 if to == "native" else 2)
 
 
 def test_what_is_in_the_way_is_never_written_into(answered, hub, run):
