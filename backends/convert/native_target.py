@@ -117,7 +117,7 @@ def check_native_target(contents: NativeContents, path: str) -> None:
 
     Raises:
         InvalidArgument: if there is something else at the path.
-        CheckpointForeign: if it is no directory.
+        CheckpointForeign: if it is something else than a directory.
     """
     store = LocalStore(path)
     if store.list():

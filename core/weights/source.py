@@ -72,9 +72,12 @@ def source_name(source: object) -> str:
     """The class of a source, and of the one that it wraps, for messages.
 
     Examples:
-        >>> from trainfold.core.weights.wrapped import ByScript, Cast
-        >>> source_name(Cast(ByScript()))
-        'Cast(ByScript)'
+        >>> from trainfold.core.weights.wrapped import Cast
+        >>> class Mine:
+        ...     def supply(self, wanted):
+        ...         return iter(())
+        >>> source_name(Cast(Mine()))
+        'Cast(Mine)'
     """
     inner = getattr(source, "source", None)
     mine = type(source).__name__
