@@ -7,6 +7,7 @@ over the memory of fsspec, of which calls are counted: each is a request at leas
     python benchmarks/object_store.py [--quick] [--json] [--check] [--mib 256] [--rounds 5]
 """
 
+import importlib.util
 import json
 import socket
 import statistics
@@ -167,9 +168,7 @@ def requests_of_torch(port, model):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-    try:
-        import s3fs  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("s3fs") is None:
         return requests_in_memory(dcp, FsspecReader, FsspecWriter, model)
     options = {
         "key": KEYS["AWS_ACCESS_KEY_ID"], "secret": KEYS["AWS_SECRET_ACCESS_KEY"], "client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}", "region_name": "us-east-1"},
