@@ -41,6 +41,7 @@ from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
 from trainfold.core.state.masters import refresh_masters, with_fitting_masters
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
+from trainfold.core.transform.rounding import rounded_to
 
 _Targets: TypeAlias = dict[str, dict[str, Any]]
 
@@ -69,6 +70,7 @@ def run_resume(
         CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
         CheckpointTorn: if a file ends too early.
         CheckpointHostile: if what is needed does not fit into memory.
+        InvalidState: if a number would become infinite in the dtype to which a policy casts it.
         RankFailed: if another rank fails with which this one shares its reads.
     """
     store, mine = open_store(store), components_of(like)
@@ -202,7 +204,8 @@ def _adopted(  # noqa: PLR0913 - keywords
     def tensor(index: int, as_numpy: bool) -> Any:  # noqa: FBT001 - the signature of `rebuild`
         if is_stage and index not in tensors:
             return None  # of a parameter that this rank does not have
-        value = _cast(tensors[index], action.cast.get(records[index].path), as_numpy=as_numpy)
+        path = records[index].path
+        value = _cast(tensors[index], action.cast.get(path), path, as_numpy=as_numpy)
         box = planned.tensors[index].box
         return value if box is None else Shard(value, records[index].shape, tuple(start for start, _ in box))
 
@@ -232,11 +235,20 @@ def _loaded(
             values.append(saved.value)
         else:
             as_numpy = isinstance(target, np.ndarray)
-            value = _cast(tensors[saved.tensor], action.cast.get(path), as_numpy=as_numpy)
+            value = _cast(tensors[saved.tensor], action.cast.get(path), path, as_numpy=as_numpy)
             values.append(attrs.evolve(target, tensor=value) if isinstance(target, Shard) else value)
     return tree.unflatten(tree.structure(wanted), values)
 
 
-def _cast(value: torch.Tensor, dtype: str | None, *, as_numpy: bool) -> Any:
-    value = value if dtype is None else value.to(torch_dtype(dtype))
+def _cast(value: torch.Tensor, dtype: str | None, path: str, *, as_numpy: bool) -> Any:
+    kind = value.dtype if dtype is None else torch_dtype(dtype)
+    if value.is_floating_point() and kind.is_floating_point and kind != value.dtype:
+        value = rounded_to(
+            value,
+            kind,
+            path.__str__,
+            fix="build the state in bfloat16, which has the range of float32, or in the dtype that was saved",
+        )
+    else:
+        value = value.to(kind)
     return value.numpy() if as_numpy else value

@@ -1,7 +1,7 @@
 """`renamed_manifest`: the manifest of a checkpoint as it would be if the model had had other names, for a run whose code has renamed its modules."""
 
 import re
-from collections.abc import Collection, Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping
 from typing import Any, Final, final
 
 import attrs
@@ -9,7 +9,7 @@ import attrs
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.structure.described import Described
-from trainfold.core.format.structure.united_contract import group_params_of
+from trainfold.core.format.structure.united_contract import FROZEN, FROZEN_NAMES, group_params_of, renamed_frozen
 from trainfold.core.json_values import Json
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
 from trainfold.core.state.fqn import canonical_name
@@ -132,7 +132,8 @@ def renamed_manifest(manifest: Manifest, transform: Transform) -> tuple[Manifest
         _component(each, renaming) if each.name in copies or _class_of(each.nodes[0]) == _OPTIMIZER else each
         for each in manifest.components
     )
-    contract = _contract(manifest, renaming, copies)
+    every = {each.name: renaming.names for each in manifest.components}
+    contract = _contract(manifest, every, copies, renaming.modules())
     return attrs.evolve(manifest, components=components, contract=contract, written=manifest), renaming
 
 
@@ -159,8 +160,7 @@ def with_kept_names(manifest: Manifest, wanted: Mapping[str, Described]) -> tupl
     components = tuple(
         _component(each, Renaming(names[each.name])) if each.name in names else each for each in manifest.components
     )
-    every = {old: new for each in names.values() for old, new in each.items()} | dict(names.get("model", {}))
-    contract = _contract(manifest, Renaming(every), ())  # settings of modules are still under the short names
+    contract = _contract(manifest, names)  # settings of modules are still under the short names
     changed = {
         name
         for each in components
@@ -226,11 +226,18 @@ def _static(key: str, value: Json, names: Mapping[str, str]) -> Json:
     return {"tuple": [_static("params", each, names) for each in items]} if key == "ties" else value
 
 
-def _contract(manifest: Manifest, renaming: Renaming, copies: Iterable[str]) -> dict[str, Json]:
-    names, modules = renaming.names, renaming.modules()
+def _contract(
+    manifest: Manifest,
+    renamed: Mapping[str, Mapping[str, str]],
+    copies: Collection[str] = (),
+    modules: Iterable[tuple[str, str]] = (),
+) -> dict[str, Json]:
+    """The contract, with what each component has under other names; another component may have the same names and keep them."""
     found: dict[str, Json] = {}
-    labels = _labels(manifest, names)
+    labels = _labels(manifest, renamed)
     for key, value in manifest.contract.items():
+        is_of_part = key.startswith("attached.") and key not in (FROZEN, FROZEN_NAMES)
+        names = renamed.get(key.split(".")[1] if is_of_part else "model", {})
         label = next((old for old in labels if key.startswith(f"{old}.")), None)
         of = next((name for name in copies if key.startswith(f"attached.{name}.")), None)
         if label is not None:
@@ -238,12 +245,8 @@ def _contract(manifest: Manifest, renaming: Renaming, copies: Iterable[str]) -> 
         elif of is not None and isinstance(value, dict):
             prefix = f"attached.{of}."
             found[prefix + _module(key.removeprefix(prefix), modules)] = value
-        elif (
-            key.endswith(".frozen")
-            and isinstance(value, list)
-            and any(names.get(str(each), each) != each for each in value)
-        ):
-            found[key] = sorted(names.get(str(each), str(each)) for each in value)
+        elif key == FROZEN:
+            found[key] = renamed_frozen(value, names, _maybe_frozen(manifest))
         elif key == LINEAGE:
             found[key] = _lineage(value, names)
         elif key == TRAINED and isinstance(value, dict):
@@ -256,10 +259,22 @@ def _contract(manifest: Manifest, renaming: Renaming, copies: Iterable[str]) -> 
     return {key: found[key] for key in sorted(found)}
 
 
-def _labels(manifest: Manifest, names: Mapping[str, str]) -> dict[str, str]:
+def _maybe_frozen(manifest: Manifest) -> Iterator[Collection[str]]:
+    """The parameters of the model that its optimizer does not have, those that have no gradient, and those that have no slots."""
+    model, optimizer = manifest.component("model"), manifest.component("optimizer")
+    if model is not None and optimizer is not None:
+        params, node = _names_of(model.nodes[0], "params"), optimizer.nodes[0]
+        yield params - {name for group in group_params_of(node) for name in group}
+        static = node.get("static", {}) if isinstance(node, dict) else {}
+        yield params - {*static.get("with_grad", {}).get("tuple", ())}
+        yield params - _names_of(node, "slots")
+
+
+def _labels(manifest: Manifest, renamed: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """The prefix of the keys of each param group, which has the name of its first parameter, and the new one."""
     found = {}
     for each in manifest.components:
+        names = renamed.get(each.name, {})
         for group in filter(None, group_params_of(each.nodes[0])):
             prefix = f"{prefix_of_optimizer(each.name)}.groups["
             found[f"{prefix}{min(group)!r}]"] = f"{prefix}{min(names.get(name, name) for name in group)!r}]"

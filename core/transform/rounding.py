@@ -1,7 +1,7 @@
 """`rounded_to`: a tensor in another dtype, unless one of its numbers becomes infinite there. `check_finite`: the same of what is rounded elsewhere."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trainfold.core.errors import InvalidState
 
@@ -9,13 +9,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def rounded_to(source: "torch.Tensor", dtype: "torch.dtype", name: Callable[[], str]) -> "torch.Tensor":
+_FIX: Final = (
+    "cast to bfloat16, which has the range of float32, or leave this tensor as it is: cast(dtype, without=name)"
+)
+
+
+def rounded_to(
+    source: "torch.Tensor", dtype: "torch.dtype", name: Callable[[], str], *, fix: str = _FIX
+) -> "torch.Tensor":
     """Round a tensor, as torch rounds.
 
     Args:
         source: of a floating dtype, on any device.
         dtype: of the result, floating too.
         name: returns what the error calls it.
+        fix: what the error advises.
 
     Returns:
         A tensor in rows, of memory of its own.
@@ -40,17 +48,18 @@ cast to bfloat16, which has the range of float32, or leave this tensor as it is:
     found.copy_(source)
     if torch.finfo(source.dtype).max <= torch.finfo(dtype).max:
         return found
-    check_finite(found, source, name)
+    check_finite(found, source, name, fix=fix)
     return found
 
 
-def check_finite(part: "torch.Tensor", before: "torch.Tensor", name: Callable[[], str]) -> None:
+def check_finite(part: "torch.Tensor", before: "torch.Tensor", name: Callable[[], str], *, fix: str = _FIX) -> None:
     """Check that a rounded part has no number that is infinite, and was not before.
 
     Args:
         part: what was rounded.
         before: what it was rounded from.
         name: returns what the error calls the tensor.
+        fix: what the error advises.
 
     Raises:
         InvalidState: if there is one.
@@ -66,4 +75,4 @@ def check_finite(part: "torch.Tensor", before: "torch.Tensor", name: Callable[[]
         raise InvalidState(
             name(), expected=f"numbers that {str(part.dtype).removeprefix('torch.')} has, up to {most:.6g}",
             found=f"{int(is_beyond.sum())} of {before.numel()} beyond, such as {before[is_beyond].abs().max().item():.6g}, which would be infinite",
-            fix="cast to bfloat16, which has the range of float32, or leave this tensor as it is: cast(dtype, without=name)")  # fmt: skip
+            fix=fix)  # fmt: skip

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import trainfold
 from trainfold.adapters.cli import main
 from trainfold.backends.ranks.in_process import ALONE
-from trainfold.core.errors import TrainfoldError
+from trainfold.core.errors import InvalidState, TrainfoldError
 from trainfold.retention import decide_best, make_best_record, save_best
 from trainfold.stores import MemoryStore
 from trainfold.transforms import rename
@@ -149,6 +149,23 @@ def test_it_is_rounded_where_that_was_asked_for(half):
     for source in (CheckpointWeights(half / "run"), HubDirectory(half / "hub")):
         found = taken(Cast(source))
         assert all(torch.equal(each, wanted[name]) for name, each in found.state_dict().items())
+
+
+def test_a_resume_in_a_dtype_that_does_not_have_the_numbers_changes_nothing(tmp_path):
+    """P20: they were infinite after it, without a word."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(70000.0)
+    trainfold.save(trainfold.attach(model).capture(), tmp_path / "run")
+    for in_place in (False, True):
+        half = torch.nn.Linear(2, 2, bias=False, dtype=torch.float16)
+        before = half.weight.detach().clone()
+        with (
+            trainfold.CheckpointManager(tmp_path / "run", policy={"dtype": "adapt"}) as manager,
+            pytest.raises(InvalidState, match=r"weight.*up to 65504, found 4 of 4 beyond.*build the state in bfloat16"),
+        ):
+            manager.restore(trainfold.attach(half), in_place=in_place)
+        assert torch.equal(half.weight, before)
 
 
 def test_every_door_that_writes_keeps_the_dtype_and_the_live_values(tmp_path):

@@ -1,7 +1,7 @@
 """`united_contract`: the contract of a run whose model is spread over ranks by name: that of the whole, from what each part knows."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from trainfold.core.digest import digest_of
@@ -120,6 +120,26 @@ def shown_frozen(names: Sequence[str]) -> Json:
         return list(names)
     digest = digest_of("\n".join(names).encode("utf-8", "surrogatepass"))
     return [*names[:_LONG], f"and {len(names) - _LONG} more: {digest}"]
+
+
+def renamed_frozen(value: Json, names: Mapping[str, str], possible: Iterable[Collection[str]]) -> Json:
+    """What `shown_frozen` returned, under other names.
+
+    Args:
+        value: of the contract.
+        names: old name -> new name.
+        possible: sets of parameters that may be all frozen ones: of many, the digest shows whether they are.
+
+    Examples:
+        >>> renamed_frozen(["bias", "weight"], {"bias": "w.bias"}, [])
+        ['w.bias', 'weight']
+    """
+    if not isinstance(value, list) or not names:
+        return value
+    every = (
+        value if len(value) <= _LONG else next((each for each in possible if shown_frozen(sorted(each)) == value), None)
+    )
+    return value if every is None else shown_frozen(sorted(names.get(str(each), str(each)) for each in every))
 
 
 def settings_of_places(path: str, places: Mapping[str, Mapping[str, Json]]) -> dict[str, Json]:

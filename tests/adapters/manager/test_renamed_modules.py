@@ -1,6 +1,7 @@
 """A run whose code has given its modules other names goes on bit by bit: the state of the optimizer and the average go with the names."""
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -208,6 +209,62 @@ def test_names_of_older_checkpoints_are_given_back_where_each_has_one_and_never_
         assert {name: each["m"].item() for name, each in state.optimizer.slots.items()} == held
     else:
         assert isinstance(found, Refusal)
+
+
+def test_a_model_keeps_its_names_beside_an_average_that_gets_another():
+    """B17, R10: the groups of the optimizer of a plain model had the names of the average, and the resume was refused."""
+    store = MemoryStore()
+
+    def started_with(holder):
+        model = nn.ModuleDict({"a": nn.Linear(2, 1)})
+        model["a"].bias.requires_grad_(False)
+        critic = nn.ModuleDict({"a": nn.Linear(2, 2)})
+        extra = {
+            "mean": holder(deepcopy(model)),
+            "critic": holder(critic),
+            "critic_optimizer": torch.optim.SGD(critic.parameters(), 0.1),
+        }
+        return attach(model, torch.optim.SGD(model.parameters(), 0.2), extra=extra)
+
+    save(started_with(lambda each: each).capture(), store)  # as checkpoints had a `module` of the user's
+    state = started_with(lambda each: nn.ModuleDict({"module": each})).capture()
+    found = load(store, like=state)
+    assert [*found.model.params] == ["a.weight", "a.bias"]
+    assert [*found.extra["mean"].params] == ["module.a.weight", "module.a.bias"]
+    assert found.optimizer.groups == state.optimizer.groups
+    assert found.extra["critic_optimizer"].groups == state.extra["critic_optimizer"].groups
+
+
+@pytest.mark.parametrize("given", ["trained", "all", "all, before a step"])
+@pytest.mark.parametrize(
+    "transform", [None, compose(rename("base{i}.{n}", "module.base{i}.{n}"), rename("top.{n}", "module.top.{n}"))]
+)
+def test_the_many_frozen_parameters_of_a_base_go_with_their_names(given, transform):
+    """B17, R10: of more than 64 the contract has a digest, and each resume under other names was refused."""
+    store = MemoryStore()
+
+    def started_with(holder, *, is_trained=False):
+        model = holder(
+            nn.ModuleDict({**{f"base{index}": nn.Linear(1, 1) for index in range(40)}, "top": nn.Linear(1, 1)})
+        )
+        for name, each in model.named_parameters():
+            each.requires_grad_("base" not in name)
+        optimizer = torch.optim.SGD(
+            [each for each in model.parameters() if each.requires_grad or given != "trained"], 0.1
+        )
+        if is_trained:
+            for each in model.parameters():
+                each.grad = torch.ones_like(each) if each.requires_grad else None
+            optimizer.step()
+        return attach(model, optimizer).capture()
+
+    save(started_with(lambda each: each, is_trained=given == "all"), store)
+    state = started_with(lambda each: nn.ModuleDict({"module": each}))
+    found = plan(store, like=state, transform=transform)
+    if given == "all, before a step":  # the checkpoint does not have their names
+        assert isinstance(found, Refusal)
+        found = plan(store, like=state, transform=transform, policy={"contract": "adapt"})
+    assert isinstance(found, ResumePlan)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_this_move():
