@@ -50,6 +50,11 @@ class StepDifference:
         same = f"; the same: {', '.join(self.same)}" if self.same else ""
         return f"step {self.step}: {'; '.join(map(self._said, self.parts))}{same}"
 
+    @property
+    def is_of_one_rank(self) -> bool:
+        """Whether something differs that each rank has for itself: all of them have one loss, one norm and one state."""
+        return not {*self.parts} <= {*_NUMBERS, "state"}
+
     def _said(self, part: str) -> str:
         if part == "state":
             return f"the state after it differs in {', '.join(self.components)}"

@@ -78,10 +78,13 @@ def flights_of(run: Path) -> dict[int, Flight]:
 def first_of_ranks(
     one: dict[int, Flight], other: dict[int, Flight], *, after: int, until: int | None = None
 ) -> tuple[int, StepDifference] | None:
-    """The first difference between the logs of two runs on any rank that both have, with the rank."""
+    """The first difference between the logs of two runs on any rank that both have, with the rank.
+
+    One rank with another batch gives all of them another loss: of several in one step it is that one, which explains the others.
+    """
     pairs = ((rank, first_step_apart(one[rank], other[rank], after=after, until=until)) for rank in sorted(one.keys() & other.keys()))  # fmt: skip
     found = [(rank, each) for rank, each in pairs if each is not None]
-    return min(found, key=lambda each: each[1].step, default=None)
+    return min(found, key=lambda each: (each[1].step, not each[1].is_of_one_rank), default=None)
 
 
 def _steps(inventory: Inventory, flights: dict[int, Flight], begin: int | None, end: int | None) -> tuple[int, int]:

@@ -186,8 +186,11 @@ def test_a_number_of_threads_is_named_where_only_the_arithmetic_differs(tmp_path
     assert (found["step"], found["cause"], found["names"]) == (1, "environment", ["environment.threads"])
 
 
-def test_a_flipped_bit_in_the_memory_of_one_rank_is_named_with_the_rank(tmp_path):
-    def run(name, flips):
+@pytest.mark.parametrize(("planted", "cause", "rank"), [("bit", "arithmetic", 0), ("batch", "batch", 1)])
+def test_what_one_rank_did_otherwise_is_seen_in_the_step_that_all_ranks_did_otherwise(tmp_path, planted, cause, rank):
+    """All have another loss then. A batch is in the log of its rank, which is named; a bit of its memory is in no log before."""
+
+    def run(name, differs):
         def rank_of(ranks):
             model = torch.nn.Linear(2, 1)
             torch.nn.init.ones_(model.weight)
@@ -197,17 +200,19 @@ def test_a_flipped_bit_in_the_memory_of_one_rank_is_named_with_the_rank(tmp_path
             recorded = FlightLog(tmp_path / name, states_every=1, rank=ranks.rank).recorded(step)
             state = init_state(model, sgd, seed=0)
             for number in range(4):
-                if flips and number == 2 and ranks.rank == 1:
-                    state.model.params["weight"].view(torch.int32)[0, 1] ^= 1 << 12
-                state, _ = recorded(state, torch.full((3, 2), float(number + ranks.rank)))
+                batch = torch.full((3, 2), float(number + ranks.rank))
+                if differs and number == 2 and ranks.rank == 1:
+                    changed = batch if planted == "batch" else state.model.params["weight"]
+                    changed.view(torch.int32)[0, 1] ^= 1 << 12
+                state, _ = recorded(state, batch)
 
         run_threads(2, rank_of)
 
-    for name, flips in (("a", False), ("b", True)):
+    for name, differs in (("a", False), ("b", True)):
         (tmp_path / name).mkdir()
-        run(name, flips)
+        run(name, differs)
     found = named(tmp_path / "a", tmp_path / "b")
-    assert (found["step"], found["cause"]) == (3, "arithmetic")
+    assert (found["step"], found["cause"], found["rank"]) == (3, cause, rank)
 
 
 def test_two_runs_that_did_the_same_do_not_part(plain, tmp_path, capsys):
