@@ -74,7 +74,7 @@ class ReadTable:
             for first, names in groups.items()
             if any(each in other.table for each in names)
             for name in names
-            if name in self.table and name not in other.table
+            if name not in other.table
         }
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -130,6 +130,8 @@ def _common(one: str, other: str) -> torch.dtype | None:
 
 
 def _kind(dtype: torch.dtype) -> str:
+    if "float4" in str(dtype):
+        return "pair"  # torch converts it to no other dtype
     if dtype.is_complex:
         return "complex"
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
