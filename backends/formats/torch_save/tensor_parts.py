@@ -6,7 +6,6 @@ import torch
 
 from trainfold.backends.formats.native.scatter import Inside, Scatter
 from trainfold.backends.formats.torch_save.byte_range import ByteRange
-from trainfold.core.errors import CheckpointTorn
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.layout.slices import Box
@@ -36,25 +35,20 @@ def read_box(member: ByteRange, stored: StoredTensor, box: Box, into: torch.Tens
     """
     if not into.numel():
         return
-    itemsize = STORED[stored.dtype].itemsize
-    first, last = (each * itemsize for each in stored.elements)
-    if last > member.size:
-        raise CheckpointTorn(
-            member.name, expected=f"{last} bytes", found=member.size, fix="copy it again; the copy is not whole"
-        )
-    _read(member, stored, box, into, first)
+    _read(member, stored, box, into)
     if stored.is_conjugate:
         into.conj_physical_()
     if stored.is_negative:
         into.neg_()
 
 
-def _read(member: ByteRange, stored: StoredTensor, box: Box, into: torch.Tensor, first: int) -> None:
-    """Read the bits, from a storage whose part begins at byte ``first``."""
-    itemsize = STORED[stored.dtype].itemsize
+def _read(member: ByteRange, stored: StoredTensor, box: Box, into: torch.Tensor) -> None:
+    """Read the bits."""
     if not stored.is_contiguous:
         _strided(member, stored, into, box)
         return
+    itemsize = STORED[stored.dtype].itemsize
+    first = stored.start * itemsize
     inside = Inside(stored.shape, tuple(start for start, _ in box))
     run = inside.run(into.shape)
     if run is not None and into.is_contiguous():

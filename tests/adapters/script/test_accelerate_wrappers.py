@@ -86,6 +86,8 @@ def test_wrappers_under_extra_and_registered_later_are_unwrapped():
     assert attached["second"] is second.optimizer
     assert attached["third"] is third.optimizer
     assert unwrapped(main.model) is main.model
+    second.window.sync_gradients = False
+    assert live.is_in_window
 
 
 def test_a_window_of_accumulate_counts_no_step_and_saves_nothing(tmp_path):

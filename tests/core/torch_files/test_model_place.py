@@ -27,6 +27,10 @@ def names_under(key, state):
     return {f"{key}.{name}" for name in state}
 
 
+def flat(state):
+    return {".".join(map(str, keys)) for keys in keys_of_values(state)}
+
+
 @given(weights=NAMES, usual=st.sampled_from([None, *MODEL_KEYS]), others=OTHERS, beside=BESIDE)
 def test_the_model_is_found_whole_and_alone_or_the_keys_are_shown(weights, usual, others, beside):
     """Whatever is beside it: nothing else is taken for weights, and no tensor of it is lost."""
@@ -70,6 +74,19 @@ def test_names_without_their_keys_are_open_if_they_begin_as_keys_do():
             model_place(names, {}, key=None, where="x")
     assert model_place(["model.w", "lm_head.w"], {}, key="", where="x").names == {"model.w", "lm_head.w"}
     assert model_place(["model.w", "lm_head.w"], {}, key="model", where="x").names == {"model.w"}
+
+
+@given(weights=NAMES, others=OTHERS, beside=BESIDE)
+def test_what_is_beside_a_model_is_not_of_it_where_all_tensors_are_asked_for(weights, others, beside):
+    """With the empty key, and tensors in dicts alone or under names with dots."""
+    nested = {**{key: each for key, each in others.items() if each}, "net": weights}
+    wanted = {name for key, state in nested.items() for name in names_under(key, flat(state))}
+    assert place({**nested, **beside}, "").names == wanted
+    dotted = {name: 1 for key, slots in beside.items() for name in names_under(key, flat(slots))}
+    assert place({**weights, **dotted}, "").names == set(weights)
+    if beside:
+        with pytest.raises(InvalidArgument, match="tensors of a model"):
+            place(beside, "")
 
 
 def test_given_keys_have_tensors_under_them():

@@ -4,7 +4,6 @@ import pickle
 import pickletools
 import re
 import struct
-import time
 import tracemalloc
 from collections import OrderedDict
 
@@ -124,42 +123,88 @@ def long_string_pairs():
     return b"\x80\x02" + key + b"q\x00" + key + b"q\x01}" + b"h\x00Nsh\x01Ns" * 200_000 + b"."
 
 
-BOMBS = {
-    "a far number for a memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
-    "a long text that is not there": b"\x80\x02X\xff\xff\xff\xff" + b"x" * 100,
-    "long bytes that are not there": b"\x80\x04\x8e" + b"\xff" * 8 + b"x",
-    "a frame that is not there": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
-    "a huge integer": b"\x80\x02\x8b\xff\xff\xff\x7f" + b"\xff" * 100,
-    "a large integer": b"\x80\x02\x8a\xff" + b"\xff" * 255 + b".",
-    "many marks": b"\x80\x02" + b"(" * 60_000,
-    "many sets": b"\x80\x04" + b"\x8f" * 60_000,
-    "many dicts": b"\x80\x04" + b"}" * 60_000,
-    "many remembered": b"\x80\x04N" + b"\x94" * 60_000,
-    "many doubles": b"\x80\x04N" + b"2" * 60_000,
-    "doubling": b"\x80\x04)" + b"2\x86" * 30_000,
-    "deep lists": b"\x80\x04" + b"]" * 3000 + b"a" * 2999 + b".",
-    "long equal keys": long_string_pairs(),
-    "integers of one hash": b"\x80\x02}" + b"".join(b"\x8a\x10" + (k * (2**61 - 1)).to_bytes(16, "little") + b"Ns" for k in range(20, 60_000)) + b".",
-    "a tuple of tuples as a name": b"\x80\x04)" + b"2\x86" * 40 + b"2\x93.",
-    "a tuple of tuples as a key": b"\x80\x04})" + b"2\x86" * 40 + b"Ns.",
+CUT, MANY, KEYS = "a whole pickle", "at most one object for 4 bytes", "keys that are short plain values"
+BOMBS = {  # what a small pickle claims -> its bytes, and what is expected instead
+    "a far number for a memo": (b"\x80\x02Nr\xff\xff\xff\x7f.", "at most number 0"),
+    "a long text that is not there": (b"\x80\x02X\xff\xff\xff\xff" + b"x" * 100, CUT),
+    "long bytes that are not there": (b"\x80\x04\x8e" + b"\xff" * 8 + b"x", CUT),
+    "a frame that is not there": (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", CUT),
+    "a huge integer": (b"\x80\x02\x8b\xff\xff\xff\x7f" + b"\xff" * 100, "an opcode that tensors"),
+    "a large integer": (b"\x80\x02\x8a\xff" + b"\xff" * 255 + b".", "an integer of at most 16 bytes"),
+    "many marks": (b"\x80\x02" + b"(" * 60_000, CUT),
+    "many sets": (b"\x80\x04" + b"\x8f" * 60_000, MANY),
+    "many dicts": (b"\x80\x04" + b"}" * 60_000, MANY),
+    "many remembered": (b"\x80\x04N" + b"\x94" * 60_000, CUT),
+    "many doubles": (b"\x80\x04N" + b"2" * 60_000, CUT),
+    "doubling": (b"\x80\x04)" + b"2\x86" * 30_000, MANY),
+    "deep lists": (b"\x80\x04" + b"]" * 3000 + b"a" * 2999 + b".", MANY),
+    "long equal keys": (long_string_pairs(), KEYS),
+    "integers of one hash": (b"\x80\x02}" + b"".join(b"\x8a\x10" + (k * (2**61 - 1)).to_bytes(16, "little") + b"Ns" for k in range(20, 60_000)) + b".", KEYS),
+    "a tuple of tuples as a name": (b"\x80\x04)" + b"2\x86" * 40 + b"2\x93.", "a name of two texts"),
+    "a tuple of tuples as a key": (b"\x80\x04})" + b"2\x86" * 40 + b"Ns.", KEYS),
 }  # fmt: skip
+
+
+class Counted(bytes):
+    """A pickle that counts how many of its bytes are read."""
+
+    read = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        self.read += len(found) if isinstance(at, slice) else 1
+        return found
 
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_small_pickle_costs_little_whatever_it_claims(kind):
-    """U02: neither a length that is not there, nor objects that share parts, take memory or time."""
-    data = BOMBS[kind]
+    """U02: neither a length that is not there, nor objects that share parts, take memory or time; keys are refused before they are compared."""
+    made, refusal = BOMBS[kind]
+    data = Counted(made)
     tracemalloc.start()
-    began = time.perf_counter()
     try:
-        read_pickle(data, KNOWN, "x")
-    except TrainfoldError:
-        pass
+        with pytest.raises(TrainfoldError, match=f"x: expected {refusal}"):
+            read_pickle(data, KNOWN, "x")
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
-        took, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 4_000_000 + 40 * len(data)
-    assert took < 5
+    assert data.read < 2 * len(data) + 10
+
+
+HEAD = b"\x80\x04ccollections\nOrderedDict\n\x940)\x940K\x01\x940"  # a class, an empty tuple and a number, remembered as 0, 1 and 2
+NODES = {  # what a pickle makes -> its bytes, and for how many objects it counts
+    "a list": (b"]", 1),
+    "a dict": (b"}", 1),
+    "a set": (b"\x8f", 4),
+    "a tuple of one": (b"N\x85", 1),
+    "a tuple of two": (b"NN\x86", 1),
+    "a tuple after a mark": (b"(t", 1),
+    "a call": (b"h\x00h\x01R", 1),
+    "an object": (b"h\x00h\x01\x81", 1),
+    "an object at once": (b"h\x00)\x81", 1),
+    "an object with a state": (b"h\x00)\x81\x94}\x94(ub", 2),
+    "a call with a tuple": (b"h\x00N\x85\x94\x85\x94R\x94", 3),
+    "an object outside": (b"h\x02Q", 1),
+}
+
+
+@pytest.mark.parametrize("kind", NODES)
+def test_each_object_counts_towards_the_most_that_a_pickle_may_have(kind):
+    """U02: one for 4 bytes, and 64 more; whichever opcode makes it."""
+    made, counts = NODES[kind]
+
+    def of(lists):
+        return HEAD + b"(" + made * 10 + b"]" * lists + b"t."
+
+    def is_allowed(lists):
+        return 10 * counts + lists + 1 <= len(of(lists)) // 4 + 64
+
+    lists = next(lists for lists in range(2000) if not is_allowed(lists + 1))
+    assert is_allowed(lists)
+    assert len(read_pickle(of(lists), KNOWN, "x", persistent=True)) == 10 + lists
+    with pytest.raises(CheckpointHostile, match="at most one object for 4 bytes, found more"):
+        read_pickle(of(lists + 1), KNOWN, "x", persistent=True)
 
 
 def test_what_is_cut_off_or_goes_on_is_damaged():

@@ -10,6 +10,7 @@ import torch
 from obstore.store import MemoryStore
 
 import trainfold
+from trainfold.backends.stores.object_store import writer_lease
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.errors import TrainfoldError
@@ -68,8 +69,6 @@ def test_a_bucket_whose_lists_lag_keeps_the_contract(seed):
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 100))])
 def test_nothing_acknowledged_is_lost_when_machines_are_lost_and_lists_lag(seed, monkeypatch):
     """C03, E01: the next process resumes from the last checkpoint that was acknowledged, or from the one that was being committed."""
-    from trainfold.backends.stores.object_store import writer_lease
-
     monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
     chance, api = random.Random(seed), Lagging(MemoryStore(), seed)
     acknowledged, saved = 0, {}
@@ -106,6 +105,32 @@ def read_by_another(api, acknowledged):
         like = trainfold.TrainState(trainer=trainfold.Progress())
         found = trainfold.load(opened(api), like=like, components=("trainer",))
         assert found.trainer.step in {acknowledged, acknowledged + 1}
+
+
+class Empty(Lagging):
+    """Its lists are those of a bucket in which nothing was put."""
+
+    def list(self, store, prefix=None, **_):
+        return [[]]
+
+
+@pytest.mark.parametrize("end", ["given back", "killed"])
+def test_a_writer_learns_from_the_lease_what_those_before_it_have_committed(monkeypatch, end):
+    """E01: each passes on what it was given; one that was killed after a commit has named it before."""
+    monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
+    client, names = MemoryStore(), []
+    for step in range(1, 4):
+        store = opened(Empty(client, 0))
+        held = store.lock()
+        held.__enter__()
+        assert store.list() == names
+        names.append(f"step-0000000{step}")
+        store.commit(f"{names[-1]}/manifest.json", b"{}")
+        if end == "given back":
+            held.__exit__(None, None, None)
+        else:
+            store._lease._stop.set()
+    assert opened(Empty(client, 0)).list() == names, "one that only reads asks too"
 
 
 def test_files_of_other_ranks_that_a_list_lacks_are_asked_for():

@@ -232,6 +232,19 @@ def test_a_directory_that_is_not_whole_is_refused_before_anything_is_read(change
         )
 
 
+def test_no_tensor_is_given_of_a_directory_that_lacks_one_of_its_files(tmp_path):
+    """E01: nothing is loaded in part."""
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    cases.write_parts(tmp_path, tensors, {name: [((0, 4),)] for name in tensors}, ranks=2)
+    (tmp_path / "__1_0.distcp").unlink()
+    source, given = DcpDirectory(tmp_path), []
+    wanted = {name: Wanted("float32", (4,), ((0, 4),)) for name in tensors}
+    with pytest.raises(CheckpointMissing, match=r"__1_0\.distcp"):
+        given.extend(name for name, _ in source.supply(wanted))
+    assert given == []
+    assert [name for name, _ in source.supply({"a": wanted["a"]})] == ["a"]
+
+
 def test_chunks_that_are_not_what_the_metadata_say_are_named(tmp_path):
     """U02: each is looked at before its bytes are used."""
     for name, tensor in (("a", torch.ones(2, 3)), ("b", torch.ones(3, 2)), ("c", torch.ones(2, 3, dtype=torch.int32))):
