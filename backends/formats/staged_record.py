@@ -98,6 +98,8 @@ def read_record(directory: int) -> tuple[str | None, dict[str, Durable]]:
         for line in rest:
             entry = strict_json(line, _RECORD)
             durable = Durable(int(entry["size_bytes"]), str(entry["digest"]), entry["is_whole"] is True)
+            if durable.size_bytes < 0:
+                break
             known[checked_file_name(str(entry["name"]))] = durable
     return plan, known
 

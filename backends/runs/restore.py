@@ -41,7 +41,7 @@ from trainfold.core.state.components import components_of, state_of
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
 from trainfold.core.state.masters import refresh_masters, with_fitting_masters
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
-from trainfold.core.transform.rounding import rounded_to
+from trainfold.core.transform.rounding import converted_to
 
 _Targets: TypeAlias = dict[str, dict[str, Any]]
 
@@ -70,7 +70,7 @@ def run_resume(
         CheckpointDamaged: if bytes that are used have another digest, or the header of their file is not the one that was written.
         CheckpointTorn: if a file ends too early.
         CheckpointHostile: if what is needed does not fit into memory.
-        InvalidState: if a number would become infinite in the dtype to which a policy casts it.
+        InvalidState: if a number is beyond the dtype to which a policy casts it.
         RankFailed: if another rank fails with which this one shares its reads.
     """
     store, mine = open_store(store), components_of(like)
@@ -241,14 +241,7 @@ def _loaded(
 
 
 def _cast(value: torch.Tensor, dtype: str | None, path: str, *, as_numpy: bool) -> Any:
-    kind = value.dtype if dtype is None else torch_dtype(dtype)
-    if value.is_floating_point() and kind.is_floating_point and kind != value.dtype:
-        value = rounded_to(
-            value,
-            kind,
-            path.__str__,
-            fix="build the state in bfloat16, which has the range of float32, or in the dtype that was saved",
-        )
-    else:
-        value = value.to(kind)
+    if dtype is not None:
+        fix = "build the state in a dtype that has them, such as the one that was saved, or bfloat16, which has the range of float32"
+        value = converted_to(value, torch_dtype(dtype), path.__str__, fix=fix)
     return value.numpy() if as_numpy else value

@@ -1,4 +1,4 @@
-"""`rounded_to`: a tensor in another dtype, unless one of its numbers becomes infinite there. `check_finite`: the same of what is rounded elsewhere."""
+"""`rounded_to`: a tensor in another dtype, unless one of its numbers becomes infinite there. `converted_to`: of any kind. `check_finite`: the same of what is rounded elsewhere."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -49,6 +49,41 @@ cast to bfloat16, which has the range of float32, or leave this tensor as it is:
     if torch.finfo(source.dtype).max <= torch.finfo(dtype).max:
         return found
     check_finite(found, source, name, fix=fix)
+    return found
+
+
+def converted_to(source: "torch.Tensor", dtype: "torch.dtype", name: Callable[[], str], *, fix: str) -> "torch.Tensor":
+    """A tensor in a dtype of any kind: numbers are rounded, and integers of a number are what is before its point.
+
+    Args:
+        source: the tensor.
+        dtype: of the result.
+        name: returns what the error calls it.
+        fix: what the error advises.
+
+    Raises:
+        InvalidState: if a number is beyond what the dtype has.
+
+    Examples:
+        >>> import torch
+        >>> converted_to(torch.tensor([2.5, -3.0]), torch.int32, lambda: "steps", fix="")
+        tensor([ 2, -3], dtype=torch.int32)
+    """
+    import torch
+
+    if source.dtype == dtype:
+        return source
+    if source.is_floating_point() and dtype.is_floating_point:
+        return rounded_to(source, dtype, name, fix=fix)
+    found = source.to(dtype)
+    if dtype == torch.bool or dtype.is_complex or source.is_complex():
+        return found
+    before, after = source.to(torch.float64), found.to(torch.float64)
+    is_beyond = before.isfinite() & ~after.isfinite() if dtype.is_floating_point else ~((after - before).abs() < 1)
+    if is_beyond.any():
+        raise InvalidState(
+            name(), expected=f"numbers that {str(dtype).removeprefix('torch.')} has",
+            found=f"{int(is_beyond.sum())} of {source.numel()} beyond, such as {source[is_beyond][0].item()}", fix=fix)  # fmt: skip
     return found
 
 

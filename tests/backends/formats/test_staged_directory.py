@@ -100,7 +100,7 @@ def test_files_that_no_record_has_are_removed_and_no_link_is_followed(tmp_path):
     assert (outside / "x").exists()
 
 
-@pytest.mark.parametrize("record", [b"", b"{", b'{"plan": "a"', b"\xff\n", b'{"plan": "a"}\n{"name": "../a", "size_bytes": 1, "digest": ""}\n',
+@pytest.mark.parametrize("record", [b"", b"{", b'{"plan": "a"', b"\xff\n", b'{"plan": "a"}\n{"name": "a", "size_bytes": -5, "digest": "", "is_whole": false}\n', b'{"plan": "a"}\n{"name": "../a", "size_bytes": 1, "digest": ""}\n',
                                     b'{"plan": "a"}\n{"name": "a", "size_bytes": 1, "digest": "xxh3:0"}\n'])  # fmt: skip
 def test_a_record_of_something_else_keeps_nothing(tmp_path, record):
     stopped_after(tmp_path / "model", {"a": b"1"})

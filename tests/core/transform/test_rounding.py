@@ -10,7 +10,7 @@ from trainfold.core.transform.apply import transform_tensors
 from trainfold.core.transform.converters.converter import view
 from trainfold.core.transform.converters.lora import lora
 from trainfold.core.transform.fusing import merge
-from trainfold.core.transform.rounding import rounded_to
+from trainfold.core.transform.rounding import converted_to, rounded_to
 from trainfold.core.transform.transform import compose
 from trainfold.core.transform.values import cast, dequantise, transpose
 from trainfold.core.weights.source import Wanted
@@ -81,3 +81,23 @@ def test_weights_that_the_dtype_of_a_model_does_not_have_are_not_loaded():
 def test_what_was_infinite_stays_so():
     mask = torch.full((3, 3), float("-inf")).triu(1)
     assert torch.equal(dict(transform_tensors(cast("float16"), {"mask": mask}))["mask"], mask.half())
+
+
+KINDS = [torch.int64, torch.int32, torch.uint8, torch.float32, torch.float16, torch.bool]
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, -1, 200, 300, 65504, 70000, 2**31, 2**40]), max_size=6),
+    st.sampled_from(KINDS),
+    st.sampled_from(KINDS),
+)
+def test_a_number_is_what_it_was_in_another_kind_of_dtype_or_an_error(numbers, source, dtype):
+    """P20: a count of 2**31 was negative after a resume with int32."""
+    given = torch.tensor(numbers, dtype=torch.float64).to(source)
+    exact = given.to(dtype)
+    near = torch.allclose(exact.double(), given.double(), rtol=2**-10, atol=0.9) or dtype == torch.bool
+    if near or (source.is_floating_point and not given.isfinite().all() and dtype.is_floating_point):
+        assert torch.equal(converted_to(given, dtype, lambda: "w", fix="f"), exact)
+    else:
+        with pytest.raises(InvalidState, match=r"w: .* beyond"):
+            converted_to(given, dtype, lambda: "w", fix="f")
