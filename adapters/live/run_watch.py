@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, final
+from typing import Any, Final, Never, final
 
 from trainfold.adapters.components.component import ComponentAdapter
 from trainfold.adapters.components.module_settings import settings_of_modules, settings_of_root
@@ -107,19 +107,19 @@ class RunWatch:
         """
         self._check_schedulers(where)
         if is_step:
-            self._check_one_state(where)
+            if self._is_half_restored:
+                self._raise_half_restored(where)
             if self._unset.names:
                 self._unset.check(where)
             self._steps_of_others.check(where)
 
-    def _check_one_state(self, where: str) -> None:
-        if self._is_half_restored:
-            raise HalfRestored(
-                where,
-                expected="objects that hold one state",
-                found="a restore that failed while it overwrote them",
-                fix="end this process and start again from the checkpoint, or restore a state as a whole",
-            )
+    def _raise_half_restored(self, where: str) -> Never:
+        raise HalfRestored(
+            where,
+            expected="objects that hold one state",
+            found="a restore that failed while it overwrote them",
+            fix="end this process and start again from the checkpoint, or restore a state as a whole",
+        )
 
     def _check_schedulers(self, where: str) -> None:
         objects = self._objects
@@ -138,7 +138,8 @@ class RunWatch:
             SwappedWeights: while averaged weights stand in the model.
             UnattachedOptimizer: if an unattached optimizer has stepped parameters of the run.
         """
-        self._check_one_state("live")
+        if self._is_half_restored:
+            self._raise_half_restored("live")
         self._steps_of_others.check("live")
         if not is_swapped:
             self._averages.check()

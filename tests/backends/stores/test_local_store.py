@@ -148,7 +148,7 @@ def test_a_filesystem_without_direct_writes_or_allocation_ahead_is_served(store,
         return real(fd, data[: 1 + len(data) // 2], offset)  # and writes are short too
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    monkeypatch.setattr(direct_io, "_allocate", lambda fd, size_bytes: None)
+    monkeypatch.setattr(direct_io, "_allocate", lambda fd, start, size_bytes: None)
     data = os.urandom(3 << 20)
     store.write("step-1/a", [data], size_bytes=len(data))
     assert store.read("step-1/a") == data
@@ -358,7 +358,7 @@ def test_a_full_disk_is_refused_before_and_survived_during_a_write(tmp_path):
                 store.write("step-2/a", [bytes(1 << 20)] * (size >> 20), size_bytes=size)
         # the allocation ahead failed above; now a write in the middle of the stream fails
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(direct_io, "_allocate", lambda fd, size_bytes: None)
+            patch.setattr(direct_io, "_allocate", lambda fd, start, size_bytes: None)
             with pytest.raises(NoSpace):
                 store.write("step-2/a", [bytes(1 << 20)] * 50, size_bytes=50 << 20)
         assert all_files(place) == before

@@ -74,7 +74,7 @@ def hub(tmp_path):
 
 
 def test_a_run_ends_with_a_full_checkpoint_and_an_export_that_no_resume_takes_for_one(hub, tmp_path):
-    """T20: retention runs at the last save too. T24, K03, K07: the export, also one that is put into the run and its last step, is offered to no resume; its weights compute what the adapted model does."""
+    """T20: retention runs at the last save too. T24, K03, K07: the export, also one that is put into the run, is offered to no resume; its weights compute what the adapted model does."""
     run, x = tmp_path / "run", torch.randn(3, 4)
     first = Run(1, hub)
     with trainfold.CheckpointManager(run, every=1, keep_last=2) as manager:
@@ -85,8 +85,10 @@ def test_a_run_ends_with_a_full_checkpoint_and_an_export_that_no_resume_takes_fo
         write_hub_directory(first.live.capture(), while_it_trains, rules=view(CONVERTER, "export"))
     steps = sorted(each.name for each in run.iterdir() if each.name.startswith("step-"))
     assert steps == ["step-00000004", "step-00000005"]
-    for path in (tmp_path / "offline", run / "export", run / "step-00000005" / "export"):
-        both = SeveralSources([HubDirectory(hub), CheckpointWeights(run)])
+    both = SeveralSources([HubDirectory(hub), CheckpointWeights(run)])
+    with pytest.raises(InvalidArgument, match="a directory that is not in a checkpoint"):
+        write_hub_directory(both, run / "step-00000005" / "export", rules=view(CONVERTER, "export"))
+    for path in (tmp_path / "offline", run / "export"):
         write_hub_directory(both, path, rules=view(CONVERTER, "export"))
         exported = load_file(path / "model.safetensors")
         assert exported.keys() == plain(0).state_dict().keys()

@@ -172,10 +172,10 @@ class Recorder:
         if fd in self._opened:
             self.effects.append(Resize(self._opened[fd][1], size))
 
-    def do_allocate(self, real: Any, fd: int, size: int) -> None:
-        real(fd, size)
-        if fd in self._opened and os.fstat(fd).st_size == size:  # some filesystems cannot
-            self.effects.append(Resize(self._opened[fd][1], size))
+    def do_allocate(self, real: Any, fd: int, start: int, size: int) -> None:
+        real(fd, start, size)
+        if fd in self._opened and os.fstat(fd).st_size == start + size:  # some filesystems cannot
+            self.effects.append(Resize(self._opened[fd][1], start + size))
 
     def do_fsync(self, real: Any, fd: int) -> None:
         real(fd)
