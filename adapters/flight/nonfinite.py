@@ -125,6 +125,8 @@ def watch_nonfinite() -> Iterator[NonFiniteWatch]:
     finally:
         for handle in handles:
             handle.remove()
+            # torch 2.13 forgets to, and warns of hooks at each compilation from then on
+            hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # noqa: SLF001
 
 
 def _leaves(name: str, value: Any) -> list[LeafText]:

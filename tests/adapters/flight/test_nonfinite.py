@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.modules import module as hooks
 
 from trainfold.adapters.flight.nonfinite import watch_nonfinite
 
@@ -47,6 +48,7 @@ def test_a_finite_run_shows_nothing_and_the_hooks_go():
         model(torch.ones(1, 2))
     model(torch.full((1, 2), float("nan")))
     assert watch.found is None
+    assert not hooks._has_any_global_hook()
 
 
 def test_an_error_in_a_forward_does_not_shift_the_names():
