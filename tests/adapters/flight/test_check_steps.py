@@ -14,17 +14,17 @@ SGD = optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
 BATCHES = [torch.full((3, 2), float(number)) for number in range(1, 7)]
 
 
-def model():
+def model(*, drops=True):
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5) if drops else torch.nn.Identity())
 
 
 def loss_fn(model, x):
     return Loss(model(x).square().sum(), len(x))
 
 
-def run(step, batches=BATCHES):
-    state = init_state(model(), SGD, seed=0)
+def run(step, batches=BATCHES, state=None):
+    state = state or init_state(model(), SGD, seed=0)
     for batch in batches:
         state, _ = step(state, batch)
     return state
@@ -80,9 +80,11 @@ def test_a_loss_that_does_not_repeat_is_named():
 @pytest.mark.parametrize("is_transient", [True, False])
 def test_ranks_hear_which_of_them_is_wrong(is_transient):
     """A machine that is wrong once differs from itself; one that is wrong each time differs from the others. Every rank raises."""
+    built = [model(drops=False) for _ in range(3)]  # ranks that are threads share the streams of torch
+    state = init_state(built[0], SGD, seed=0)
 
     def rank_of(ranks):
-        step, calls = make_step(model(), loss_fn, SGD, collectives=ranks), []
+        step, calls = make_step(built[ranks.rank], loss_fn, SGD, collectives=ranks), []
 
         def faulty(state, batch):
             calls.append(1)
@@ -91,7 +93,7 @@ def test_ranks_hear_which_of_them_is_wrong(is_transient):
             return (flipped(after) if is_wrong else after), metrics
 
         with pytest.raises(StepNotRepeated) as caught:
-            run(check_steps(faulty, every=2, collectives=ranks), [batch + ranks.rank for batch in BATCHES])
+            run(check_steps(faulty, every=2, collectives=ranks), [batch + ranks.rank for batch in BATCHES], state)
         return str(caught.value)
 
     said = run_threads(3, rank_of)
@@ -101,15 +103,18 @@ def test_ranks_hear_which_of_them_is_wrong(is_transient):
 
 
 def test_two_ranks_that_differ_are_not_guessed_at():
+    built = [model(drops=False) for _ in range(2)]
+    state = init_state(built[0], SGD, seed=0)
+
     def rank_of(ranks):
-        step = make_step(model(), loss_fn, SGD, collectives=ranks)
+        step = make_step(built[ranks.rank], loss_fn, SGD, collectives=ranks)
 
         def faulty(state, batch):
             after, metrics = step(state, batch)
             return (flipped(after) if ranks.rank else after), metrics
 
         with pytest.raises(StepNotRepeated, match="no state that most ranks have"):
-            run(check_steps(faulty, every=1, collectives=ranks), [batch + ranks.rank for batch in BATCHES])
+            run(check_steps(faulty, every=1, collectives=ranks), [batch + ranks.rank for batch in BATCHES], state)
 
     run_threads(2, rank_of)
 
