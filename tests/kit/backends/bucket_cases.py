@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import random
 import socket
 import subprocess
 import sys
@@ -19,6 +20,19 @@ from trainfold.backends.stores.object_store.object_store import ObjectStore
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "hunter2hunter2", "AWS_REGION": "us-east-1"}
 FAULTS = ("cut", "lost", "500", "503", "429", "done 500", "delay", "truncate", "repeat")
 _RUNS = itertools.count()
+
+
+def one_in_four(seed):
+    """What `Proxy.fault` is for a network in which one request in four fails, and the list of the faults so far."""
+    chance, seen = random.Random(seed), []
+
+    def fault(number, method, path):
+        if chance.random() < 0.25:
+            seen.append(chance.choice(FAULTS))
+            return seen[-1]
+        return None
+
+    return fault, seen
 
 
 class S3Server:

@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import itertools
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from kit.backends.bucket_cases import FAULTS, Proxy
+from kit.backends.bucket_cases import Proxy, one_in_four
 from obstore.store import AzureStore
 
 import trainfold
@@ -106,23 +105,14 @@ def test_a_run_in_azure_keeps_the_contract(port):
 
 def test_a_run_in_azure_keeps_the_contract_through_a_network_that_fails(failing):
     """C03: one request in four fails in one of nine ways."""
-    chance = random.Random(7)
-    failing.fault = lambda number, method, path: chance.choice(FAULTS) if chance.random() < 0.25 else None
+    failing.fault, _ = one_in_four(7)
     contracts.check_store(lambda: azure_at(failing.port))
 
 
 @pytest.mark.parametrize("faults", [300])
 def test_nothing_that_was_acknowledged_in_azure_is_lost(failing, faults):
     """C03, E01: saves, retention and resumes through a network that fails."""
-    chance, seen = random.Random(faults), []
-
-    def fault(number, method, path):
-        if chance.random() < 0.25:
-            seen.append(chance.choice(FAULTS))
-            return seen[-1]
-        return None
-
-    failing.fault = fault
+    failing.fault, seen = one_in_four(faults)
     acknowledged = 0
     while len(seen) < faults:
         live = trainfold.attach(torch.nn.Linear(3, 3))

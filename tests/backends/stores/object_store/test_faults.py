@@ -1,12 +1,11 @@
 """What was acknowledged is there: after a death at any request of a save, and through a network that fails all the time."""
 
-import random
 import warnings
 
 import obstore
 import pytest
 import torch
-from kit.backends.bucket_cases import FAULTS, store_at
+from kit.backends.bucket_cases import one_in_four, store_at
 from obstore.store import MemoryStore
 
 import trainfold
@@ -93,14 +92,7 @@ def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_o
 @pytest.mark.slow(3)
 def test_nothing_that_a_manager_acknowledged_is_lost_in_many_faults(faults, proxy):
     """C03, E01: saves, retention and resumes through a network of which every fourth request fails in one of nine ways."""
-    chance, seen = random.Random(faults), []
-
-    def fault(number, method, path):
-        if chance.random() < 0.25:
-            seen.append(chance.choice(FAULTS))
-            return seen[-1]
-        return None
-
+    fault, seen = one_in_four(faults)
     run = store_at(proxy.port).url.removeprefix("s3://bucket/")
     model = torch.nn.Linear(3, 3)
     acknowledged, saved = 0, {}

@@ -1,9 +1,7 @@
 """A run in an object store keeps the contract of stores, in memory, over HTTP, and through a network that fails."""
 
-import random
-
 import pytest
-from kit.backends.bucket_cases import FAULTS, store_at
+from kit.backends.bucket_cases import FAULTS, one_in_four, store_at
 from obstore.store import MemoryStore
 
 import trainfold
@@ -36,7 +34,6 @@ def test_a_server_that_does_not_know_a_condition_is_refused_with_its_name(proxy,
 
 def test_an_object_store_keeps_the_contract_through_a_network_that_fails(proxy):
     """C03: one request in four is cut, lost after it was carried out, refused, late, cut in the middle, or sent twice."""
-    chance = random.Random(7)
-    proxy.fault = lambda number, method, path: chance.choice(FAULTS) if chance.random() < 0.25 else None
+    proxy.fault, _ = one_in_four(7)
     contracts.check_store(lambda: store_at(proxy.port))
     assert len({each[-1] for each in proxy.requests}) == len(FAULTS) + 1
