@@ -48,6 +48,12 @@ _CADENCE = Group(
     "How often to save", help="Give three durations to see the cadence that loses the least time.", sort_key=9
 )
 
+Patience = Annotated[
+    float,
+    DURATION,
+    Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
+]
+
 app = App(
     name="trainfold",
     version=__version__,
@@ -120,11 +126,7 @@ def rehearse(  # noqa: PLR0913 - one for each option
             help="For a program that does not repeat itself: how far apart values may be after a resume, such as 1e-3."
         ),
     ] = None,
-    patience: Annotated[
-        float,
-        DURATION,
-        Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
-    ] = 600.0,
+    patience: Patience = 600.0,
     nproc: Annotated[
         tuple[int, ...] | None,
         Parameter(
@@ -198,11 +200,7 @@ def replay(  # noqa: PLR0913 - one for each option
     directory: Annotated[Path, Parameter(name="--dir", help="Directory for everything that the replay writes.")] = Path(
         "runs/replay"
     ),
-    patience: Annotated[
-        float,
-        DURATION,
-        Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
-    ] = 600.0,
+    patience: Patience = 600.0,
     json: Json = False,
 ) -> int:
     """Run your own program again from a checkpoint, in a scratch directory, and compare each step with the flight log of the run.
@@ -243,11 +241,7 @@ def bisect(
     directory: Annotated[Path, Parameter(name="--dir", help="Directory for what a replay writes.")] = Path(
         "runs/bisect"
     ),
-    patience: Annotated[
-        float,
-        DURATION,
-        Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
-    ] = 600.0,
+    patience: Patience = 600.0,
     json: Json = False,
 ) -> int:
     """Find the first step in which two runs part, and why: by their flight logs, then their checkpoints, then a replay.

@@ -11,7 +11,7 @@ from trainfold.adapters.own_state.attributes import attributes
 from trainfold.adapters.sharded.dtensor import FSDP_ATTRIBUTES, own_class
 from trainfold.core.format.structure.united_contract import PLACES, settings_of_places
 from trainfold.core.json_values import Json, encode_scalar
-from trainfold.core.state.fqn import canonical_name, path_in
+from trainfold.core.state.fqn import path_in, short_path_in
 
 _OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl", "_version"})
 # Settings that also show in the shapes of the tensors: a resume refuses the shapes, and so reports one cause only.
@@ -68,7 +68,7 @@ def _places(root: torch.nn.Module) -> Iterator[tuple[str, str, torch.nn.Module]]
     """Yield each module with its path without all that could be the prefix of a wrapper, as checkpoints have it (ADR-0056), and its path; without wrappers."""
     for name, module in root.named_modules():
         if not own_class(module).__module__.startswith(_WRAPPERS):
-            yield canonical_name(f"{path_in(root, name)}._")[:-2] if name else "", name, module
+            yield short_path_in(root, name), name, module
 
 
 def _settings(module: torch.nn.Module) -> Iterator[tuple[str, Json]]:

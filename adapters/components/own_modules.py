@@ -13,7 +13,7 @@ from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.adapters.sharded.dtensor import local_part, named_shards
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.state.fqn import canonical_name, path_in
+from trainfold.core.state.fqn import short_path_in
 from trainfold.core.state.state import Opaque
 
 _EXTRA: Final = "_extra_state"
@@ -107,7 +107,7 @@ def own_module_parts(name: str, module: Any) -> dict[str, OwnModulePart]:
     extra: dict[str, torch.nn.Module] = {}
     own: dict[str, torch.nn.Module] = {}
     for path, each in module.named_modules():
-        short = canonical_name(f"{path_in(module, path)}._")[:-2] if path else ""
+        short = short_path_in(module, path)
         for found, has_state in ((extra, _has_extra(each)), (own, _has_own(each, module))):
             if has_state:
                 found[path if short in found else short] = each  # a wrapper has the name of the module that it wraps

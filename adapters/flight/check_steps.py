@@ -5,18 +5,18 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
-import xxhash
 
 from trainfold.adapters.flight.flight_log import PureStep
 from trainfold.core import tree
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidState, StepNotRepeated
 from trainfold.core.exact.distance import distance
+from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.components import components_of
+from trainfold.core.state.components import components_of, select
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.step import Step
-from trainfold.core.tensor_memory import byte_view, tensor_bytes
+from trainfold.core.tensor_memory import byte_view
 
 S = TypeVar("S", bound=TrainState)
 B = TypeVar("B")
@@ -66,7 +66,9 @@ def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | 
 
 
 def _judge(number: int, unlike: list[str], state: TrainState, collectives: Collectives | None) -> None:
-    digest = "" if collectives is None else _digest(state)
+    digest = (
+        None if collectives is None else fingerprint(select(state, ["model", "optimizer"]))
+    )  # what ranks have alike
     told = (
         [(unlike, digest)]
         if collectives is None
@@ -83,8 +85,8 @@ def _judge(number: int, unlike: list[str], state: TrainState, collectives: Colle
             "not repeat: call torch.use_deterministic_algorithms(True)",
         )
     digests = [digest for _, digest in told]
-    if len({*digests}) > 1:
-        most = max({*digests}, key=digests.count)
+    most = max(digests, key=digests.count)
+    if digests.count(most) < len(digests):
         apart = [rank for rank, each in enumerate(digests) if each != most]
         is_clear = 2 * digests.count(most) > len(digests)
         raise StepNotRepeated(
@@ -131,12 +133,3 @@ def _apart(one: Any, other: Any) -> str | None:
     if torch.equal(byte_view(one.detach()), byte_view(other.detach())):
         return None
     return str(distance(one.detach().cpu(), other.detach().cpu()))
-
-
-def _digest(state: TrainState) -> str:
-    """The digest of what ranks have alike after a step: the model and the optimizer."""
-    found = xxhash.xxh3_128()
-    for component in (state.model, state.optimizer):
-        for leaf in tree.leaves(component):
-            found.update(tensor_bytes(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
-    return str(found.hexdigest())

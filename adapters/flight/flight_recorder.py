@@ -11,7 +11,7 @@ import xxhash
 from trainfold.adapters.flight.replay_orders import end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.recorder import plain_number
+from trainfold.adapters.live.recorder import plain_number, with_recorder
 from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
@@ -79,7 +79,7 @@ class FlightRecorder:
             )
         if self._watched is None or self._watched() is not run:
             self._watched, self._under_way = weakref.ref(run), run.progress.step + 1
-            run.recorders = (*(each for each in run.recorders if not isinstance(each, FlightRecorder)), self)
+            run.recorders = with_recorder(run.recorders, self)
 
     def boundary(self, run: Live) -> None:
         """Digest the state, if that is due after this step."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.recorder import plain_number
+from trainfold.adapters.live.recorder import plain_number, with_recorder
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import LocalStore, Run
@@ -114,7 +114,7 @@ class Rehearsal:
     def watch(self, run: Live | TrainState) -> None:
         """Listen to a live run."""
         if isinstance(run, Live) and not any(each is self for each in run.recorders):
-            run.recorders = (*(each for each in run.recorders if not isinstance(each, Rehearsal)), self)
+            run.recorders = with_recorder(run.recorders, self)
             if run.progress.step:  # it was not restored by a manager: record where it is
                 self._step(run.progress.step)
 

@@ -27,6 +27,11 @@ class Recorder(Protocol):
         """Whether the run ends at this step."""
 
 
+def with_recorder(recorders: Sequence[Recorder], new: Recorder) -> tuple[Recorder, ...]:
+    """The recorders of a run with a new one, which takes the place of another of its class."""
+    return (*(each for each in recorders if type(each) is not type(new)), new)
+
+
 def check_values(values: Mapping[str, Any]) -> None:
     """Refuse values that are not numbers. Tensors are not read, so nothing waits for a GPU.
 

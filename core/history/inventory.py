@@ -63,6 +63,11 @@ class Inventory:
     problem: Problem | None = None
     lost: str | None = None
 
+    @property
+    def usable_steps(self) -> set[int]:
+        """The steps of the checkpoints that may be usable."""
+        return {entry.head.step for entry in self.entries if entry.head is not None and entry.is_candidate}
+
     def _repr_html_(self) -> str:
         resumed = next(iter(lineage(self)), None)
         rows = []

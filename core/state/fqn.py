@@ -131,6 +131,16 @@ def path_in(root: torch.nn.Module, path: str) -> str:
     return name_in(root, f"{path}._")[:-2] if path else path
 
 
+def short_path_in(root: torch.nn.Module, path: str) -> str:
+    """`path_in` without all that could be the prefix of a wrapper: as settings and states of modules are called in checkpoints (ADR-0056).
+
+    Examples:
+        >>> short_path_in(torch.nn.Sequential(torch.nn.ReLU()), "0.module.act")
+        '0.act'
+    """
+    return canonical_name(f"{path_in(root, path)}._")[:-2] if path else ""
+
+
 def under_names_of(names: Collection[str], found: Mapping[str, T]) -> Mapping[str, T]:
     """The tensors of a copy of a model under the names that the model has, where only the parts that may be of wrappers differ.
 

@@ -6,11 +6,16 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, flights_of
-from trainfold.adapters.cli.flights.scratch_run import ReplayRequest, check_command, replay_program
+from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks
+from trainfold.adapters.cli.flights.scratch_run import (
+    ReplayRequest,
+    check_command,
+    flights_of,
+    replay_program,
+    scratch_place,
+)
 from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
-from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.core.errors import CheckpointMissing
 from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_of
 from trainfold.core.format.file_names import MANIFEST, directory_of
@@ -18,16 +23,7 @@ from trainfold.core.format.leaf_texts import leaf_texts
 from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.state.notes import CONVERTED, LINEAGE
 
-_MARKER: Final = "bisect.json"
-_LOCK: Final = "bisect.lock"
-_PLACE: Final = Workplace(
-    made_by="trainfold bisect",
-    noun="bisection",
-    option="--dir",
-    marker=_MARKER,
-    lock=_LOCK,
-    names=frozenset({_MARKER, _LOCK, "run", "notes", "managers"}),
-)
+_PLACE: Final = scratch_place("bisect", "bisection")
 _SHOWN: Final = 40
 _OWN: Final = ("rng", "dataset")  # components that hold random streams
 _HOST: Final = ("['python']", "['numpy']")  # streams that are seldom seeded
@@ -103,12 +99,11 @@ def _of_checkpoints(a: Path, b: Path, mine: set[int], theirs: set[int]) -> Evide
 def _complete(run: Path, *, has_log: bool) -> set[int]:
     """The steps of its complete checkpoints; a run that has a log needs none."""
     try:
-        inventory = open_run(run)[1]
+        return open_run(run)[1].usable_steps
     except CheckpointMissing:
         if has_log:
             return set()
         raise
-    return {entry.head.step for entry in inventory.entries if entry.head is not None and entry.problem is None}
 
 
 def _unlike(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -5,27 +5,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainfold.adapters.cli.diff import diff_checkpoints
-from trainfold.adapters.cli.flights.scratch_run import ReplayRequest, ScratchRun, check_command, replay_program
+from trainfold.adapters.cli.flights.scratch_run import (
+    ReplayRequest,
+    ScratchRun,
+    check_command,
+    flights_of,
+    replay_program,
+    scratch_place,
+)
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
-from trainfold.adapters.cli.terminal.workplace import Workplace
-from trainfold.backends.flight.flight_file import read_flights
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.step_difference import StepDifference, first_step_apart
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.history.inventory import Inventory
 
-_MARKER: Final = "replay.json"
-_LOCK: Final = "replay.lock"
-_PLACE: Final = Workplace(
-    made_by="trainfold replay",
-    noun="replay",
-    option="--dir",
-    marker=_MARKER,
-    lock=_LOCK,
-    names=frozenset({_MARKER, _LOCK, "run", "notes", "managers"}),
-)
+_PLACE: Final = scratch_place("replay", "replay")
 
 
 def replay_run(  # noqa: PLR0913 - one for each option
@@ -67,14 +63,6 @@ def replay_run(  # noqa: PLR0913 - one for each option
     return _compared(request, flights, made) if made.nonfinite is None else _nonfinite(request, made, made.nonfinite)
 
 
-def flights_of(run: Path) -> dict[int, Flight]:
-    """The logs of a run by rank; empty if it has none."""
-    try:
-        return read_flights(run)
-    except CheckpointMissing:
-        return {}
-
-
 def first_of_ranks(
     one: dict[int, Flight], other: dict[int, Flight], *, after: int, until: int | None = None
 ) -> tuple[int, StepDifference] | None:
@@ -93,7 +81,7 @@ def _steps(inventory: Inventory, flights: dict[int, Flight], begin: int | None, 
     if end is None:
         raise InvalidArgument("--to", expected="the last step, as the run has no flight log", found="none",
                               fix="pass --to; CheckpointManager(..., record=100) writes a log")  # fmt: skip
-    saved = sorted(entry.head.step for entry in inventory.entries if entry.head is not None and entry.problem is None)
+    saved = sorted(inventory.usable_steps)
     begin = max((step for step in saved if step < end), default=0) if begin is None else begin
     if begin and begin not in saved:
         near = ", ".join(str(step) for step in sorted(saved, key=lambda step: abs(step - (begin or 0)))[:6])

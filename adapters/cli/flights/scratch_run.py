@@ -15,6 +15,7 @@ from trainfold.adapters.cli.rehearse.errors import NeverResumed, ProgramFailed
 from trainfold.adapters.cli.rehearse.options import PLACEHOLDER
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.starts import environment_of_programs
+from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.adapters.flight.replay_orders import NONFINITE_NAME
 from trainfold.backends.flight.flight_file import read_flights
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
@@ -106,11 +107,27 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     if is_silent or not (is_over or program.code == 0):
         raise _failed(output, program.code, is_silent=is_silent)
     _check_resumed(request, seen)
+    return ScratchRun(run, flights_of(run), nonfinite, output)
+
+
+def scratch_place(command: str, noun: str) -> Workplace:
+    """The directory of a command that runs a program by `replay_program`.
+
+    Args:
+        command: its name.
+        noun: what it makes, for messages.
+    """
+    marker, lock = f"{command}.json", f"{command}.lock"
+    names = frozenset({marker, lock, "run", "notes", "managers"})
+    return Workplace(f"trainfold {command}", noun, "--dir", marker, lock, names)
+
+
+def flights_of(run: Path) -> dict[int, Flight]:
+    """The logs of a run by rank; empty if it has none."""
     try:
-        flights = read_flights(run)
+        return read_flights(run)
     except CheckpointMissing:
-        flights = {}
-    return ScratchRun(run, flights, nonfinite, output)
+        return {}
 
 
 def check_command(run: Path, command: Sequence[str]) -> tuple[str, ...]:
