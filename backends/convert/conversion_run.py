@@ -14,11 +14,12 @@ from trainfold.backends.convert.native_contents import (
     contents_of_checkpoint,
     contents_of_weights,
 )
-from trainfold.backends.convert.native_target import NativeContents, check_native_target, write_native
+from trainfold.backends.convert.native_target import NativeContents, check_native_target, native_room, write_native
 from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource, with_adapter
-from trainfold.backends.formats.staged_directory import check_vacant
+from trainfold.backends.formats.present_directory import is_present
+from trainfold.backends.formats.staged_directory import check_room, check_vacant, staging_of
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.stores.place import free_path, local_path
+from trainfold.backends.stores.place import bytes_on_disk, free_path, local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
 from trainfold.backends.weights.opened import opened_weights
@@ -78,7 +79,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     lora: str | Path | None = None,
     dequantise: bool = False,
 ) -> PlannedConversion:
-    """Plan a conversion on names, dtypes and shapes; no tensor is read, and the target is looked at.
+    """Plan a conversion on names, dtypes and shapes; no tensor is read, and the target and the room on its disk are looked at.
 
     Args:
         opened: what is read.
@@ -95,6 +96,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         InvalidArgument: for what cannot be done.
         InvalidState: if the tensors have not the form that the rules need.
         CheckpointError: the matching subclass, if something cannot be read.
+        NoSpace: if the disk of the target has no room for it.
     """
     checked_target(to)
     free_path(str(target), argument="target")
@@ -143,16 +145,17 @@ def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: N
 
 def _native_plan(planned: PlannedConversion) -> Conversion:
     with _contents(planned, lambda _: None) as (contents, before):
-        check_native_target(contents, local_path(planned.plan.target))
+        target, plan = local_path(planned.plan.target), contents.plan
+        is_there = check_native_target(contents, target)
         model = contents.described.get("model")
         return attrs.evolve(
-            planned.plan,
+            _with_room(planned.plan, target, native_room(plan), target, is_there=is_there),
             before=before,
             after={} if model is None else model.tensors,
             components=tuple(contents.described),
             left_out=contents.omitted,
             tensors_left_out=_reasons(planned, contents.omitted),
-            files={file.name: file.size_bytes for file in contents.plan.files},
+            files={file.name: file.size_bytes for file in plan.files},
         )
 
 
@@ -183,18 +186,14 @@ def _hub_options(planned: PlannedConversion) -> dict[str, Any]:
 
 
 def _hub_plan(planned: PlannedConversion) -> Conversion:
-    check_vacant(planned.plan.target)
     plan = plan_hub_directory(planned.opened.model, **_hub_options(planned))
     tensors = {name: each for file in plan.files for name, each in file.tensors.items()}
-    files = {file.name: file.size_bytes for file in plan.files} | {
-        name: len(data) for name, data in plan.beside.items()
-    }
     return attrs.evolve(
-        planned.plan,
+        _in_a_directory(planned.plan, plan.sizes),
         before=planned.opened.model.specs(),
         after=tensors,
         left_out=tuple(in_order(planned.opened.others)),
-        files=files,
+        files=plan.sizes,
         tensors_left_out={**_reasons(planned, planned.opened.others), **plan.left_out},
     )
 
@@ -220,18 +219,28 @@ def _dcp(planned: PlannedConversion, advance: Advance) -> Iterator[tuple[DcpCont
 
 
 def _dcp_plan(planned: PlannedConversion) -> Conversion:
-    check_vacant(planned.plan.target)
     with _dcp(planned, lambda _: None) as (contents, weights):
-        files = {file.name: file.size_bytes for file in contents.plan.files}
+        files = contents.plan.sizes
         return attrs.evolve(
-            planned.plan,
+            _in_a_directory(planned.plan, files),
             before=weights.specs,
             after={name: each.spec for name, each in contents.read.items() if name.startswith("model.")},
             components=contents.components,
             left_out=contents.left_out,
-            files={**files, ".metadata": len(contents.plan.metadata)},
+            files=files,
             tensors_left_out={**_reasons(planned, contents.left_out), **contents.reasons},
         )
+
+
+def _in_a_directory(plan: Conversion, files: Mapping[str, int]) -> Conversion:
+    target = check_vacant(plan.target, files)
+    return _with_room(plan, target, sum(files.values()), staging_of(target), is_there=is_present(target, files))
+
+
+def _with_room(plan: Conversion, target: str, size_bytes: int, begun: str, *, is_there: bool) -> Conversion:
+    """A plan with what it needs of its disk, beside what a killed process has begun; that is gone on with, or removed first."""
+    needed_bytes = 0 if is_there else max(0, size_bytes - bytes_on_disk(begun))
+    return attrs.evolve(plan, is_there=is_there, needed_bytes=needed_bytes, free_bytes=check_room(target, needed_bytes))
 
 
 def like_of(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory | None, Mapping[str, Any] | None]:

@@ -14,7 +14,7 @@ from trainfold.backends.library_versions import library_versions
 from trainfold.backends.runs.begin import begin_checkpoint
 from trainfold.backends.runs.commit import after_commit, proved_bytes
 from trainfold.backends.runs.scan import examine, read_inventory
-from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.local import MARGIN_BYTES, LocalStore
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.codec import torch_dtype
@@ -60,6 +60,15 @@ class NativeContents:
     def plan(self) -> SavePlan:
         """The files, byte by byte, of a run that has nothing else."""
         return without_collecting(plan_save)([self.described], step=self.step)
+
+
+def native_room(plan: SavePlan) -> int:
+    """How many bytes have to be free for a run that does not exist yet.
+
+    Args:
+        plan: of its files.
+    """
+    return plan.size_bytes + _ROOM_BYTES + MARGIN_BYTES
 
 
 def write_native(contents: NativeContents, path: str) -> str:
@@ -108,21 +117,27 @@ def write_native(contents: NativeContents, path: str) -> str:
     return plan.directory
 
 
-def check_native_target(contents: NativeContents, path: str) -> None:
+def check_native_target(contents: NativeContents, path: str) -> bool:
     """Raise if `write_native` would refuse the place; nothing is written.
 
     Args:
         contents: as there.
         path: as there.
 
+    Returns:
+        Whether an earlier process has written all of it.
+
     Raises:
         InvalidArgument: if there is something else at the path.
         CheckpointForeign: if it is something else than a directory.
     """
     store = LocalStore(path)
-    if store.list():
-        plan = contents.plan
-        _check_target(store, plan, _identity(contents, plan))
+    if not store.list():
+        return False
+    plan = contents.plan
+    identity = _identity(contents, plan)
+    _check_target(store, plan, identity)
+    return _is_done(store, plan, identity)
 
 
 def _identity(contents: NativeContents, plan: SavePlan) -> str:

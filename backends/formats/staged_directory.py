@@ -3,14 +3,24 @@
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from types import MappingProxyType
+from typing import Any, Final, final
 
 import xxhash
 
 from trainfold.backends.formats.file_sections import CutParts
+from trainfold.backends.formats.present_directory import (
+    DIRECTORY,
+    PartsFrom,
+    PresentDirectory,
+    failures,
+    in_the_way,
+    is_present,
+    what_is_at,
+)
 from trainfold.backends.formats.staged_record import (
     NOTE_BYTES,
     Durable,
@@ -23,32 +33,24 @@ from trainfold.backends.formats.staged_record import (
 )
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.direct_io import write_stream
-from trainfold.backends.stores.os_errors import save_failure, wrong_size
-from trainfold.backends.stores.place import free_path
+from trainfold.backends.stores.os_errors import wrong_size
+from trainfold.backends.stores.place import free_bytes_at, free_path
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.backends.stores.staged_files import check_path, make_directories, sync_above
-from trainfold.core.checks import count
+from trainfold.core.checks import mapping_given
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile, InvalidArgument, NoSpace, RunLocked, RunReplaced
 from trainfold.core.json_values import shown
 
-PartsFrom: TypeAlias = Callable[[int], Iterable[Buffer]]
-"""Gives the bytes of a file from an offset on."""
-
 _FILES: Final = "files"  # what becomes the directory
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @final
 class StagedDirectory:
-    """The files of a directory that does not exist yet; `staged_directory` makes it.
-
-    Attributes:
-        is_committed: whether the directory is there, whole: `commit` has returned, here or in an earlier process with the same plan.
-    """
+    """The files of a directory that does not exist yet; `staged_directory` makes it."""
 
     def __init__(self, path: str, above: int, staging: int) -> None:
-        self.is_committed = False
+        self._is_committed = False
         self._path = path
         self._above = above
         self._staging = staging
@@ -91,7 +93,7 @@ class StagedDirectory:
         if self.has(name, size_bytes=size_bytes):
             return False
         where = f"{self._path}/{name}"
-        with _failures(where):
+        with failures(where):
             fd, start, whole = self._begun(name, size_bytes) if callable(parts) else self._new(name)
             try:
                 rest = CutParts(parts(start) if callable(parts) else parts, whole)
@@ -139,7 +141,7 @@ class StagedDirectory:
 
     def path_of(self, name: str) -> str:
         """Where a file is until the commit."""
-        return f"{os.path.dirname(self._path)}/{_staging_name(self._path)}/{_FILES}/{checked_file_name(name)}"  # noqa: PTH120
+        return f"{staging_of(self._path)}/{_FILES}/{checked_file_name(name)}"
 
     def commit(self) -> None:
         """Give the directory its name. It is durable when this returns.
@@ -149,9 +151,7 @@ class StagedDirectory:
             CheckpointHostile: if there are other files than those that were written.
             SaveFailed: if it cannot be renamed or synced.
         """
-        if self.is_committed:
-            return
-        with _failures(self._path):
+        with failures(self._path):
             there = set(os.listdir(self._files))  # noqa: PTH208  # a descriptor
             if there != self._checked:
                 raise CheckpointHostile(
@@ -164,24 +164,17 @@ class StagedDirectory:
             try:
                 os.rename(_FILES, name, src_dir_fd=self._staging, dst_dir_fd=self._above)
             except OSError as error:
-                if _what_is_at(self._path):
-                    raise _in_the_way(self._path) from error
+                if what_is_at(self._path):
+                    raise in_the_way(self._path) from error
                 raise
             sync_above(self._path)
-        self.is_committed = True
+        self._is_committed = True
 
     def begin(self, plan: str, *, size_bytes: int) -> None:
         """Take over what an earlier process with this plan has finished, or start over. The caller has the lock."""
         planned, known = read_record(self._staging)
-        has_files = _is_directory(_FILES, self._staging)
-        if _what_is_at(self._path):
-            # a writer that was killed after its rename leaves its record alone
-            self.is_committed = not has_files and planned == plan and _has_exactly(self._path, known)
-            if not self.is_committed:
-                raise _in_the_way(self._path)
-            return
-        with _failures(self._path):
-            is_kept = has_files and planned == plan
+        with failures(self._path):
+            is_kept = _is_directory(_FILES, self._staging) and planned == plan
             if not is_kept:
                 known = {}
                 remove_record(self._staging)
@@ -191,15 +184,10 @@ class StagedDirectory:
                 known = {name: each for name, each in known.items() if each.is_whole or self._is_cut(name, each)}
                 for name in set(os.listdir(self._files)) - known.keys():  # noqa: PTH208
                     _remove(name, self._files)
-            disk = os.fstatvfs(self._staging)
-            free = disk.f_bavail * disk.f_frsize
-            needed = size_bytes - sum(each.size_bytes for each in known.values())
-            if needed > free:
-                raise NoSpace(self._path, expected=f"{needed} bytes free", found=free,
-                              fix="make room there, or choose another disk; nothing was written")  # fmt: skip
+            check_room(self._path, size_bytes - sum(each.size_bytes for each in known.values()))
             if not is_kept:
                 os.mkdir(_FILES, dir_fd=self._staging)
-                os.fsync(self._staging)  # from here on a record without files is that of a commit
+                os.fsync(self._staging)
                 self._open_files()
             self._known = known
             self._record = StagedRecord(self._staging, plan, known)
@@ -208,7 +196,7 @@ class StagedDirectory:
     def close(self) -> None:
         """Close what is open, and remove what is left of a directory that is committed. The caller has the lock."""
         self._opened.close()
-        if self.is_committed or not _is_directory(_FILES, self._staging):
+        if self._is_committed or not _is_directory(_FILES, self._staging):
             with suppress(OSError):
                 with suppress(FileNotFoundError):
                     os.unlink(run_lock.LOCK_NAME, dir_fd=self._staging)
@@ -216,7 +204,7 @@ class StagedDirectory:
                 os.rmdir(_staging_name(self._path), dir_fd=self._above)
 
     def _open_files(self) -> None:
-        self._files = os.open(_FILES, _DIRECTORY, dir_fd=self._staging)
+        self._files = os.open(_FILES, DIRECTORY, dir_fd=self._staging)
         self._opened.callback(os.close, self._files)
 
     def _is_cut(self, name: str, known: Durable) -> bool:
@@ -234,18 +222,20 @@ class StagedDirectory:
 
 
 @contextmanager
-def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Iterator[StagedDirectory]:
+def staged_directory(
+    path: str | Path, *, plan: str, files: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[StagedDirectory | PresentDirectory]:
     """Write a directory that is absent until it is whole. What a killed writer has finished is kept for the next one with the same plan.
 
     Law: whenever the process or the machine dies, the directory is as it was before, or whole; and the same calls, made again, finish it or find it there.
 
     Args:
-        path: the directory, or its ``file://`` URL. It does not exist yet, or is empty. Links on the way are followed. Files are staged beside it, in ``.NAME.partial``.
+        path: the directory, or its ``file://`` URL. It does not exist yet, is empty, or has the very files that are to be written: then they are compared. Links on the way are followed. Files are staged beside it, in ``.NAME.partial``.
         plan: what is written, as a text such as a digest: what another plan has finished is removed.
-        size_bytes: how much is written in all, to see at once whether it fits.
+        files: name -> size in bytes of each file that is to be written, to see at once whether they fit, or are there.
 
     Raises:
-        InvalidArgument: if there is something at the path, other than what the same plan has committed; for a path in a checkpoint of a run, and for another URL.
+        InvalidArgument: if there is something else at the path; for a path in a checkpoint of a run, and for another URL.
         RunLocked: if another process writes there.
         NoSpace: if the disk has no room for it.
         CheckpointHostile: if what is staged there is not this user's.
@@ -261,32 +251,39 @@ def staged_directory(path: str | Path, *, plan: str, size_bytes: int = 0) -> Ite
         ...     is_there, Path(top, "model/a").read_text(), os.listdir(top)
         (False, '123', ['model'])
     """
-    count("staged_directory.size_bytes", size_bytes, least=0, fix="pass the size of all files together")
-    real = check_vacant(path)
+    mapping_given("staged_directory.files", files, values=int)
+    real = check_vacant(path, files)
     above_path, name = os.path.split(real)
     with ExitStack() as held:
-        with _failures(real):
+        with failures(real):
             make_directories(above_path, "")
             above = os.open(above_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, above)
             staging = _locked(above, above_path, name, held)
         staged = StagedDirectory(real, above, staging)
         held.callback(staged.close)
-        staged.begin(plan, size_bytes=size_bytes)
-        yield staged
+        if what_is_at(real):
+            check_vacant(path, files)
+            present = PresentDirectory(real)
+            held.callback(present.close)
+            yield present
+        else:
+            staged.begin(plan, size_bytes=sum(files.values()))
+            yield staged
 
 
-def check_vacant(path: str | Path) -> str:
-    """Raise if something is in the way of a directory; a writer that was killed may have staged files for it.
+def check_vacant(path: str | Path, files: Mapping[str, int]) -> str:
+    """Raise if something is in the way of a directory.
 
     Args:
         path: as for `staged_directory`.
+        files: as there.
 
     Returns:
         The path behind all links.
 
     Raises:
-        InvalidArgument: if there is something at the path; and for another URL.
+        InvalidArgument: if there is something at the path that has not these files; and for another URL.
         SaveFailed: if no such path can be written.
     """
     if not isinstance(path, str | os.PathLike):
@@ -295,10 +292,39 @@ def check_vacant(path: str | Path) -> str:
     check_path(given)
     given = free_path(given)
     real = os.path.realpath(given)
-    with _failures(real):
-        if real == "/" or (_what_is_at(real) and not os.path.lexists(f"{os.path.dirname(real)}/{_staging_name(real)}")):  # noqa: PTH120
-            raise _in_the_way(real)
+    with failures(real):
+        if real == "/" or (what_is_at(real) and not is_present(real, files)):
+            raise in_the_way(real)
     return real
+
+
+def check_room(path: str, needed_bytes: int) -> int:
+    """Raise if there is not enough room for what is written.
+
+    Args:
+        path: where it is written; it need not be there.
+        needed_bytes: how much.
+
+    Returns:
+        How much is free.
+
+    Raises:
+        NoSpace: if that is less.
+    """
+    free_bytes = free_bytes_at(path)
+    if needed_bytes > free_bytes:
+        raise NoSpace(path, expected=f"{needed_bytes} bytes free", found=free_bytes,
+                      fix="make room there, or choose another disk; nothing was written")  # fmt: skip
+    return free_bytes
+
+
+def staging_of(path: str) -> str:
+    """Where the files of a directory are staged.
+
+    Args:
+        path: of the directory, behind all links.
+    """
+    return f"{os.path.dirname(path)}/{_staging_name(path)}"  # noqa: PTH120
 
 
 def _locked(above: int, above_path: str, name: str, held: ExitStack) -> int:
@@ -308,7 +334,7 @@ def _locked(above: int, above_path: str, name: str, held: ExitStack) -> int:
         with suppress(FileExistsError):
             os.mkdir(_staging_name(name), 0o700, dir_fd=above)
         try:
-            staging = os.open(_staging_name(name), _DIRECTORY, dir_fd=above)
+            staging = os.open(_staging_name(name), DIRECTORY, dir_fd=above)
         except FileNotFoundError:
             continue  # another process has committed, and removed it
         except NotADirectoryError as error:
@@ -333,23 +359,6 @@ def _staging_name(path: str) -> str:
     return f".{os.path.basename(path)}.partial"  # noqa: PTH119
 
 
-def _what_is_at(path: str) -> str:
-    """What is in the way of a directory; an empty text for nothing, and for an empty directory."""
-    try:
-        with os.scandir(path) as entries:
-            first = next(entries, None)
-    except FileNotFoundError:
-        return "a link that leads nowhere" if os.path.lexists(path) else ""
-    except NotADirectoryError:
-        return "a file"
-    return "" if first is None else f"a directory with {first.name} in it"
-
-
-def _in_the_way(path: str) -> InvalidArgument:
-    return InvalidArgument(path, expected="a directory that does not exist yet, or is empty", found=_what_is_at(path) or "something else",
-                           fix="choose another path, or remove what is there; nothing is overwritten")  # fmt: skip
-
-
 def _planted(path: str, found: str) -> CheckpointHostile:
     return CheckpointHostile(path, expected="a directory of this user, for the files that are staged", found=found,
                              fix="find out what put it there, and remove it")  # fmt: skip
@@ -362,19 +371,6 @@ def _is_as_recorded(directory: int, name: str, known: Durable) -> bool:
         return False
     try:
         return os.fstat(fd).st_size == known.size_bytes and digest_of_first(fd, known.size_bytes)[0] == known.digest
-    finally:
-        os.close(fd)
-
-
-def _has_exactly(path: str, finished: dict[str, Durable]) -> bool:
-    """Whether a directory has these files, and nothing else."""
-    try:
-        fd = os.open(path, _DIRECTORY)
-    except OSError:
-        return False
-    try:
-        names = set(os.listdir(fd))  # noqa: PTH208
-        return names == finished.keys() and all(_is_as_recorded(fd, name, each) for name, each in finished.items())
     finally:
         os.close(fd)
 
@@ -392,15 +388,3 @@ def _remove(name: str, directory: int) -> None:
     else:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory)
-
-
-@contextmanager
-def _failures(where: str) -> Iterator[None]:
-    """Name the errors of the machine, and say what they mean for a directory that is staged."""
-    try:
-        yield
-    except OSError as error:
-        named = save_failure(error, where)
-        raise type(named)(where, expected=named.expected, found=error,
-                          fix="make room or look at the device there, or choose another disk; run this again, and it goes on with what is missing",
-                          ) from error  # fmt: skip

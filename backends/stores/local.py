@@ -15,7 +15,7 @@ from typing import Final, TypeAlias, final
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
-from trainfold.backends.stores.place import is_object_url, local_path
+from trainfold.backends.stores.place import free_bytes_at, is_object_url, local_path
 from trainfold.backends.stores.protocol import Buffer, Store
 from trainfold.backends.stores.staged_files import (
     STAGED_PREFIX,
@@ -38,7 +38,8 @@ from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 Run: TypeAlias = "str | Path | Store"
 _LOG = logging.getLogger("trainfold")
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_MARGIN_BYTES: Final = 1 << 20  # directories, the manifest, and what the filesystem keeps about them
+MARGIN_BYTES: Final = 1 << 20
+"""How much more `LocalStore.reserve` wants: directories, the manifest, and what the filesystem keeps about them."""
 
 
 @final
@@ -295,14 +296,10 @@ class LocalStore:
 
     def reserve(self, size_bytes: int) -> None:
         """See `Store.reserve`: asks ``statvfs`` for the free space, and creates and removes a file."""
-        existing = self._root
-        while not os.path.exists(existing):  # noqa: PTH110
-            existing = os.path.dirname(existing)  # noqa: PTH120
         with self._writing(""):
-            found = os.statvfs(existing)
-            free_bytes = found.f_bavail * found.f_frsize
-            if size_bytes + _MARGIN_BYTES > free_bytes:
-                raise no_space(self._root, needed_bytes=size_bytes + _MARGIN_BYTES, free_bytes=free_bytes)
+            free_bytes = free_bytes_at(self._root)
+            if size_bytes + MARGIN_BYTES > free_bytes:
+                raise no_space(self._root, needed_bytes=size_bytes + MARGIN_BYTES, free_bytes=free_bytes)
             make_directories(self._root, "")
             with open_directory(self._root, "") as parent, staged(parent, "probe"):
                 pass

@@ -1,8 +1,9 @@
-"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` finds the URL of a bucket; `free_path` refuses the directory of a checkpoint.
+"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` finds the URL of a bucket; `free_path` refuses the directory of a checkpoint; `free_bytes_at` is the room there.
 
 Here a place is the location of a run, as in `Store.url`; a `Place` of `stores.protocol` is memory for bytes.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -86,3 +87,33 @@ def free_path(place: str, *, argument: str = "path") -> str:
             raise InvalidArgument(argument, expected="a directory that is not in a checkpoint", found=f"{path}, in {each}",
                                   fix="name another one, such as one beside the run")  # fmt: skip
     return path
+
+
+def free_bytes_at(path: str | Path) -> int:
+    """How much this user can still write where a path is, or will be.
+
+    Args:
+        path: it need not be there.
+
+    Examples:
+        >>> free_bytes_at("/no/such/directory") == free_bytes_at("/")
+        True
+    """
+    existing = os.path.realpath(path)
+    while not os.path.exists(existing):  # noqa: PTH110
+        existing = os.path.dirname(existing)  # noqa: PTH120
+    found = os.statvfs(existing)
+    return found.f_bavail * found.f_frsize
+
+
+def bytes_on_disk(path: str | Path) -> int:
+    """How much of its disk the files below a path take; 0 if nothing is there.
+
+    Args:
+        path: a directory.
+
+    Examples:
+        >>> bytes_on_disk("/no/such/directory")
+        0
+    """
+    return sum(each.lstat().st_blocks * 512 for each in Path(path).rglob("*"))

@@ -123,11 +123,11 @@ class HubFiles:
         if place.is_dir() and {each.name: each.read_bytes() for each in place.iterdir() if each.is_file()} == files:
             return place
         identity = digest_of("\n".join(f"{name} {digest_of(data)}" for name, data in files.items()).encode())
-        with staged_directory(place, plan=identity, size_bytes=sum(map(len, files.values()))) as staged:
-            if not staged.is_committed:
-                for name, data in files.items():
-                    staged.write(name, [data], size_bytes=len(data))
-                staged.commit()
+        sizes = {name: len(data) for name, data in files.items()}
+        with staged_directory(place, plan=identity, files=sizes) as staged:
+            for name, data in files.items():
+                staged.write(name, [data], size_bytes=len(data))
+            staged.commit()
         return place
 
     def state_dict(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
     Args:
         weights: a source that lists what it has, such as ``CheckpointWeights(run)``, or a state with a model, such as ``live.capture()``. Of a state that ranks hold in parts, or in
             stages of a pipeline, each rank passes its own: rank 0 gets from the others what it writes, and of what all have its own is written.
-        path: the directory, which does not exist yet, or is empty.
+        path: the directory, which does not exist yet, is empty, or has the very files that are to be written, which are compared.
         rules: from the names of the weights to those of the hub, as `hub_rules_of` makes them; None if they have these names. Tied weights are given to them under each of their names.
         dtype: to which floating parameters are cast that have another one, as a dtype of torch or its name; None for none. Buffers, integers, booleans and quantised numbers with their scales keep theirs; files of a hub do not say what is a buffer.
         shard_bytes: how large a file may be, such as ``"5GB"``. By default as ``like`` has it, or 5 GB.
@@ -104,7 +104,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
         What was written, and what was left out.
 
     Raises:
-        InvalidArgument: for something else than weights, a part of weights whose other ranks do not call, or if something is at the path.
+        InvalidArgument: for something else than weights, a part of weights whose other ranks do not call, or if something else is at the path.
         InvalidState: if tensors have not the form that the rules need, weights that are tied differ, numbers would become infinite in another dtype, or weights are written to meanwhile.
         CheckpointMissing: and others, from the source.
         SaveFailed: if the directory cannot be written. On the other ranks it is `RankFailed`.
@@ -307,9 +307,7 @@ def _written(weights: OpenWeights, path: str | Path, arguments: Mapping[str, Any
         plan = work.plan
         held.callback(release_buffers)
         memory = ReusedMemory(work.weights)
-        staged = held.enter_context(staged_directory(path, plan=_identity(work), size_bytes=plan.size_bytes))
-        if staged.is_committed:
-            return plan
+        staged = held.enter_context(staged_directory(path, plan=_identity(work), files=plan.sizes))
         weights.expect(_reads(work))
         for file in plan.files:
             staged.write(file.name, partial(_bytes_of, file, work.table, memory), size_bytes=file.size_bytes)

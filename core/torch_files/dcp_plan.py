@@ -17,6 +17,9 @@ from trainfold.core.torch_files.pickle_machine import Made, Name
 from trainfold.core.torch_files.pickle_text import pickle_of
 from trainfold.core.torch_files.stored_values import row_major
 
+METADATA: Final = ".metadata"
+"""The file that says what is in the others."""
+
 _META: Final = "torch.distributed.checkpoint.metadata"
 _FULL: Final = {
     kind: f"{_META}.{kind}"
@@ -86,16 +89,16 @@ class DcpPlan:
 
     Attributes:
         files: with the tensors and objects.
-        metadata: the contents of `.metadata`.
+        metadata: the contents of `METADATA`.
     """
 
     files: tuple[DcpFile, ...]
     metadata: bytes = attrs.field(repr=lambda each: f"<{len(each)} bytes>")
 
     @property
-    def size_bytes(self) -> int:
-        """The bytes of all files."""
-        return len(self.metadata) + sum(each.size_bytes for each in self.files)
+    def sizes(self) -> dict[str, int]:
+        """Name -> size in bytes of each file."""
+        return {**{each.name: each.size_bytes for each in self.files}, METADATA: len(self.metadata)}
 
 
 def plan_dcp(

@@ -48,6 +48,9 @@ class Conversion:
         left_out: what the source has, or a run would need, and is not written.
         files: name -> size in bytes of each file that is written.
         tensors_left_out: name of a tensor that is not written -> the reason.
+        is_there: whether the target has files of these names and sizes already, as a process leaves them that is killed at its end: they are compared, and nothing is written.
+        needed_bytes: how much of the disk of the target is needed beside what a killed process has written there.
+        free_bytes: how much of it is free.
     """
 
     source: str
@@ -62,6 +65,9 @@ class Conversion:
     left_out: tuple[str, ...]
     files: Mapping[str, int]
     tensors_left_out: Mapping[str, str] = attrs.field(factory=dict)
+    is_there: bool = False
+    needed_bytes: int = 0
+    free_bytes: int = 0
 
     @property
     def read_bytes(self) -> int:
@@ -82,6 +88,9 @@ class Conversion:
             f"left out: {', '.join(self.left_out) or 'nothing'}",
             *(f"left out: {name}, {reason}" for name, reason in self.tensors_left_out.items()),
             *(f"{name:48} {size:>18,} bytes" for name, size in self.files.items()),
+            "there already: compared, and not written"
+            if self.is_there
+            else f"room: {self.needed_bytes:,} bytes are needed, {self.free_bytes:,} are free",
         ]
         return "\n".join(lines)
 

@@ -21,7 +21,8 @@ Key = Annotated[
     ),
 ]
 NewPath = Annotated[
-    Path, Parameter(help="The path that is written. It does not exist yet, or was begun by the same command.")
+    Path,
+    Parameter(help="The path that is written. It does not exist yet, or was begun or written by the same command."),
 ]
 
 

@@ -84,6 +84,9 @@ def _data(plan: Conversion, written: str | None, *, dry_run: bool) -> dict[str, 
         "tensors_left_out": dict(plan.tensors_left_out),
         "files": [{"name": name, "size_bytes": size} for name, size in plan.files.items()],
         "size_bytes": plan.size_bytes,
+        "is_there": plan.is_there,
+        "needed_bytes": plan.needed_bytes,
+        "free_bytes": plan.free_bytes,
     }
 
 
@@ -97,8 +100,11 @@ def _tables(plan: Conversion, written: str | None) -> list[Table]:
         ("holds", ", ".join(plan.components)),
         ("left out", ", ".join(plan.left_out) or "nothing"),
         *(("left out", f"{name}: {reason}") for name, reason in plan.tensors_left_out.items()),
+        ("room", f"{size_text(plan.needed_bytes)} needed, {size_text(plan.free_bytes)} free"),
     ]
-    title = "Would be converted" if written is None else f"Converted: {written}"
+    if plan.is_there:
+        facts[-1] = ("there", f"already: it is {'compared' if written is None else 'the same'}, and left as it is")
+    title = "Would be converted" if written is None else f"{'Complete' if plan.is_there else 'Converted'}: {written}"
     files = tuple((name, size_text(size)) for name, size in plan.files.items())
     return [Table(title, ("", ""), tuple(facts)), Table("Files", ("file", "size"), files)]
 

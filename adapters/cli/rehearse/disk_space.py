@@ -1,6 +1,5 @@
 """`DiskSpace`: estimates the disk space of a rehearsal from the first checkpoint of the first run, and checks that it is free."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import final
@@ -9,6 +8,7 @@ from trainfold.adapters.cli.rehearse.errors import NoDiskSpace
 from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
 from trainfold.adapters.cli.terminal.output import size_text
+from trainfold.backends.stores.place import free_bytes_at
 
 
 def most_kept(settings: RehearsalSettings) -> int:
@@ -53,7 +53,7 @@ class DiskSpace:
         """
         if self.facts or not (size_bytes := self._kept.size_bytes()):
             return
-        needed, free = most_kept(self._settings) * size_bytes, shutil.disk_usage(self._directory).free + size_bytes
+        needed, free = most_kept(self._settings) * size_bytes, free_bytes_at(self._directory) + size_bytes
         self.facts = {"checkpoint_bytes": size_bytes, "needed_bytes": needed, "free_bytes": free}
         a, b = size_text(size_bytes), size_text(needed)
         self._say(f"  a checkpoint has {a}: the rehearsal needs about {b} of {size_text(free)}")

@@ -24,9 +24,9 @@ from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.printable import printable
 from trainfold.core.torch_files.dcp_metadata import DcpMetadata, FileRange, read_dcp_metadata
+from trainfold.core.torch_files.dcp_plan import METADATA
 from trainfold.core.torch_files.stored_values import StoredTensor, row_major
 
-METADATA: Final = ".metadata"
 _METADATA_LIMIT: Final = 1 << 30
 _PIECE_BYTES: Final = 1 << 22
 _OBJECT_LIMIT: Final = 1 << 28

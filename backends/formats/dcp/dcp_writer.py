@@ -8,7 +8,6 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from trainfold.backends.formats.dcp.dcp_reader import METADATA
 from trainfold.backends.formats.file_sections import bytes_from
 from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.backends.stores.protocol import Buffer
@@ -17,7 +16,7 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.tensor_memory import tensor_bytes
-from trainfold.core.torch_files.dcp_plan import DcpEntry, DcpFile, DcpPlan, identity_of
+from trainfold.core.torch_files.dcp_plan import METADATA, DcpEntry, DcpFile, DcpPlan, identity_of
 
 _PIECE_BYTES: Final = 256 << 10  # summed, hashed and copied while it is in the processor's cache
 
@@ -35,18 +34,16 @@ def write_dcp(
     Args:
         plan: of the directory.
         read: the tensors.
-        path: of the directory. It does not exist yet, or is empty.
+        path: of the directory. It does not exist yet, is empty, or has the very files that are to be written, which are compared.
         identity: a text that is another one if the values are.
         check: called when everything is read; it raises if what was read may not be what was there at the call.
 
     Raises:
-        InvalidArgument: if there is something at the path.
+        InvalidArgument: if there is something else at the path.
         InvalidState: if a tensor has another dtype or shape than the plan.
         SaveFailed: if it cannot be written.
     """
-    with staged_directory(path, plan=identity_of(plan, identity), size_bytes=plan.size_bytes) as staged:
-        if staged.is_committed:
-            return
+    with staged_directory(path, plan=identity_of(plan, identity), files=plan.sizes) as staged:
         for file in plan.files:
             staged.write(file.name, partial(_bytes_from, file, read), size_bytes=file.size_bytes)
         check()

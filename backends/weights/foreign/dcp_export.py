@@ -47,7 +47,7 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
     is one chunk, of which a reader's ranks read their parts. The directory has its name when all of it is there and durable.
 
     Args:
-        path: of the directory. It does not exist yet, or is empty.
+        path: of the directory. It does not exist yet, is empty, or has the very files that are to be written, which are compared.
         contents: a source that lists what it has, such as a hub directory or a checkpoint; or a state, of which this process has everything, or
             each of several ranks its parts: FSDP2, tensor parallelism, and stages of a pipeline without their optimizer.
         model: the key under which the model is; empty to have its tensors at the top.
@@ -57,7 +57,7 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
         collectives: the ranks, all of which call: rank 0 writes, and all leave together. None for this process alone.
 
     Raises:
-        InvalidArgument: if there is something at the path, an object has the name of a tensor, or other ranks that do not call have the rest of a leaf.
+        InvalidArgument: if there is something else at the path, an object has the name of a tensor, or other ranks that do not call have the rest of a leaf.
         InvalidState: for what torch has no name for: fp32 masters, the state of an optimizer with more than slots and groups; and for an optimizer
             of stages. And if the state is written to meanwhile.
         SaveFailed: if it cannot be written.

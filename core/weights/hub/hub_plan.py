@@ -69,9 +69,16 @@ class HubPlan:
     rules: str = attrs.field(repr=False)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Name -> size in bytes of each file."""
+        return {each.name: each.size_bytes for each in self.files} | {
+            name: len(data) for name, data in self.beside.items()
+        }
+
+    @property
     def size_bytes(self) -> int:
         """The bytes of all files."""
-        return sum(each.size_bytes for each in self.files) + sum(map(len, self.beside.values()))
+        return sum(self.sizes.values())
 
     @property
     def largest_bytes(self) -> int:

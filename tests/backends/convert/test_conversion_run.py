@@ -1,10 +1,6 @@
 """Conversions to a checkpoint: the same bytes, a tensor at a time, with what is left out on record, and continued where they were killed."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from unittest import mock
 
@@ -12,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.backends import conversion_cases
 from kit.backends.reuse_cases import SHAPES, Chain
 from safetensors.torch import load_file, save_file
 
@@ -47,22 +44,9 @@ def converted(source, target, *, to="native", **options):
     return run_conversion(plan_conversion(open_source(source), target, to=to, **options))
 
 
-def a_hub_directory(path, tensors):
-    path.mkdir(parents=True)
-    save_file(tensors, path / "model.safetensors")
-    return path
-
-
-def weights(source):
-    """Name -> the bytes of a tensor."""
-    with source.opened() as found:
-        return {
-            name: bytes(tensor_bytes(found.read(name, whole_box(spec.shape)))) for name, spec in found.specs.items()
-        }
-
-
-def bytes_of(tensors):
-    return {name: bytes(tensor_bytes(each)) for name, each in tensors.items()}
+a_hub_directory = conversion_cases.a_hub_directory
+weights = conversion_cases.weights
+bytes_of = conversion_cases.bytes_of
 
 
 def trained(seed=0):
@@ -397,70 +381,6 @@ def test_a_path_that_is_not_understood_is_refused_with_what_was_seen(tmp_path):
     (tmp_path / "a").write_bytes(b"hello")
     with pytest.raises(CheckpointForeign, match="begins with b'hello'"):
         open_source(tmp_path / "a")
-
-
-KILLED = """
-import os, signal, sys
-from trainfold.backends.convert import continued_files
-from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
-from trainfold.backends.convert.opened_source import open_source
-from trainfold.backends.formats import staged_directory
-continued_files.NOTE_BYTES = staged_directory.NOTE_BYTES = 4096
-read = []
-def advance(size_bytes):
-    read.append(size_bytes)
-    if len(read) == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-run_conversion(plan_conversion(open_source(sys.argv[1]), sys.argv[2], to=sys.argv[3]), advance=advance)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
-def test_a_process_that_is_killed_for_real_leaves_what_the_next_one_goes_on_with(tmp_path, to, monkeypatch):
-    """SIGKILL: no handler runs, and no exit. One file, of which five tensors of ten were written: they are not read again, but for the last."""
-    tensors = {f"w{number}": torch.randn(1024) for number in range(10)}
-    hub, target = a_hub_directory(tmp_path / "hub", tensors), tmp_path / "target"
-    done = subprocess.run([sys.executable, "-c", KILLED, hub, target, to], check=False)
-    assert done.returncode == -signal.SIGKILL
-    if to == "native":
-        assert trainfold.weights.detect_format(target / "step-00000000").format == "unknown"
-    else:
-        assert not target.exists()
-    read, written = [], []
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(real(fd, data, at)) or written[-1])
-    run_conversion(plan_conversion(open_source(hub), target, to=to), advance=read.append)
-    assert len(read) <= 6
-    assert sum(written) <= 8 * 4096  # of 10, and what is around them
-    assert weights(open_source(target).model) == bytes_of(tensors)
-
-
-PEAK = """
-import resource, sys
-from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
-from trainfold.backends.convert.opened_source import open_source
-def peak():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-planned = plan_conversion(open_source(sys.argv[1]), sys.argv[2], to="native", dtype=sys.argv[3] or None)
-before = peak()
-run_conversion(planned)
-print(peak() - before)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["", "bf16"])
-def test_a_conversion_needs_the_memory_of_a_tensor_and_not_of_the_model(tmp_path, dtype):
-    """The limit of a conversion: twice the largest leaf, and 128 MiB; here the model is twelve of these leaves."""
-    leaf_bytes = 32 << 20
-    hub = a_hub_directory(
-        tmp_path / "hub", {f"w{number}": torch.full((leaf_bytes // 4,), float(number)) for number in range(12)}
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, hub, tmp_path / "run", dtype], check=True, capture_output=True, text=True
-    )
-    assert int(done.stdout) <= 2 * leaf_bytes + (128 << 20)
 
 
 def an_adapter(path, *, alpha=4.0, **settings):

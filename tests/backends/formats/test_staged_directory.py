@@ -3,12 +3,12 @@
 import json
 import os
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.formats import staged_directory as staging
@@ -127,7 +127,7 @@ def test_what_is_there_is_refused_and_stays(tmp_path, kind):
         assert (finish_at / "a").read_bytes() == b"1"
         return
     with pytest.raises(InvalidArgument, match="expected a directory that does not exist yet, or is empty"), \
-         staged_directory(path, plan="a"):  # fmt: skip
+         staged_directory(path, plan="a", files={"x": 1}):  # fmt: skip
         pass
     assert names_in(tmp_path) == before
 
@@ -144,21 +144,67 @@ def test_an_empty_directory_is_taken_and_what_comes_meanwhile_is_not_replaced(tm
     assert names_in(tmp_path / "empty") == ["a"]
 
 
-def test_a_directory_that_the_same_plan_has_committed_is_found_done_and_changed_ones_are_refused(tmp_path):
-    """As after a kill between the rename and the removal of what was staged."""
-    path, partial = tmp_path / "model", tmp_path / ".model.partial"
-    stopped_after(path, {"a": b"1"})
-    (partial / "files").rename(path)
-    record = (partial / "record").read_bytes()
-    with staged_directory(path, plan="a") as staged:
-        assert staged.is_committed
+SMALL = st.dictionaries(st.sampled_from("abc"), st.binary(max_size=6), min_size=1)
+
+
+@settings(max_examples=60)
+@given(there=SMALL, other=st.none() | st.tuples(st.integers(0, 17), st.integers(0, 255)) | SMALL, size=st.integers(1, 4), by_offset=st.booleans())  # fmt: skip
+@example(there={"a": b"123", "b": b""}, other=(2, 7), size=2, by_offset=True)
+def test_a_directory_is_left_as_it_is_if_it_has_the_very_files_and_another_one_is_refused(tmp_path_factory, there, other, size, by_offset):  # fmt: skip
+    """Law: a call that is made again, after a kill or an exit, finds its own work by the bytes of it, and nothing is ever overwritten."""
+    path = tmp_path_factory.mktemp("top") / "model"
+    path.mkdir()
+    files = other if isinstance(other, dict) else dict(there)
+    if isinstance(other, tuple):  # one byte of one of the files
+        name = max(there, key=lambda name: len(there[name]))
+        changed = bytearray(there[name])
+        changed[other[0] % 6 : other[0] % 6 + 1] = [other[1]] if other[0] % 6 < len(changed) else []
+        files[name] = bytes(changed)
+    for name, data in there.items():
+        (path / name).write_bytes(data)
+    sizes = {name: len(data) for name, data in files.items()}
+
+    def given(data):
+        return (
+            (lambda start: (data[at : at + size] for at in range(start, len(data), size)))
+            if by_offset
+            else iter([data])
+        )
+
+    with (
+        nullcontext() if there == files else pytest.raises(InvalidArgument, match=r"the very files"),
+        staged_directory(path, plan="of any", files=sizes) as staged,
+    ):
+        written = [staged.write(name, given(data), size_bytes=len(data)) for name, data in files.items()]
         staged.commit()
-    assert names_in(tmp_path) == ["model"]
-    partial.mkdir()
-    (partial / "record").write_bytes(record)
-    (path / "a").write_bytes(b"2")
-    with pytest.raises(InvalidArgument), staged_directory(path, plan="a"):
-        pass
+        assert not any(written)
+        assert staged.path_of("a") == f"{path}/a"
+    assert {each.name: each.read_bytes() for each in path.iterdir()} == there
+    assert names_in(path.parent) == ["model"]
+
+
+@pytest.mark.parametrize("change", ["link", "directory", "more", "fewer parts", "unwritten", "record"])
+def test_what_is_compared_is_plain_files_and_all_of_them(tmp_path, change):
+    path = tmp_path / "model"
+    finish(path, {"a": b"12", "b": b"3"})
+    if change in ("link", "directory"):
+        (path / "a").rename(tmp_path / "elsewhere")
+        (path / "a").symlink_to(tmp_path / "elsewhere") if change == "link" else (path / "a").mkdir()
+    if change == "record":  # as after a kill between the rename and the removal of what was staged
+        (tmp_path / ".model.partial").mkdir()
+        (tmp_path / ".model.partial/record").write_text('{"plan": "a"}')
+    with (
+        nullcontext() if change == "record" else pytest.raises(InvalidArgument, match="nothing is overwritten"),
+        staged_directory(path, plan="a", files={"a": 2, "b": 1}) as staged,
+    ):
+        staged.write("a", [b"12", b"3"] if change == "more" else [b"1"] if change == "fewer parts" else [b"12"], size_bytes=2)  # fmt: skip
+        if change == "more":
+            (path / "c").touch()
+        if change != "unwritten":
+            staged.write("b", [b"3"], size_bytes=1)
+        staged.commit()
+    assert "model" in names_in(tmp_path)
+    assert ".model.partial" not in names_in(tmp_path)
 
 
 def test_two_writers_of_one_directory_are_refused_and_the_first_goes_on(tmp_path):
@@ -192,7 +238,7 @@ def test_a_commit_has_the_files_that_were_written_and_no_others(tmp_path):
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(NoSpace), staged_directory(tmp_path / "model", plan="a", size_bytes=1 << 60):
+    with pytest.raises(NoSpace), staged_directory(tmp_path / "model", plan="a", files={"a": 1 << 60}):
         pass
     assert names_in(tmp_path) == []
 
@@ -305,13 +351,13 @@ def test_what_is_gone_on_with_needs_only_the_rest_of_the_room(tmp_path):
     """A disk on which the rest fits, and not all of it again."""
     begun(tmp_path / "model", bytes(100), until=60)
     (tmp_path / ".model.partial/files/of-no-record").write_bytes(bytes(5000))
-    real = os.fstatvfs
+    real = os.statvfs
 
     def little(fd):
         found = real(fd)
         return mock.Mock(f_bavail=52 - 1 + (not (tmp_path / ".model.partial/files/of-no-record").exists()), f_frsize=1, f_bsize=found.f_bsize)  # fmt: skip
 
-    with mock.patch.object(os, "fstatvfs", little), staged_directory(tmp_path / "model", plan="a", size_bytes=100) as staged:  # fmt: skip
+    with mock.patch.object(os, "statvfs", little), staged_directory(tmp_path / "model", plan="a", files={"a": 100}) as staged:  # fmt: skip
         staged.write("a", lambda start: [bytes(100 - start)], size_bytes=100)
         staged.commit()
     assert (tmp_path / "model/a").read_bytes() == bytes(100)

@@ -387,10 +387,15 @@ def test_a_source_that_fails_leaves_finished_files_to_the_next_call(tmp_path):
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):
+    """A state that is exported again, as a program does that was killed at its end, is found there by its bytes."""
     state = state_of({"w": torch.ones(1)})
     write_hub_directory(state, tmp_path / "a")
-    with pytest.raises(InvalidArgument, match=r"model\.safetensors in it"):
-        write_hub_directory(state, tmp_path / "a")
+    before = (tmp_path / "a/model.safetensors").stat()
+    assert write_hub_directory(state_of({"w": torch.ones(1)}), tmp_path / "a").sizes == {"model.safetensors": before.st_size}  # fmt: skip
+    for other in ({"w": torch.zeros(1)}, {"w": torch.ones(2)}, {"w": torch.ones(1), "v": torch.ones(1)}):
+        with pytest.raises(InvalidArgument, match=r"a: expected .* the very files .*, found .*model\.safetensors"):
+            write_hub_directory(state_of(other), tmp_path / "a")
+    assert (tmp_path / "a/model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
     with pytest.raises(InvalidArgument, match="a source that lists what it has"):
         write_hub_directory(object(), tmp_path / "b")
     with pytest.raises(InvalidArgument, match="found one without"):
@@ -398,10 +403,11 @@ def test_what_is_there_is_not_overwritten(tmp_path):
 
 
 def leave(collectives, folder):
-    """Export on two ranks; then once more, which is refused."""
-    write_hub_directory(CheckpointWeights(f"{folder}/run"), f"{folder}/hub", collectives=collectives)
-    try:
+    """Export on two ranks twice; then something else, which is refused."""
+    for _ in range(2):
         write_hub_directory(CheckpointWeights(f"{folder}/run"), f"{folder}/hub", collectives=collectives)
+    try:
+        write_hub_directory(CheckpointWeights(f"{folder}/run"), f"{folder}/hub", dtype="bfloat16", collectives=collectives)  # fmt: skip
     except (InvalidArgument, RankFailed) as error:
         return type(error).__name__
 

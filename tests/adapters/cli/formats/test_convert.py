@@ -1,7 +1,10 @@
 """`trainfold convert`: what it plans is what it does, and each way to fail has its exit code and its fix."""
 
 import json
+import os
+import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,7 +120,7 @@ def test_rules_of_ones_own_are_named_by_their_module(answered, hub, tmp_path, mo
 
 @pytest.mark.parametrize("to", ["native", "hf", "dcp"])
 def test_a_target_that_is_refused_is_refused_in_a_dry_run_too(capsys, hub, tmp_path, to):
-    """R03: with the same words. A run that the same command has finished is not in its way."""
+    """R03: with the same words. What the same command has finished is not in its way, and what another one has is."""
     (tmp_path / "file").write_text("x")
     for target in (hub, tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("n" * 300), "s3://bucket/a"):
         found = []
@@ -130,7 +133,42 @@ def test_a_target_that_is_refused_is_refused_in_a_dry_run_too(capsys, hub, tmp_p
     assert main([*new, "--dry-run"]) == 0
     assert not (tmp_path / "new").exists()
     assert main(new) == 0
-    assert main([*new, "--dry-run"]) == main(new) == (0 if to == "native" else 2)
+    before = {each: (each.read_bytes(), each.stat().st_mtime_ns) for each in (tmp_path / "new").rglob("*.*")}
+    capsys.readouterr()
+    assert main([*new, "--dry-run"]) == 0
+    assert "already: it is compared" in capsys.readouterr().out
+    assert main(new) == 0
+    assert f"Complete: {tmp_path}/new" in capsys.readouterr().out
+    save_file({"w": torch.ones(3), "n": torch.arange(2) + 1}, hub / "model.safetensors")
+    assert main(new) == 2
+    assert {each: (each.read_bytes(), each.stat().st_mtime_ns) for each in (tmp_path / "new").rglob("*.*")} == before
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+def test_a_disk_without_room_is_found_before_anything_is_written_and_in_a_dry_run_too(answered, hub, tmp_path, monkeypatch, to):  # fmt: skip
+    """R03: needed are all files but for what a killed process has written of them; of a target that is there, nothing."""
+    target, real = tmp_path / "below" / "new", os.statvfs
+    planned, _ = answered("convert", hub, target, "--to", to, "--dry-run")
+    needed, asked = planned["needed_bytes"], []
+    assert needed == planned["size_bytes"] + (2 << 20 if to == "native" else 0)
+    assert planned["free_bytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+
+    def free(count):
+        monkeypatch.setattr(os, "statvfs", lambda path: asked.append(path) or SimpleNamespace(f_bavail=count, f_frsize=1, f_bsize=1))  # fmt: skip
+
+    free(needed - 1)
+    for options in ((), ("--dry-run",)):
+        _, error = answered("convert", hub, target, "--to", to, *options, code=31)
+        assert (error["kind"], error["where"]) == ("NoSpace", str(target))
+        assert (error["expected"], error["found"]) == (f"{needed} bytes free", str(needed - 1))
+    assert asked[0] == str(tmp_path)
+    assert not target.parent.exists()
+    free(needed)
+    assert answered("convert", hub, target, "--to", to)[0]["needed_bytes"] == needed
+    free(0)
+    again, _ = answered("convert", hub, target, "--to", to)
+    assert (again["is_there"], again["needed_bytes"]) == (True, 0)
+    monkeypatch.setattr(os, "statvfs", real)
 
 
 def test_what_is_in_the_way_is_never_written_into(answered, hub, run):
