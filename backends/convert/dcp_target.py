@@ -1,6 +1,7 @@
 """`dcp_contents` and `write_dcp_contents`: a model, with the optimizer and the step of a checkpoint, as `torch.distributed.checkpoint` has them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, final
 
 import attrs
@@ -17,11 +18,11 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.format.manifest import ComponentRecord
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.json_values import canonical_json
-from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.leaf_spec import leaf_specs
 from trainfold.core.layout.slices import Box
 from trainfold.core.torch_files.dcp_metadata import PathInState
 from trainfold.core.torch_files.dcp_plan import DcpPlan, plan_dcp
-from trainfold.core.transform.expression import computed_whole
+from trainfold.core.transform.expression import Expression, computed_whole
 from trainfold.core.transform.families.tied_heads import with_aliases
 from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.open_weights import OpenWeights
@@ -65,18 +66,19 @@ def dcp_contents(
         dtype: to which floating parameters are cast; None for none.
         advance: called for each tensor that is read.
     """
-    read: dict[str, LaterLeaf] = {}
-    paths: dict[str, PathInState] = {}
     table = model_table(weights, rules, dtype)
-    for name, each in (with_aliases(table, weights.ties) if rules is None else table).items():
+    if rules is None:
+        table = with_aliases(table, weights.ties)
+    specs = leaf_specs(table)
 
-        def of_model(each: Any = each) -> torch.Tensor:
-            found = computed_whole(each, weights.read)
-            advance(found.nbytes)
-            return found
+    def of_model(each: Expression) -> torch.Tensor:
+        found = computed_whole(each, weights.read)
+        advance(found.nbytes)
+        return found
 
-        paths[f"{_MODEL}.{name}"] = (_MODEL, name)
-        read[f"{_MODEL}.{name}"] = LaterLeaf(name, LeafSpec(each.dtype, each.shape), of_model)
+    names = {name: f"{_MODEL}.{name}" for name in table}
+    read = {names[name]: LaterLeaf(name, specs[name], partial(of_model, each)) for name, each in table.items()}
+    paths: dict[str, PathInState] = {full: (_MODEL, name) for name, full in names.items()}
     objects: dict[str, Any] = {} if opened.step is None else {_STEP: opened.step}
     components, reasons, identity = [_MODEL], {}, weights.identity
     record = (

@@ -1,9 +1,9 @@
 """`plan_dcp`: the files of a directory of distributed checkpoints, byte by byte, before any tensor is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 
@@ -13,6 +13,7 @@ from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.torch_files.archive_bytes import ALIGNED, archive_around
 from trainfold.core.torch_files.dcp_metadata import PathInState
+from trainfold.core.torch_files.dcp_metadata_text import metadata_text
 from trainfold.core.torch_files.pickle_machine import Made, Name
 from trainfold.core.torch_files.pickle_text import pickle_of
 from trainfold.core.torch_files.stored_values import row_major
@@ -20,12 +21,6 @@ from trainfold.core.torch_files.stored_values import row_major
 METADATA: Final = ".metadata"
 """The file that says what is in the others."""
 
-_META: Final = "torch.distributed.checkpoint.metadata"
-_FULL: Final = {
-    kind: f"{_META}.{kind}"
-    for kind in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "StorageMeta")
-}  # fmt: skip
-_INFO: Final = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _DATA: Final = "data/0"
 _TYPED: Final = {
     "bool": "Bool", "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "float16": "Half", "bfloat16": "BFloat16",
@@ -125,48 +120,48 @@ def plan_dcp(
         raise InvalidArgument(
             "plan_dcp.objects", expected="other names than those of tensors", found=name, fix="rename it"
         )
-    entries: list[tuple[str, LeafSpec | None, bytes]] = [(name, None, pickle_of(each)) for name, each in others.items()]
-    entries += [(name, each, _pickled(each)) for name, each in tensors.items()]
+    entries: list[tuple[str, LeafSpec | None, _Members, int | None]] = [
+        (name, None, _members(pickle_of(each)), None) for name, each in others.items()
+    ]
+    entries += [(name, each, *_around(each.dtype, each.shape)) for name, each in tensors.items()]
     files: list[DcpFile] = []
     begun: list[DcpEntry] = []
     at = 0
-    for name, spec, pickled in entries:
-        entry = _entry(name, spec, pickled, at)
-        if begun and at + entry.size > file_bytes:
+    for name, spec, members, data_bytes in entries:
+        size = _entry_size(members, data_bytes, at % ALIGNED)
+        if begun and at + size > file_bytes:
             files.append(DcpFile(_file(len(files)), tuple(begun)))
             begun, at = [], 0
-            entry = _entry(name, spec, pickled, 0)
-        begun.append(entry)
-        at += entry.size
+            size = _entry_size(members, data_bytes, 0)
+        begun.append(DcpEntry(name, at, size, spec, members))
+        at += size
     if begun:
         files.append(DcpFile(_file(len(files)), tuple(begun)))
-    return DcpPlan(tuple(files), pickle_of(_metadata(files, paths or {})))
+    return DcpPlan(tuple(files), metadata_text([(each.name, each.entries) for each in files], paths or {}))
 
 
 def _file(number: int) -> str:
     return f"__0_{number}.distcp"
 
 
-def _entry(name: str, spec: LeafSpec | None, pickled: bytes, at: int) -> DcpEntry:
-    data_bytes = None if spec is None else size_bytes(spec.dtype, spec.shape)
-    return DcpEntry(
-        name, at, _size_around(pickled, data_bytes, at % ALIGNED) + (data_bytes or 0), spec, _members(pickled)
-    )
+_Members: TypeAlias = tuple[tuple[str, bytes], ...]
 
 
-def _members(pickled: bytes) -> tuple[tuple[str, bytes], ...]:
+def _members(pickled: bytes) -> _Members:
     return ("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")
 
 
 @lru_cache(maxsize=4096)
-def _size_around(pickled: bytes, data_bytes: int | None, at: int) -> int:
-    """How many bytes an archive has beside those of its tensor."""
-    return sum(map(len, archive_around(_members(pickled), None if data_bytes is None else (_DATA, data_bytes), at=at)))
+def _entry_size(members: _Members, data_bytes: int | None, at: int) -> int:
+    """The bytes of an archive."""
+    around = archive_around(members, None if data_bytes is None else (_DATA, data_bytes), at=at)
+    return sum(map(len, around)) + (data_bytes or 0)
 
 
 @lru_cache(maxsize=4096)
-def _pickled(spec: LeafSpec) -> bytes:
-    return pickle_of(_rebuilt(spec))
+def _around(dtype: str, shape: tuple[int, ...]) -> tuple[_Members, int]:
+    """The small members of the archive of a tensor, and the bytes of the tensor."""
+    return _members(pickle_of(_rebuilt(LeafSpec(dtype, shape)))), size_bytes(dtype, shape)
 
 
 def _rebuilt(spec: LeafSpec) -> Made:
@@ -181,58 +176,6 @@ def _rebuilt(spec: LeafSpec) -> Made:
     return Made(
         "torch._utils._rebuild_tensor_v3", (Made("persistent", storage), *view, Name(f"torch.{spec.dtype}"), None)
     )
-
-
-def _metadata(files: Sequence[DcpFile], paths: Mapping[str, PathInState]) -> Made:
-    listed: dict[Any, Any] = {}
-    stored: dict[Any, Any] = {}
-    planned: dict[Any, Any] = {}
-    for file in files:
-        for each in file.entries:
-            path = paths.get(each.name)
-            if path is None:
-                path = tuple(each.name.split("."))
-            elif ".".join(map(str, path)) != each.name:
-                raise InvalidArgument(
-                    "plan_dcp.paths",
-                    expected=f"keys that are the parts of {each.name}",
-                    found=path,
-                    fix="correct the keys",
-                )
-            planned[each.name] = path
-            index = {"fqn": each.name, "index": None} if each.spec is None else {"fqn": each.name, "offset": _size((0,) * len(each.spec.shape)), "index": 0}  # fmt: skip
-            place = {"relative_path": file.name, "offset": each.start, "length": each.size}
-            stored[_object("MetadataIndex", index)] = Made(_INFO, (), state=place, is_new=True)
-            listed[each.name] = _object("BytesStorageMetadata", None) if each.spec is None else _listed(each.spec)
-    fields = {"state_dict_metadata": listed, "planner_data": planned, "storage_data": stored,
-              "storage_meta": _object("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}),
-              "version": "1.0.0"}  # fmt: skip
-    return _object("Metadata", fields)
-
-
-@lru_cache(maxsize=4096)
-def _listed(spec: LeafSpec) -> Made:
-    """What the metadata say of a tensor that is one chunk."""
-    chunk = _object("ChunkStorageMetadata", {"offsets": _size((0,) * len(spec.shape)), "sizes": _size(spec.shape)})
-    return _object(
-        "TensorStorageMetadata", {"properties": _properties(spec.dtype), "size": _size(spec.shape), "chunks": [chunk]}
-    )
-
-
-@lru_cache(maxsize=64)
-def _properties(dtype: str) -> Made:
-    dense = Made("torch.serialization._get_layout", ("torch.strided",))
-    state = (Name(f"torch.{dtype}"), dense, False, Made(f"{_META}._MEM_FORMAT_ENCODING", (0,)), False)
-    return Made(f"{_META}.TensorProperties", (), state=state, is_new=True)
-
-
-def _object(kind: str, state: dict[str, Any] | None) -> Made:
-    return Made(_FULL[kind], (), state=state, is_new=True)
-
-
-@lru_cache(maxsize=4096)
-def _size(sizes: tuple[int, ...]) -> Made:
-    return Made("torch.Size", (sizes,))
 
 
 def identity_of(plan: DcpPlan, contents: str) -> str:

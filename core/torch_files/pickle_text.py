@@ -1,4 +1,4 @@
-"""`pickle_of`: the pickle of values as `read_pickle` returns them, so that a program that unpickles makes those objects."""
+"""`pickle_of` and `PickleText`: the pickle of values as `read_pickle` returns them, so that a program that unpickles makes those objects."""
 
 import struct
 from typing import Any, Final, final
@@ -13,9 +13,6 @@ _LONG: Final = struct.Struct("<Bi")
 _SHARED: Final = frozenset(
     {"torch.Size", "torch.distributed.checkpoint.metadata.TensorProperties"}
 )  # never changed, so that one may be in many places
-_ALIKE: Final = frozenset(
-    {"torch.distributed.checkpoint.metadata.TensorStorageMetadata"}
-)  # each place has one of its own
 
 
 def pickle_of(value: Value) -> bytes:
@@ -33,31 +30,66 @@ def pickle_of(value: Value) -> bytes:
         >>> pickle_of(Made("torch.Size", ((2,),)))
         b'\x80\x02ctorch\nSize\nq\x00K\x02\x85\x85Rq\x01.'
     """
-    writer = _Writer()
-    writer.put(value)
-    return b"\x80\x02" + bytes(writer.found) + b"."
+    text = PickleText()
+    text.put(value)
+    return text.whole()
 
 
 @final
-class _Writer:
+class PickleText:
+    r"""A pickle that is being written, value by value. Between the calls a caller may add opcodes of its own.
+
+    Attributes:
+        found: the opcodes so far, without those at both ends.
+
+    Examples:
+        >>> text = PickleText()
+        >>> text.put("a")
+        >>> text.again("a")
+        b'h\x00'
+    """
+
     def __init__(self) -> None:
         self.found = bytearray()
         self._memo: dict[object, bytes] = {}  # what refers to a text, a name or an object that was written
-        self._texts: dict[int, bytes] = {}  # of objects that are written again as they are
-        self._frames: dict[
-            tuple[str, ...], list[bytes]
-        ] = {}  # a class and the fields of its state -> what is before each value
+        self._kept: list[Made] = []  # shared objects: the memo knows them by their `id`
+
+    def whole(self) -> bytes:
+        """The pickle, if one value was put."""
+        return b"\x80\x02" + bytes(self.found) + b"."
+
+    @property
+    def remembered(self) -> int:
+        """How many values can be referred to."""
+        return len(self._memo)
+
+    def again(self, value: Value) -> bytes | None:
+        """What refers to a text, a `Name` or a shared object that was put; None if it was not."""
+        key = (value.text,) if type(value) is Name else id(value) if type(value) is Made else value
+        return self._memo.get(key)
 
     def put(self, value: Value) -> None:  # noqa: C901, PLR0912 - a table of kinds
+        """Add a value.
+
+        Raises:
+            UnsupportedLeaf: as in `pickle_of`.
+        """
         found, kind = self.found, type(value)
         if kind is str:
             again = self._memo.get(value)
-            if again is None:
-                self._first(value, _sized(b"X", value.encode("utf-8", "surrogatepass")))
-            else:
+            if again is not None:
                 found += again
+                return
+            data, number = value.encode("utf-8", "surrogatepass"), len(self._memo)
+            found += _LONG_PUT.pack(0x58, len(data))
+            found += data
+            if number < _SHORT:
+                found += self._remembered(value)
+            else:  # most texts, so without a call
+                self._memo[value] = _LONG_PUT.pack(0x6A, number)
+                found += _LONG_PUT.pack(0x72, number)
         elif kind is int:
-            found += _integer(value)
+            found += integer_text(value)
         elif kind is Made and value.items is None:
             self._made(value)
         elif kind is tuple:
@@ -96,14 +128,6 @@ class _Writer:
         if shared is not None and shared in self._memo:
             self.found += self._memo[shared]
             return
-        if value.name in _ALIKE and (text := self._texts.get(id(value))) is not None:
-            self.found += text
-            return
-        state = value.state
-        if value.is_new and shared is None and value.args == () and type(state) is dict and value.name not in _ALIKE:
-            self._fields((value.name, *state), list(state.values()))
-            return
-        start, known = len(self.found), len(self._memo)
         self._name(value.name)
         self.put(value.args)
         self.found += b"\x81" if value.is_new else b"R"
@@ -112,27 +136,7 @@ class _Writer:
             self.found += b"b"
         if shared is not None:
             self.found += self._remembered(shared)
-        elif value.name in _ALIKE and len(self._memo) == known:
-            self._texts[id(value)] = bytes(self.found[start:])
-
-    def _fields(self, kind: tuple[str, ...], values: list[Any]) -> None:
-        """An object of a class, and a state of these fields."""
-        frame = self._frames.get(kind)
-        if frame is None and all(text in self._memo for text in ((kind[0],), *kind[1:])):
-            name, *keys = (self._memo[text] for text in ((kind[0],), *kind[1:]))
-            self._frames[kind] = frame = [name + b")\x81}(", *keys]
-        if frame is None:  # its texts come for the first time
-            self._name(kind[0])
-            self.found += b")\x81}("
-            for key, each in zip(kind[1:], values, strict=True):
-                self.put(key)
-                self.put(each)
-        else:
-            self.found += frame[0]
-            for again, each in zip(frame[1:], values, strict=True):
-                self.found += again
-                self.put(each)
-        self.found += b"ub"
+            self._kept.append(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
@@ -165,7 +169,13 @@ class _Writer:
         return put
 
 
-def _integer(value: int) -> bytes:
+def integer_text(value: int) -> bytes:
+    r"""What puts an integer.
+
+    Examples:
+        >>> integer_text(7), integer_text(-2)
+        (b'K\x07', b'J\xfe\xff\xff\xff')
+    """
     if 0 <= value < _SHORT:
         return bytes((0x4B, value))
     if -(2**31) <= value < 2**31:
