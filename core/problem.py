@@ -4,6 +4,7 @@ from typing import final
 
 import attrs
 
+from trainfold.core import errors
 from trainfold.core.errors import LISTING, TrainfoldError
 from trainfold.core.printable import printable
 
@@ -42,3 +43,17 @@ def problem_of(error: TrainfoldError) -> Problem:
     """
     name = type(error).__name__
     return Problem(name, error.where, str(error.expected), str(error.found), error.fix, type(error).exit_code)
+
+
+def error_from(problem: Problem) -> TrainfoldError:
+    """The error that a problem describes.
+
+    Examples:
+        >>> from trainfold.errors import CheckpointTorn
+        >>> torn = CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")
+        >>> type(error_from(problem_of(torn))).__name__, error_from(problem_of(torn)).exit_code
+        ('CheckpointTorn', 13)
+    """
+    kind = getattr(errors, problem.error, errors.CheckpointError)
+    made: TrainfoldError = kind(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
+    return made

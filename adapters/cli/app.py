@@ -61,7 +61,7 @@ app = App(
     help=(
         "Training runs that can be killed at any time and end with the same bits.\n\n"
         "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
-        "a `manifest.json`. Only `prune` changes a run.\n\n"
+        "a `manifest.json`. Only `prune` and `copy` change a run.\n\n"
         "Exit codes: 0 success; 2 the command line is wrong; 3 `diff` found differences; 4 the output cannot be written; "
         "5 a package is missing; "
         "10 and above: a checkpoint is missing, torn, damaged, foreign or refused, and the message names the fix. With --json, one "
@@ -497,6 +497,41 @@ def prune(  # noqa: PLR0913 - one for each option
         left_behind_newer_secs=left_behind_newer,
     )
     return deliver(lambda: prune_run(run, keep, dry_run=dry_run, flatten=flatten), as_json=json)
+
+
+@app.command(group=_CHANGE)
+def copy(  # noqa: PLR0913 - one for each option
+    a: RunPath,
+    b: Annotated[
+        Path, Parameter(help="Where the checkpoints go: a directory or a URL, which is new or has the same run.")
+    ],
+    *,
+    steps: Annotated[
+        tuple[int, ...] | None,
+        Parameter(
+            converter=numbers_typed,
+            n_tokens=1,
+            metavar="INT[,INT...]",
+            help="Copy these steps; by default all whole checkpoints.",
+        ),
+    ] = None,
+    newest: Annotated[
+        bool, Parameter(negative=(), help="Copy the checkpoint that a resume would load, and no other.")
+    ] = False,
+    dry_run: Annotated[bool, Parameter(negative=(), help="Print the plan, and copy nothing.")] = False,
+    json: Json = False,
+) -> int:
+    """Copy checkpoints of a run A into B, each of which is a directory or the URL of a bucket.
+
+    Every byte is compared with the digest in its manifest while it passes, and the manifests are the same afterwards. A checkpoint appears at B when it is whole. If the
+    command is killed, run it again: what is there is not sent again. Checkpoints to whose files a copied one refers go with it. Nothing at B is overwritten: another
+    checkpoint of the same step is refused.
+
+    Example: trainfold copy runs/a s3://bucket/runs/a --newest
+    """
+    from trainfold.adapters.cli.tiers.copy import copy_path
+
+    return deliver(lambda: copy_path(a, b, steps=steps, newest=newest, dry_run=dry_run), as_json=json)
 
 
 app.command(convert, group=_FORMATS)

@@ -17,7 +17,7 @@ from trainfold.core.component_names import BUILTIN_COMPONENTS, validate_componen
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Inventory, current_head
-from trainfold.core.problem import Problem
+from trainfold.core.problem import error_from
 
 
 @final
@@ -161,20 +161,6 @@ def _local(path: Path) -> Path:
             raise too_long(str(path)) from error
         raise
     return path
-
-
-def error_from(problem: Problem) -> errors.TrainfoldError:
-    """The error that a problem describes.
-
-    Examples:
-        >>> from trainfold.core.problem import problem_of
-        >>> torn = errors.CheckpointTorn("step-7", expected="a manifest", found="none", fix="use an older one")
-        >>> type(error_from(problem_of(torn))).__name__, error_from(problem_of(torn)).exit_code
-        ('CheckpointTorn', 13)
-    """
-    kind = getattr(errors, problem.error, errors.CheckpointError)
-    made: errors.TrainfoldError = kind(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
-    return made
 
 
 def _newest(inventory: Inventory) -> str:

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.adapters.cli.inspect import NOT_SAVED
 from trainfold.adapters.cli.loader_table import loader_places, loaders_table
-from trainfold.adapters.cli.locate import error_from, open_run
+from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
 from trainfold.backends.library_versions import library_versions
@@ -19,7 +19,7 @@ from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.described import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
-from trainfold.core.problem import Problem
+from trainfold.core.problem import Problem, error_from
 from trainfold.core.resume.choose import choose, chosen_manifest
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request

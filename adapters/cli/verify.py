@@ -9,7 +9,7 @@ import attrs
 import xxhash
 
 from trainfold.adapters.cli.inspect import file_rows, files_of
-from trainfold.adapters.cli.locate import Checkpoint, error_from, narrowed, open_checkpoint
+from trainfold.adapters.cli.locate import Checkpoint, narrowed, open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.adapters.cli.terminal.reading import Advance, reading
 from trainfold.backends.formats.native.header_check import HeaderCheck
@@ -19,7 +19,7 @@ from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import recorded_fingerprint
 from trainfold.core.format.manifest import PIECE_BYTES, ComponentRecord, FileRecord, Manifest, ShardRecord
 from trainfold.core.leaf_path import component_of_leaf
-from trainfold.core.problem import Problem, problem_of
+from trainfold.core.problem import Problem, error_from, problem_of
 
 _CHUNK_BYTES = 16 << 20  # whole pieces
 Held: TypeAlias = list[tuple[ShardRecord, str]]

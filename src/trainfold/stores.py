@@ -1,4 +1,4 @@
-"""Stores of checkpoints: in a directory, in a bucket, in memory, and the protocol for your own.
+"""Stores of checkpoints: in a directory, in a bucket, in memory, the protocol for your own, and copies from one into another.
 
 The names are re-exports, each documented where it lives.
 """
@@ -7,6 +7,8 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.tiers.copy_run import copy_run, plan_copy
+from trainfold.core.history.copy_plan import CopyPlan
 from trainfold.core.layout.file_preference import FilePreference
 
-__all__ = ["FilePreference", "LocalStore", "MemoryStore", "ObjectStore", "Store"]
+__all__ = ["CopyPlan", "FilePreference", "LocalStore", "MemoryStore", "ObjectStore", "Store", "copy_run", "plan_copy"]

@@ -5,7 +5,6 @@ from pathlib import Path
 import attrs
 import xxhash
 
-from trainfold.adapters.cli.locate import error_from
 from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
 from trainfold.adapters.cli.terminal.reading import Advance, reading
 from trainfold.backends.convert.hub_checks import hub_problems
@@ -14,7 +13,7 @@ from trainfold.backends.convert.torch_checks import size_to_read, torch_problems
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.printable import printable
-from trainfold.core.problem import Problem
+from trainfold.core.problem import Problem, error_from
 
 _CHUNK_BYTES = 16 << 20
 _NO_DIGESTS = "whether the values are those that were written: this format has no digests"

@@ -1,0 +1,177 @@
+"""`planned_copy`: reads what two stores hold, and decides which checkpoints of one go into the other."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, TypeAlias
+
+from trainfold.backends.runs.best.best_reader import best_bytes, parsed_best
+from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.scan import check_place, examine, read_inventory, read_root
+from trainfold.backends.side_by_side import side_by_side
+from trainfold.backends.stores.protocol import Store, glimpse
+from trainfold.core.checks import count
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointForeign,
+    CheckpointMissing,
+    CheckpointTorn,
+    InvalidArgument,
+    RunEmpty,
+)
+from trainfold.core.format.file_names import MANIFEST, directory_of, is_data_file
+from trainfold.core.format.manifest import FileRecord, IndexRecord, Manifest
+from trainfold.core.history.copy_plan import CopiedFile, CopyPlan, Offered, Present, decide_copy, in_copy_order
+from trainfold.core.history.inventory import Inventory, lineage
+from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.json_values import shown
+from trainfold.core.problem import Problem, error_from, problem_of
+
+Steps: TypeAlias = Literal["all", "newest"] | Sequence[int]
+
+
+def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool = False) -> CopyPlan:
+    """Plan a copy between opened stores; writes nothing.
+
+    Args:
+        source: the run that is read.
+        target: the store that would be written.
+        steps: ``"all"``, ``"newest"``, or steps.
+        replaces: whether later revisions replace earlier ones, and ``best.json`` what is there.
+
+    Raises:
+        InvalidArgument: for invalid steps.
+        CheckpointError: the matching subclass, if the source is not a run, or the target holds something else.
+    """
+    source, target = glimpse(source), glimpse(target)
+    here, there = inventory_in(source), inventory_in(target, may_be_new=True)
+    if there.run_id not in {None, here.run_id}:
+        raise CheckpointForeign(target.url, expected=f"run {here.run_id}, as in {source.url}, or nothing", found=f"run {there.run_id}",
+                                fix="name another place: one place has the checkpoints of one run")  # fmt: skip
+    names, problems = _chosen(source, here, steps)
+    order = in_copy_order(here, names)
+    offered: dict[str, Offered] = {}
+    present: dict[str, Present] = {}
+    for name in order:
+        try:
+            offered[name], found = _compared(source, here, target, there, name)
+        except CheckpointError as error:
+            problems[name] = problem_of(error)
+        else:
+            present |= {} if found is None else {name: found}
+    looked_at = [
+        file.path
+        for name, each in offered.items()
+        for file in (*each.beside, *(file for file in each.files if file.directory != name))
+    ]
+    sizes = side_by_side([partial(target.size, path) for path in looked_at])
+    best = best_bytes(source)
+    if best is not None and (old := best_bytes(target)) is not None and (old == best or not replaces):
+        best = None
+    return decide_copy(
+        here,
+        there,
+        {**order, **dict.fromkeys(problems.keys() - order.keys(), "asked for")},
+        offered=offered,
+        problems=problems,
+        present=present,
+        sizes=dict(zip(looked_at, sizes, strict=True)),
+        asked=None if steps == "all" else names,
+        replaces=replaces,
+        best_names=None if best is None else parsed_best(source, best).names,
+    )
+
+
+def inventory_in(store: Store, *, may_be_new: bool = False) -> Inventory:
+    """The checkpoints in a store, with what is in quarantine.
+
+    Args:
+        store: where the run is.
+        may_be_new: whether it may be a place where no run is yet.
+
+    Raises:
+        CheckpointError: the matching subclass, if it is something else.
+    """
+    found = read_inventory(store)
+    if found.problem is not None:
+        if not may_be_new or found.problem.error != CheckpointMissing.__name__:
+            raise error_from(found.problem)
+        check_place(store)
+    return with_quarantined(found, quarantined(store))
+
+
+def newest_whole(store: Store, inventory: Inventory) -> str | None:
+    """The checkpoint that a resume tries first, of those whose files are there; None if there is none."""
+    for entry in lineage(inventory):
+        found = examine(store, inventory, entry.name).entry(entry.name)
+        if found is not None and found.problem is None:
+            return entry.name
+    return None
+
+
+def _chosen(store: Store, inventory: Inventory, steps: Steps) -> tuple[list[str], dict[str, Problem]]:
+    """The names that are to be copied, and why some of them cannot be."""
+    if steps == "all":
+        begun = CheckpointTorn.__name__  # without a manifest: a save that did not finish, or is under way
+        wrong = {each.name: each.problem for each in inventory.entries if each.problem is not None}
+        whole = [each.name for each in inventory.entries if each.is_candidate]
+        return whole, {name: problem for name, problem in wrong.items() if problem.error != begun}
+    if steps == "newest":
+        name = newest_whole(store, inventory)
+        if name is None:
+            raise RunEmpty(inventory.run, expected="a whole checkpoint", found="none", fix=f"see trainfold ls {inventory.run}")  # fmt: skip
+        return [name], {}
+    if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
+        raise InvalidArgument("copy.steps", expected="'all', 'newest' or steps", found=shown(steps), fix="pass steps, such as [100, 200]")  # fmt: skip
+    names = [directory_of(count("copy.steps", step, least=0, fix="pass steps, such as [100, 200]")) for step in steps]
+    found = {name: _problem_at(inventory, name) for name in names}
+    return names, {name: problem for name, problem in found.items() if problem is not None}
+
+
+def _problem_at(inventory: Inventory, name: str) -> Problem | None:
+    entry = inventory.entry(name)
+    if entry is not None:
+        return entry.problem
+    known = [each.name for each in inventory.entries if each.is_candidate]
+    error = CheckpointMissing(f"{inventory.run}/{name}", expected="a checkpoint", found=f"none; the run has {', '.join(known[-8:]) or 'none'}",
+                              fix=f"see trainfold ls {inventory.run}")  # fmt: skip
+    return problem_of(error)
+
+
+def _compared(
+    source: Store, here: Inventory, target: Store, there: Inventory, name: str
+) -> tuple[Offered, Present | None]:
+    """A checkpoint of the source, and what the target has in its place.
+
+    Raises:
+        CheckpointError: the matching subclass, if that of the source is not whole.
+    """
+    entry = here.entry(name)
+    assert entry is not None  # the order is of entries
+    if entry.problem is not None:
+        raise error_from(entry.problem)
+    root = read_root(source, name)
+    digest, present = digest_of(root), None
+    found = there.entry(name)
+    if found is not None and target.size(f"{name}/{MANIFEST}") is not None:
+        old = digest_of(read_root(target, name))
+        seen = examine(target, there, name).entry(name) if old == digest and found.problem is None else None
+        present = Present(found.head, old, seen is not None and seen.problem is None)
+    files: tuple[CopiedFile, ...] = ()
+    if present is None or not present.is_whole:
+        proved = examine(source, here, name, root=root).entry(name)
+        assert proved is not None  # as above
+        if proved.problem is not None:
+            raise error_from(proved.problem)
+        assert proved.manifest is not None  # without a problem it has one
+        entry, files = proved, _files_of(proved.manifest, name)
+    assert entry.head is not None  # without a problem it has one
+    others = {each: source.size(f"{name}/{each}") for each in source.list(name) if each != MANIFEST and not is_data_file(each)}  # fmt: skip
+    beside = tuple(CopiedFile(f"{name}/{each}", size, "") for each, size in others.items() if size is not None)
+    folders = tuple(each for each, size in others.items() if size is None)
+    return Offered(entry.head, digest, files, beside, folders), present
+
+
+def _files_of(manifest: Manifest, name: str) -> tuple[CopiedFile, ...]:
+    records: tuple[FileRecord | IndexRecord, ...] = (*manifest.files, *manifest.indexes)
+    return tuple(CopiedFile(each.path(name), each.size_bytes, each.digest) for each in records)

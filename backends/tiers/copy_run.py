@@ -1,0 +1,204 @@
+"""`plan_copy` and `copy_run`: copy checkpoints of a run into another store, verified, and continued where a copy before was cut off."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import attrs
+
+from trainfold.backends.runs.best.best_reader import BEST_POINTER, best_bytes, parsed_best
+from trainfold.backends.runs.quarantine_file import end_attempt
+from trainfold.backends.runs.reuse.leftovers import leftovers
+from trainfold.backends.runs.scan import read_inventory, read_root
+from trainfold.backends.side_by_side import at_once
+from trainfold.backends.stores.local import Run, open_store
+from trainfold.backends.stores.os_errors import locked
+from trainfold.backends.stores.protocol import Store, glimpse
+from trainfold.backends.tiers.compare_runs import Steps, planned_copy
+from trainfold.backends.tiers.copy_file import copy_file, digest_in
+from trainfold.core.best.best_json import BEST_FILE
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import (
+    CheckpointTorn,
+    CommitConflict,
+    InvalidArgument,
+    SaveFailed,
+    TrainfoldError,
+    error_text,
+)
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE
+from trainfold.core.history.copy_plan import CheckpointCopy, CopiedFile, CopyPlan
+from trainfold.core.history.inventory import lineage
+from trainfold.core.problem import error_from
+
+_AT_ONCE: Final = 4  # files: a request to a bucket waits longer than it works
+_ROOM_BYTES: Final = 1 << 20  # for a manifest
+
+
+def plan_copy(source: Run, target: Run, *, steps: Steps = "all") -> CopyPlan:
+    """Plan a copy of checkpoints: reads manifests and sizes, and writes nothing.
+
+    Args:
+        source: the run that is read: a directory, the URL of a bucket, or a store.
+        target: where they go, named in the same way; a place for a new run, or one that holds the same run, such as an earlier copy.
+        steps: ``"all"`` for each whole checkpoint; ``"newest"`` for the one that a resume tries first; or the steps. Checkpoints to whose files one of these refers
+            go with it.
+
+    Returns:
+        What is done, and what keeps the rest from going. It prints.
+
+    Raises:
+        InvalidArgument: for an invalid argument, or a target that is the source.
+        CheckpointError: the matching subclass, if the source is not a run, or the target holds something else.
+
+    Examples:
+        >>> from trainfold import Progress, TrainState, save
+        >>> from trainfold.stores import MemoryStore
+        >>> run = MemoryStore()
+        >>> for step in (1, 2):
+        ...     _ = save(TrainState(trainer=Progress(step=step)), run)
+        >>> [(each.name, each.action) for each in plan_copy(run, MemoryStore(), steps="newest").checkpoints]
+        [('step-00000002', 'copied')]
+    """
+    return planned_copy(*_opened(source, target), steps=steps)
+
+
+def copy_run(
+    source: Run, target: Run, *, steps: Steps = "all", advance: Callable[[int], object] = lambda _: None
+) -> CopyPlan:
+    """Copy checkpoints of a run into another store, with the same manifests, so that lineage and digests hold.
+
+    Each byte is compared with the digest in its manifest while it passes. A checkpoint is there when all of its files are: by one commit, as a save. A copy that was cut
+    off, or killed, is continued by the same call: files that are there and have their digests are not sent again. Nothing that the target has is overwritten.
+
+    The source is not locked: if a program deletes a checkpoint meanwhile, that one is an error. The target is, so nothing else may save there.
+
+    Args:
+        source: see `plan_copy`.
+        target: see `plan_copy`.
+        steps: see `plan_copy`.
+        advance: gets the number of bytes that are done, as they pass; from several threads.
+
+    Returns:
+        The plan that was carried out.
+
+    Raises:
+        InvalidArgument, CheckpointError: as `plan_copy` does.
+        CommitConflict: if the target has another checkpoint of a step; then nothing is copied.
+        CheckpointDamaged: if bytes of the source have another digest, or CheckpointTorn, if they are gone. The other checkpoints are copied all the same.
+        RunLocked: if another program saves into the target.
+        SaveFailed: if it cannot be written; what is there stays, and the same call goes on.
+
+    Examples:
+        >>> from trainfold import Progress, TrainState, load, save
+        >>> from trainfold.stores import MemoryStore
+        >>> run, bucket = MemoryStore(), MemoryStore()
+        >>> _ = save(TrainState(trainer=Progress(step=2)), run)
+        >>> [(each.name, each.action) for each in copy_run(run, bucket).checkpoints]
+        [('step-00000002', 'copied')]
+        >>> load(bucket, like=TrainState(trainer=Progress())).trainer.step
+        2
+    """
+    first, second = _opened(source, target)
+    check_copy(planned_copy(first, second, steps=steps))
+    with locked(second, lambda _: "wait until it ends, or stop it: a copy is the only writer of its target"):
+        plan = planned_copy(first, second, steps=steps)  # another writer was there until now
+        check_copy(plan)
+        _raise_all(carry_out(plan, first, second, advance=advance))
+    return plan
+
+
+def check_copy(plan: CopyPlan) -> None:
+    """Check that nothing is refused.
+
+    Raises:
+        TrainfoldError: the first reason, with the others as notes.
+    """
+    _raise_all([error_from(each) for each in plan.refused])
+
+
+def carry_out(
+    plan: CopyPlan, source: Store, target: Store, *, advance: Callable[[int], object] = lambda _: None
+) -> list[TrainfoldError]:
+    """Carry out a plan that refuses nothing. The caller holds the lock of the target.
+
+    Args:
+        plan: the plan.
+        source: the run that is read.
+        target: the store that is written.
+        advance: gets the number of bytes that are done.
+
+    Returns:
+        What is wrong with checkpoints of the source that could not be copied. The others are there.
+
+    Raises:
+        SaveFailed: if the target cannot be written.
+    """
+    if plan.makes_run:
+        with suppress(CommitConflict):  # by the same copy, which was cut off: another run was refused
+            target.commit(RUN_FILE, source.read(RUN_FILE))
+    wrong: dict[str, TrainfoldError] = {}
+    for each in plan.checkpoints:
+        if each.action == "there":
+            continue
+        try:
+            if lost := [name for name in each.refers if name in wrong]:
+                raise CheckpointTorn(f"{source.url}/{each.name}", expected=f"{lost[0]}, to whose files it refers",
+                                     found="one that could not be copied", fix=wrong[lost[0]].fix)  # fmt: skip
+            _copy(each, source, target, advance)
+        except SaveFailed:
+            raise
+        except TrainfoldError as error:
+            wrong[each.name] = error
+    newest = next(iter(lineage(read_inventory(glimpse(target)))), None)
+    if newest is not None:
+        target.point("latest", newest.name)
+    if plan.best and not wrong:
+        _copy_best(source, target)
+    return [*wrong.values()]
+
+
+def _copy(plan: CheckpointCopy, source: Store, target: Store, advance: Callable[[int], object]) -> None:
+    """Copy the files of one checkpoint, and commit it."""
+    target.reserve(plan.size_bytes + _ROOM_BYTES)
+    files = [_with_digest(source, file) for file in plan.files]
+    at_once([partial(copy_file, source, target, file, advance) for file in files], threads=_AT_ONCE)
+    root = read_root(source, plan.name)
+    if digest_of(root) != plan.digest:
+        raise CheckpointTorn(f"{source.url}/{plan.name}", expected=f"the manifest {plan.digest}", found="another one: the step was saved again meanwhile",
+                             fix="copy it again")  # fmt: skip
+    # the same bytes again make the names of files durable that came into its directory now
+    target.commit(f"{plan.name}/{MANIFEST}", root, replaces=plan.replaces or None)
+    if plan.action == "completed":
+        end_attempt(target, plan.name)  # its files were verified
+    if plan.action == "replaced":
+        for name in leftovers(target, read_inventory(target)).get(plan.name, ()):
+            target.delete(f"{plan.name}/{name}")
+
+
+def _with_digest(store: Store, file: CopiedFile) -> CopiedFile:
+    """A file with a digest of its bytes: of one that no manifest names, of those that it has now."""
+    return file if file.digest else attrs.evolve(file, digest=digest_in(store, file.path, file.size_bytes))
+
+
+def _copy_best(source: Store, target: Store) -> None:
+    data, old = best_bytes(source), best_bytes(target)
+    if data is not None:
+        target.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
+        target.point(BEST_POINTER, parsed_best(source, data).name)
+
+
+def _opened(source: Run, target: Run) -> tuple[Store, Store]:
+    first, second = open_store(source), open_store(target)
+    if first is second or (isinstance(source, type(target)) and source == target):
+        raise InvalidArgument("copy.target", expected="another place than the source", found=second.url, fix="name the place of the copy")  # fmt: skip
+    return first, second
+
+
+def _raise_all(wrong: Sequence[TrainfoldError]) -> None:
+    """Raise the first error, with the others as notes; nothing if there is none."""
+    if wrong:
+        for other in wrong[1:]:
+            wrong[0].add_note(f"and besides: {error_text(other)}")
+        raise wrong[0]

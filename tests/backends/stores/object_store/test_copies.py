@@ -1,0 +1,84 @@
+"""Copies between a disk and a bucket over HTTP, both ways, through a network that fails, and killed at any request."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from kit.backends.bucket_cases import KEYS, one_in_four, store_at
+
+import trainfold
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.tiers.copy_run import copy_run, plan_copy
+
+PROGRAM = "import sys; from trainfold.adapters.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def state_at(step, *, width=3):
+    live = trainfold.attach(torch.nn.Linear(width, width))
+    return live.capture().evolve(trainer=trainfold.Progress(step=step))
+
+
+def contents(store):
+    """The files of the checkpoints, and the file that makes it a run."""
+    names = [f"{name}/{file}" for name in store.list() if name.startswith("step-") for file in store.list(name)]
+    return {name: store.read(name) for name in ["run.json", *names]}
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (1, 2):
+        trainfold.save(state_at(step), tmp_path / "run")
+    return LocalStore(tmp_path / "run")
+
+
+def test_a_copy_to_a_bucket_and_back_has_every_byte(proxy, run, tmp_path):
+    """Through a network of which one request in four fails."""
+    bucket, back = store_at(proxy.port), LocalStore(tmp_path / "back")
+    proxy.fault, seen = one_in_four(seed=5)
+    copy_run(run, bucket)
+    copy_run(bucket, back)
+    proxy.fault = lambda number, method, path: None
+    assert len(seen) > 5
+    assert contents(run) == contents(bucket) == contents(back)
+    assert {each.action for each in plan_copy(run, bucket).checkpoints} == {"there"}
+    assert bucket.pointers() == {"latest": "step-00000002"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
+def test_a_command_that_is_killed_at_any_request_is_continued(proxy, run, tmp_path, is_up):
+    """SIGKILL at every second request: nothing torn is taken for a checkpoint, and the same command ends with exit code 0."""
+    bucket = store_at(proxy.port)
+    if not is_up:
+        copy_run(run, bucket)
+    environ = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}
+    places = [run.url, bucket.url] if is_up else [bucket.url, str(tmp_path / "back")]
+    began, at, was_killed, kills = 0, 1, True, 0
+    while was_killed:
+        began, processes = len(proxy.requests), []
+
+        def fault(number, method, path, last=began + at, processes=processes):
+            if number < last:
+                return None
+            processes[0].kill()
+            return "cut"
+
+        proxy.fault = fault
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", PROGRAM, "copy", *places], env=environ, stdout=subprocess.DEVNULL)
+        )
+        code = processes[0].wait()
+        was_killed = code == -9
+        kills += was_killed
+        proxy.fault = lambda number, method, path: None
+        target = store_at(proxy.port, run=bucket.url.removeprefix("s3://bucket/")) if is_up else LocalStore(places[1])
+        for name in target.list():
+            if name.startswith("step-") and target.size(f"{name}/manifest.json"):
+                trainfold.load(target, like=state_at(0), step=int(name[5:]))
+        at += 2
+    assert code == 0
+    assert kills > 5
+    assert contents(target) == contents(run)

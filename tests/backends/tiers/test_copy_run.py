@@ -1,0 +1,236 @@
+"""Copies of checkpoints from one store into another: the same manifests, every byte verified, and nothing torn wherever they are cut off."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.backends.reuse_cases import SHAPES, Chain
+
+import trainfold
+from trainfold.backends.runs.quarantine_file import end_attempt, quarantined
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import CrashAt, MemoryStore, SimulatedCrash
+from trainfold.backends.tiers.copy_run import copy_run, plan_copy
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointForeign,
+    CheckpointMissing,
+    CheckpointTorn,
+    CommitConflict,
+    InvalidArgument,
+    RunEmpty,
+    RunLocked,
+)
+from trainfold.core.history.quarantine import LoadOutcome
+from trainfold.core.save.reuse.base import NO_BASE
+from trainfold.core.state.state import Progress, TrainState
+
+CHANGES = st.lists(st.sets(st.sampled_from(sorted(SHAPES))), min_size=1, max_size=4)
+
+
+def chain_of(changes, *, ranks=1):
+    """A run whose save number k writes the leaves of the k-th set, and refers to earlier ones for the others."""
+    run, versions = Chain(ranks), dict.fromkeys(SHAPES, 0)
+    for step, changed in enumerate(changes, 1):
+        versions = {name: version + (name in changed) for name, version in versions.items()}
+        run.save(step, versions)
+    return run
+
+
+def held(run, store):
+    """A chain with the checkpoints of a store."""
+    found = Chain(run.ranks)
+    found.store, found.expected = store, run.expected
+    return found
+
+
+def files_of(store):
+    return {
+        f"{name}/{file}": store.read(f"{name}/{file}")
+        for name in store.list()
+        if name.startswith("step-")
+        for file in store.list(name)
+    }
+
+
+def actions(plan):
+    return {each.name[-1]: each.action for each in plan.checkpoints}
+
+
+@settings(max_examples=30)
+@given(CHANGES, st.data())
+def test_a_copy_has_the_same_manifests_and_each_file_that_they_need(changes, data):
+    """Law: whatever refers to whatever, what is copied loads, and copying again sends nothing."""
+    run = chain_of(changes)
+    steps = data.draw(st.sets(st.integers(1, len(changes)), min_size=1))
+    target = MemoryStore()
+    plan = copy_run(run.store, target, steps=sorted(steps))
+    held(run, target).check()
+    source, copied = files_of(run.store), files_of(target)
+    assert copied.items() <= source.items()
+    assert {f"step-{step:08d}" for step in steps} <= {each.name for each in plan.checkpoints}
+    assert target.pointers() == {"latest": f"step-{max(steps):08d}"}
+    before = len(target.effects)
+    assert set(actions(copy_run(run.store, target, steps=sorted(steps))).values()) == {"there"}
+    assert [each.kind for each in target.effects[before:]] == ["point"]
+    copy_run(run.store, target)
+    assert files_of(target) == source
+    assert target.read("run.json") == run.store.read("run.json")
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(each, marks=pytest.mark.long) for each in range(1, 8))])
+def test_a_copy_that_dies_anywhere_is_continued_and_sends_no_whole_file_twice(first):
+    """At each effect on the target: what is there is whole, and the same call completes it. Law of crashes."""
+    run = chain_of([set(), {"large"}], ranks=2)
+    whole = MemoryStore()
+    copy_run(run.store, whole)
+    sizes = {name: len(data) for name, data in files_of(whole).items() if not name.endswith("manifest.json")}
+    points = itertools.product(range(len(whole.effects) + 1), [False, True])
+    for index, keep in itertools.islice(points, first, None, 8):
+        target = MemoryStore(fault=CrashAt(index))
+        try:
+            copy_run(run.store, target)
+        except SimulatedCrash:
+            pass
+        else:
+            assert index == len(whole.effects)
+        after = target.after_crash(index, keep_unsynced=keep)
+        held(run, after).check()
+        kept = {name for name, data in files_of(after).items() if len(data) == sizes.get(name)}
+        began = len(after.effects)
+        copy_run(run.store, after)
+        assert files_of(after) == files_of(run.store)
+        assert not kept & {each.name for each in after.effects[began:] if each.kind == "begin"}
+
+
+def test_wrong_bytes_never_become_a_checkpoint_and_the_others_are_copied():
+    """E05: a digest is compared before the file appears; what refers to the damaged one is not copied either, and is named."""
+    run = chain_of([set(), {"large"}])
+    run.bases = [NO_BASE]  # the next save refers to no other
+    run.save(3, dict.fromkeys(SHAPES, 5))
+    name = next(name for name in run.store.list("step-00000001") if name.startswith("model"))
+    data = bytearray(run.store.read(f"step-00000001/{name}"))
+    data[-1] ^= 1
+    run.store.write(f"step-00000001/{name}", [bytes(data)], size_bytes=len(data))
+    target = MemoryStore()
+    with pytest.raises(CheckpointDamaged, match=f"step-00000001/{name}") as raised:
+        copy_run(run.store, target)
+    assert "step-00000002" in raised.value.__notes__[0]
+    assert not target.list("step-00000001").count(name)
+    assert [each for each in ("1", "2", "3") if target.size(f"step-0000000{each}/manifest.json")] == ["3"]
+
+
+def test_another_checkpoint_of_a_step_is_refused_before_anything_is_written():
+    run, other = chain_of([set(), {"large"}]), MemoryStore()
+    copy_run(run.store, other, steps=[1])
+    run.save(1, dict.fromkeys(SHAPES, 7))
+    effects = len(other.effects)
+    with pytest.raises(CommitConflict, match="nothing is overwritten"):
+        copy_run(run.store, other)
+    assert len(other.effects) == effects
+    plan = plan_copy(run.store, other)
+    assert [each.error for each in plan.refused] == ["CommitConflict"]
+    assert "refused" in str(plan)
+
+
+def test_files_of_a_step_that_was_saved_again_go_along_for_those_that_refer_to_them():
+    """Step 1 is replaced by a rewind; step 2 still refers to files of its first revision."""
+    run = chain_of([set(), {"half"}])
+    run.restart(1)
+    run.descent = None
+    run.save(1, dict.fromkeys(SHAPES, 3))
+    target = MemoryStore()
+    copy_run(run.store, target, steps=[2])
+    held(run, target).check()
+    assert run.names() == held(run, target).names()
+    target = MemoryStore()
+    copy_run(run.store, target, steps=[1])  # without what step 2 needs of it
+    assert actions(copy_run(run.store, target)) == {"1": "completed", "2": "copied"}
+    held(run, target).check()
+
+
+def test_what_the_target_lost_is_sent_again():
+    """A file that is gone or too short; and one with other bytes, once a load has found that and put the checkpoint in quarantine."""
+    run = chain_of([set(), set(SHAPES)])
+    target = MemoryStore()
+    copy_run(run.store, target)
+    files = [f"step-00000002/{name}" for name in run.store.list("step-00000002") if name.endswith("safetensors")]
+    target.delete(files[0])
+    target.write(files[1], [b"short"], size_bytes=5)
+    assert actions(copy_run(run.store, target)) == {"1": "there", "2": "completed"}
+    assert files_of(target) == files_of(run.store)
+    data = bytearray(run.store.read(files[0]))
+    data[-1] ^= 1
+    target.write(files[0], [bytes(data)], size_bytes=len(data))
+    assert actions(plan_copy(run.store, target)) == {"1": "there", "2": "there"}, "a plan reads no tensors"
+    end_attempt(target, "step-00000002", LoadOutcome("damaged", "a digest"))
+    assert actions(copy_run(run.store, target)) == {"1": "there", "2": "completed"}
+    assert files_of(target) == files_of(run.store)
+    assert not quarantined(target)
+
+
+def test_files_beside_a_checkpoint_go_with_it_and_directories_are_named(tmp_path):
+    """C13: those of a user, such as samples of an evaluation; and the record of the best, where the target has what it names."""
+    run = tmp_path / "a"
+    for step in (1, 2):
+        trainfold.save(TrainState(trainer=Progress(step=step)), run)
+    best = trainfold.retention.make_best_record(metric="loss", direction="min")
+    trainfold.retention.save_best(run, trainfold.retention.updated(best, {"loss": 0.5}, step=1))
+    (run / "step-00000002/samples.txt").write_text("once upon a time")
+    (run / "step-00000002/export").mkdir()
+    target = tmp_path / "b"
+    plan = copy_run(run, target, steps="newest")
+    assert [*plan.left_out] == ["step-00000002/export"]
+    assert (target / "step-00000002/samples.txt").read_text() == "once upon a time"
+    assert not (target / "best.json").exists()
+    (run / "step-00000002/samples.txt").write_text("once upon another")
+    assert actions(copy_run(run, target)) == {"1": "copied", "2": "completed"}
+    assert (target / "step-00000002/samples.txt").read_text() == "once upon another"
+    assert (target / "best.json").read_bytes() == (run / "best.json").read_bytes()
+    assert LocalStore(target).pointers() == LocalStore(run).pointers()
+    assert not copy_run(run, target).best
+
+
+def test_what_cannot_be_copied_is_refused_by_name():
+    run = chain_of([set(), {"large"}])
+    for steps, error in (
+        ([7], CheckpointMissing),
+        ("last", InvalidArgument),
+        ([], InvalidArgument),
+        ([-1], InvalidArgument),
+    ):
+        with pytest.raises(error):
+            copy_run(run.store, MemoryStore(), steps=steps)
+    with pytest.raises(InvalidArgument, match="another place"):
+        copy_run(run.store, run.store)
+    with pytest.raises(CheckpointMissing):
+        copy_run(MemoryStore(), MemoryStore())
+    with pytest.raises(CheckpointForeign, match="one run"):
+        copy_run(run.store, chain_of([set()]).store)
+    target = MemoryStore()
+    with target.lock(), pytest.raises(RunLocked, match="only writer of its target"):
+        copy_run(run.store, target)
+    run.store.delete("step-00000001/manifest.json")  # step 2 refers to its files
+    with pytest.raises(CheckpointTorn, match="--flatten"):
+        copy_run(run.store, MemoryStore(), steps=[2])
+    assert [*plan_copy(run.store, MemoryStore()).left_out] == ["step-00000001", "step-00000002"]
+    run.store.delete("step-00000002/")
+    with pytest.raises(RunEmpty):
+        copy_run(run.store, MemoryStore(), steps="newest")
+
+
+def test_a_directory_and_a_torn_save_at_the_target_are_no_obstacle(tmp_path):
+    """A save there that did not finish has files with the same names, and other bytes."""
+    run = chain_of([set(), {"large"}])
+    target = LocalStore(tmp_path / "b")
+    for name in run.store.list("step-00000001"):
+        if name.endswith("safetensors"):
+            target.write(f"step-00000001/{name}", [b"other"], size_bytes=5)
+    copy_run(run.store, target)
+    held(run, target).check()
+    state = trainfold.load(target, like=TrainState(trainer=Progress()))
+    assert torch.equal(
+        state.model.params["half"], trainfold.load(run.store, like=TrainState(trainer=Progress())).model.params["half"]
+    )
