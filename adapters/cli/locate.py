@@ -152,7 +152,7 @@ def _no_run(where: str, found: str) -> errors.CheckpointMissing:
 
 def _local(path: Path) -> Path:
     """The checked path; a URL of another scheme than ``file`` is refused."""
-    path = Path(local_path(str(path)))
+    path = Path(local_path(path))
     check_path(str(path))
     try:
         path.is_dir()

@@ -254,7 +254,7 @@ def like_of(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory
         CheckpointMissing: if there is no such path.
         CheckpointDamaged: if the configuration is not JSON.
     """
-    place = Path(local_path(str(like))) if like is not None else Path(local_path(opened.where))
+    place = Path(local_path(like)) if like is not None else Path(local_path(opened.where))
     if like is not None and place.is_file():
         return None, config_of(place.read_bytes(), str(place))
     if like is not None and not place.is_dir():

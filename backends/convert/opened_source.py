@@ -102,7 +102,7 @@ def open_source(
         CheckpointError: the matching subclass, if a run has no checkpoint that can be used.
     """
     detected = detect_format(path)
-    found, place = detected.agreed(asked), Path(local_path(str(path)))
+    found, place = detected.agreed(asked), Path(local_path(path))
     if key is not None and found not in _WHOLE:
         raise InvalidArgument("key", expected=f"a source with keys: {' or '.join(_WHOLE)}", found=f"{found} at {path}", fix="leave out --key")  # fmt: skip
     if whole and found in _WHOLE:
@@ -132,7 +132,7 @@ def with_adapter(opened: OpenedSource, path: str | Path) -> tuple[OpenedSource, 
         CheckpointMissing: if there is no configuration, or no adapter.
         InvalidArgument: if both have an adapter.
     """
-    place = Path(local_path(str(path)))
+    place = Path(local_path(path))
     file = place / _ADAPTER_CONFIG if place.is_dir() else place
     if not file.is_file():
         raise CheckpointMissing(str(file), expected="the configuration of an adapter of peft", found="nothing", fix="correct the path")  # fmt: skip

@@ -46,7 +46,7 @@ def detect_format(path: str | Path) -> Detected:
         ...     detect_format(run).format, detect_format(f"{run}/step-00000000").format
         ('run', 'checkpoint')
     """
-    found = Path(local_path(str(path)))
+    found = Path(local_path(path))
     try:
         mode = found.stat().st_mode
         if stat.S_ISDIR(mode):

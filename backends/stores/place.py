@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
+from trainfold.core.json_values import shown
 
 PROVIDERS: Final = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az",
@@ -32,7 +33,7 @@ def is_object_url(place: str) -> bool:
     return found is not None and found[1].lower() in PROVIDERS
 
 
-def local_path(place: str, *, argument: str = "run") -> str:
+def local_path(place: str | os.PathLike[str], *, argument: str = "run") -> str:
     """Return the path on this machine of a run's location, or of a directory that is written.
 
     Args:
@@ -43,7 +44,7 @@ def local_path(place: str, *, argument: str = "run") -> str:
         The path.
 
     Raises:
-        InvalidArgument: for any other URL. Otherwise a folder named after the URL would be created.
+        InvalidArgument: for any other URL, and for anything but a path. Otherwise a folder named after it would be created.
 
     Examples:
         >>> local_path("runs/a"), local_path("file:///data/run%201")
@@ -54,18 +55,21 @@ def local_path(place: str, *, argument: str = "run") -> str:
         trainfold.core.errors.InvalidArgument: run: expected a path or a file:// URL, found 'hdfs://host/run'; name a local \
 or mounted directory, or for a run pass a store of your own: trainfold has none for hdfs:// yet
     """
-    found = _SCHEME.match(place)
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if not isinstance(text, str):
+        raise InvalidArgument(argument, expected="a path or a file:// URL", found=shown(place), fix="pass a str or a pathlib.Path")  # fmt: skip
+    found = _SCHEME.match(text)
     if found is None:
-        return place
-    scheme, rest = found[1].lower(), place[found.end() :]
+        return text
+    scheme, rest = found[1].lower(), text[found.end() :]
     if scheme != "file":
         fix = f"name a local or mounted directory, or for a run pass a store of your own: trainfold has none for {scheme}:// yet"
         if scheme in PROVIDERS:
             fix = "name a local or mounted directory: only a run may be in a bucket"
-        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(place), fix=fix)
+        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(text), fix=fix)
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
-        raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(place),
+        raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(text),
                               fix="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
     return "/" + unquote(path, errors="surrogateescape")
 

@@ -70,7 +70,7 @@ class HubDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(local_path(str(path), argument="HubDirectory.path"))
+        self._path = Path(local_path(path, argument="HubDirectory.path"))
         self._headers: dict[Path, tuple[tuple[int, ...], _Header]] = {}  # of files as they were
 
     def __repr__(self) -> str:

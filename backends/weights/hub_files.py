@@ -119,7 +119,7 @@ class HubFiles:
             InvalidArgument: if something else is at the path.
             SaveFailed: if it cannot be written.
         """
-        files, place = self._given(["*"]), Path(local_path(str(path), argument="path"))
+        files, place = self._given(["*"]), Path(local_path(path, argument="path"))
         if place.is_dir() and {each.name: each.read_bytes() for each in place.iterdir() if each.is_file()} == files:
             return place
         identity = digest_of("\n".join(f"{name} {digest_of(data)}" for name, data in files.items()).encode())

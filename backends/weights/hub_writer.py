@@ -16,6 +16,7 @@ from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.stores.direct_io import release_buffers
+from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.backends.weights.held_by_ranks import reading_rank_zero
 from trainfold.backends.weights.hub_directory import HubDirectory
@@ -224,7 +225,7 @@ def _planned(  # noqa: PLR0913 - keywords
     names: _Names = _MODEL,
 ) -> _Work:
     texts = _checked(rules, config, about)
-    original = like if isinstance(like, HubDirectory | HubFiles | None) else HubDirectory(like)
+    original = like if isinstance(like, HubDirectory | HubFiles | None) else HubDirectory(local_path(like, argument="like"))  # fmt: skip
     beside = {} if original is None else original.beside(BESIDE)
     found = None
     if config is None and HUB_CONFIG in beside:
@@ -263,7 +264,7 @@ def _planned(  # noqa: PLR0913 - keywords
         weight_map=weight_map,
         tied=left_out,
         stem=names.stem,
-        metadata={"format": "pt", **texts, **({} if rules is None else {"trainfold.rules": str(rules)})},
+        metadata=texts,
     )
     _ = [each.header for each in files]  # names and texts that files cannot have are refused now
     if len(files) > 1 or files[0].name != f"{names.stem}.safetensors":
@@ -275,10 +276,10 @@ def _planned(  # noqa: PLR0913 - keywords
 
 
 def _checked(rules: object, config: object, about: object) -> dict[str, str]:
-    """The texts of ``about``; the other two are checked.
+    """The texts of the headers: those of ``about``, and our own; the other two are checked.
 
     Raises:
-        InvalidArgument: for something else than a transform, and what is to be in a file.
+        InvalidArgument: for something else than a transform, and what is to be in a file; and if ``about`` contradicts what readers rely on.
     """
     if rules is not None:
         transform_given("rules", rules)
@@ -286,7 +287,12 @@ def _checked(rules: object, config: object, about: object) -> dict[str, str]:
         document(
             "config", config, fix="pass what is to be in the file: HubDirectory(path).config(), or json.loads(text)"
         )
-    return mapping_given("about", about, values=str)
+    texts = mapping_given("about", about, values=str)
+    ours = {"format": "pt", **({} if rules is None else {"trainfold.rules": str(rules)})}
+    for key in ours.keys() & texts.keys():
+        if texts[key] != ours[key]:
+            raise InvalidArgument("about", expected=f"{key} as it is written, {shown(ours[key])}", found=shown(texts[key]), fix=f"leave {key} out")  # fmt: skip
+    return {"format": "pt", **texts, **ours}
 
 
 def _on_rank_zero(world: Collectives, weights: Any, path: str | Path, arguments: Mapping[str, Any]) -> HubPlan:

@@ -11,7 +11,7 @@ import attrs
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.layout.slices import Box, row_blocks, volume, whole_box
-from trainfold.core.transform.rounding import check_finite, rounded_to
+from trainfold.core.transform.rounding import check_in_range, rounded_to
 
 if TYPE_CHECKING:
     import torch
@@ -300,7 +300,7 @@ class Dequantised:
                 part = part.narrow(dim, first % size if stop > start else 0, stop - start)
             product = of[place].to(torch.float32) * part
             found[place] = product
-            check_finite(found[place], product, lambda: sources_of(self.of, box))
+            check_in_range(found[place], product, lambda: sources_of(self.of, box))
         return found
 
     def _blocks(self, box: Box) -> Box:

@@ -65,7 +65,7 @@ def run_demo(directory: Path, settings: DemoSettings, *, command: Command = trai
         DemoFailed: if a run ends with an error.
     """
     started = time.monotonic()
-    directory = Path(local_path(str(directory)))
+    directory = Path(local_path(directory))
 
     def launch(run: Path) -> list[str]:
         return command(run) if settings.nproc == 1 else under_torchrun(command(run), settings.nproc)

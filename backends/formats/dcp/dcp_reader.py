@@ -42,6 +42,11 @@ class DcpReader:
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
+        self._state: list[tuple[str, int, int, int, int]] | None = None
+
+    def now(self) -> "DcpReader":
+        """This reader; or a new one, if what says where the tensors are is another file than this one has read."""
+        return self if self._state in (None, _state_of(self.path)) else DcpReader(self.path)
 
     @cached_property
     def metadata(self) -> DcpMetadata:
@@ -52,6 +57,7 @@ class DcpReader:
             CheckpointForeign: if it has another format.
             CheckpointHostile, CheckpointDamaged: as `read_dcp_metadata` raises them.
         """
+        self._state = _state_of(self.path)
         if not (self.path / METADATA).is_file():
             shards = shards_metadata(self.path)
             if shards is not None:
@@ -191,6 +197,13 @@ class DcpReader:
             found = f"{stored.dtype} of {list(stored.shape)}" if type(stored) is StoredTensor else type(stored).__name__
             raise CheckpointDamaged(file.name, expected=f"{dtype} of {list(shape)}, as {METADATA} says", found=found, fix="copy the directory again")  # fmt: skip
         return member_of(file, members, stored), stored
+
+
+def _state_of(path: Path) -> list[tuple[str, int, int, int, int]]:
+    """Which files say where the tensors are, and as of when."""
+    files = [path / METADATA] if (path / METADATA).is_file() else sorted(path.glob("*.safetensors"))
+    found = [(each.name, each.stat()) for each in files]
+    return [(name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found]
 
 
 _read = without_collecting(read_dcp_metadata)

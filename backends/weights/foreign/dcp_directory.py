@@ -45,7 +45,7 @@ class DcpDirectory:
     """
 
     def __init__(self, path: str | Path, *, prefix: str = "") -> None:
-        self._reader = DcpReader(Path(local_path(str(path), argument="DcpDirectory.path")))
+        self._reader = DcpReader(Path(local_path(path, argument="DcpDirectory.path")))
         self._prefix = f"{prefix}." if prefix else ""
 
     def __repr__(self) -> str:
@@ -55,13 +55,13 @@ class DcpDirectory:
     def under(self, prefix: str) -> "DcpDirectory":
         """The same directory, of which the names with another prefix are taken. What was read of it is not read again."""
         found = DcpDirectory(self._reader.path, prefix=prefix)
-        found._reader = self._reader
+        found._reader = self._now()
         return found
 
     @property
     def metadata(self) -> DcpMetadata:
         """What the directory holds, with the places of its chunks; under the names of the directory."""
-        return self._reader.metadata
+        return self._now().metadata
 
     def specs(self) -> dict[str, LeafSpec]:
         """Name -> dtype and shape of each tensor, from `.metadata`.
@@ -71,7 +71,7 @@ class DcpDirectory:
             CheckpointHostile: if it names a class that metadata do not have, or a file outside of the directory.
             CheckpointDamaged: if it is cut off, or its chunks do not cover a tensor once.
         """
-        return leaf_specs(self._tensors())
+        return leaf_specs(self._tensors(self._now()))
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the part of each tensor that this rank holds, in the order of the files.
@@ -81,8 +81,8 @@ class DcpDirectory:
             CheckpointTorn: if a file is shorter than `.metadata` says; all files are looked at before anything is read.
             CheckpointForeign: if a chunk is compressed, or not written by `torch.save`.
         """
-        tensors = self.metadata.tensors
-        boxes = {}
+        reader = self._now()
+        tensors, boxes = reader.metadata.tensors, {}
         for full, tensor in tensors.items():
             name = self._mine(full)
             each = wanted.get(name) if name else None
@@ -96,10 +96,10 @@ class DcpDirectory:
             full: [(chunk, place) for chunk, place in tensors[full].chunks if intersect(chunk, box) is not None]
             for full, box in boxes.items()
         }
-        with OpenFiles(self._reader.path) as files:
-            self._reader.check_files(files, needed)
+        with OpenFiles(reader.path) as files:
+            reader.check_files(files, needed)
             for full in sorted(boxes, key=lambda full: _begin(needed[full])):
-                yield self._mine(full), self._reader.read_tensor(files, full, boxes[full])
+                yield self._mine(full), reader.read_tensor(files, full, boxes[full])
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:
@@ -108,19 +108,20 @@ class DcpDirectory:
         Raises:
             CheckpointMissing: as in `supply`, and so the others.
         """
-        tensors = self._tensors()
-        with OpenFiles(self._reader.path) as files:
+        reader = self._now()
+        tensors = self._tensors(reader)
+        with OpenFiles(reader.path) as files:
             yield OpenWeights(
-                self._checked(files, tensors),
-                lambda name, box: self._reader.read_tensor(files, self._prefix + name, box),
-                read_into=lambda name, box, into: self._reader.read_into(files, self._prefix + name, box, into),
-                identity=f"{self._reader.path.resolve()} {self._prefix} {files.stats()}",
+                self._checked(reader, files, tensors),
+                lambda name, box: reader.read_tensor(files, self._prefix + name, box),
+                read_into=lambda name, box, into: reader.read_into(files, self._prefix + name, box, into),
+                identity=f"{reader.path.resolve()} {self._prefix} {files.stats()}",
             )
 
     @without_collecting
-    def _checked(self, files: OpenFiles, tensors: Mapping[str, DcpTensor]) -> dict[str, LeafSpec]:
+    def _checked(self, reader: DcpReader, files: OpenFiles, tensors: Mapping[str, DcpTensor]) -> dict[str, LeafSpec]:
         """The specs in the order of the files, which have all chunks."""
-        self._reader.check_files(files, {self._prefix + name: each.chunks for name, each in tensors.items()})
+        reader.check_files(files, {self._prefix + name: each.chunks for name, each in tensors.items()})
         ordered = sorted(tensors, key=lambda name: _begin(tensors[name].chunks))
         return leaf_specs({name: tensors[name] for name in ordered})
 
@@ -131,11 +132,10 @@ class DcpDirectory:
             CheckpointHostile: if a pickle would run something.
             CheckpointMissing, CheckpointTorn, CheckpointDamaged: as in `supply`.
         """
-        with OpenFiles(self._reader.path) as files:
+        reader = self._now()
+        with OpenFiles(reader.path) as files:
             return {
-                name: self._reader.read_object(files, full)
-                for full in self.metadata.objects
-                if (name := self._mine(full))
+                name: reader.read_object(files, full) for full in reader.metadata.objects if (name := self._mine(full))
             }
 
     def object_of(self, name: str) -> Any:
@@ -145,11 +145,17 @@ class DcpDirectory:
             KeyError: if there is no object of this name.
             CheckpointHostile: as in `objects`, and so the others.
         """
-        with OpenFiles(self._reader.path) as files:
-            return self._reader.read_object(files, self._prefix + name)
+        reader = self._now()
+        with OpenFiles(reader.path) as files:
+            return reader.read_object(files, self._prefix + name)
 
-    def _tensors(self) -> dict[str, DcpTensor]:
-        start, tensors = self._prefix, self.metadata.tensors
+    def _now(self) -> DcpReader:
+        """What reads the directory as it is now; all of a call, or of a block, is read by one."""
+        self._reader = self._reader.now()
+        return self._reader
+
+    def _tensors(self, reader: DcpReader) -> dict[str, DcpTensor]:
+        start, tensors = self._prefix, reader.metadata.tensors
         if not start and "" not in tensors:
             return dict(tensors)
         at = len(start)

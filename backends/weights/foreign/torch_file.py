@@ -115,7 +115,7 @@ class TorchFile:
     """
 
     def __init__(self, path: str | Path, *, prefix: str = "", below: str = "") -> None:
-        self._path = Path(local_path(str(path), argument="TorchFile.path"))
+        self._path = Path(local_path(path, argument="TorchFile.path"))
         self._prefix = prefix
         self._below = f"{below}." if below else ""
         self._last: tuple[Any, dict[str, Any]] = None, {}  # the values that were named last, and what they are called

@@ -255,7 +255,7 @@ def accelerate_training(path: str | Path) -> Training:
     Raises:
         CheckpointError: the matching subclass; see `TorchFile` and `HubDirectory`.
     """
-    top = Path(local_path(str(path), argument="accelerate_training.path"))
+    top = Path(local_path(path, argument="accelerate_training.path"))
     names = sorted(each.name for each in top.iterdir()) if top.is_dir() else []
     if "optimizer.bin" not in names:
         check_format(top, "accelerate")

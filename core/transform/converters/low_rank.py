@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.layout.slices import Box, volume
 from trainfold.core.transform.expression import Expression, Read, SourceTensor, sources_of
-from trainfold.core.transform.rounding import check_finite
+from trainfold.core.transform.rounding import check_in_range
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class LowRank:
         by_row = found.T if self.is_transposed else found
         for start, part in bands:
             rows = by_row[start : start + part.shape[0]]
-            check_finite(rows.copy_(part), part, lambda: sources_of(self.of, box))
+            check_in_range(rows.copy_(part), part, lambda: sources_of(self.of, box))
         return found
 
     def bands(self, box: Box, read: Read) -> "tuple[torch.Tensor, Iterator[tuple[int, torch.Tensor]]]":
@@ -146,7 +146,7 @@ class Decomposed:
             last = first + part.shape[0]
             factor = magnitude[first:last].to(part.dtype) / _lengths(part)
             scaled = part[:, start:stop] * factor[:, None]
-            check_finite(by_row[first:last].copy_(scaled), scaled, lambda: sources_of(self.of.of, box))
+            check_in_range(by_row[first:last].copy_(scaled), scaled, lambda: sources_of(self.of.of, box))
         return found
 
     def _rows(self, box: Box) -> tuple[tuple[int, int], tuple[int, int], Box]:

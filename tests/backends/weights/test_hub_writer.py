@@ -445,6 +445,14 @@ def test_a_file_that_its_readers_would_not_open_is_never_committed(tmp_path):
         ({"config": [1]}, InvalidArgument, r"config: expected a mapping from text, .* found \[1\]"),
         ({"about": {"step": 3}}, InvalidArgument, "about: expected a mapping from text to text, found {'step': 3}"),
         ({"about": {"step": {}}}, InvalidArgument, "about: expected a mapping from text to text"),
+        ({"about": {"format": "tf"}}, InvalidArgument, "about: expected format as it is written, 'pt', found 'tf'"),
+        (
+            {"about": {"trainfold.rules": "none"}, "rules": rename("w", "v")},
+            InvalidArgument,
+            "about: expected trainfold.rules as it is written",
+        ),
+        ({"like": 3}, InvalidArgument, "like: expected a path or a file:// URL, found 3"),
+        ({"like": b"models"}, InvalidArgument, "like: expected a path"),
         (
             {"about": {"author": "\ud800"}},
             InvalidState,

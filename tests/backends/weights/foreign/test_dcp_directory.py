@@ -342,6 +342,27 @@ def test_whichever_way_torch_writes_the_tensors_and_bytes_are_those_that_were_sa
     assert all(torch.equal(found[name], saved[name]) for name in ("w", "b"))
 
 
+def test_a_directory_that_is_written_again_is_read_as_it_is_now(tmp_path):
+    """Its metadata were kept, and said where the tensors of the directory before had been. A block reads what it has opened."""
+    path = tmp_path / "a"
+    cases.save(path, {"m.w": torch.ones(4, 2), "step": 1})
+    source = DcpDirectory(path)
+    model = source.under("m")
+    assert cases.everything(model)["w"].shape == (4, 2)
+    with model.opened() as opened:
+        shutil.rmtree(path)
+        cases.save(path, {"m.b": torch.zeros(1), "m.w": torch.zeros(3), "step": 2})
+        for each in (model, DcpDirectory(path, prefix="m")):
+            assert {name: spec.shape for name, spec in each.specs().items()} == {"b": (1,), "w": (3,)}
+            assert torch.equal(cases.everything(each)["w"], torch.zeros(3))
+        assert source.metadata.tensors["m.w"].shape == (3,)
+        assert (source.objects(), source.object_of("step")) == ({"step": 2}, 2)
+        assert torch.equal(opened.read("w", ((0, 4), (0, 2))), torch.ones(4, 2))
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointMissing):
+        model.specs()
+
+
 @pytest.mark.filterwarnings("ignore")  # torch says that there is one process
 def test_what_each_rank_has_saved_for_itself_is_refused_with_the_way_out(tmp_path):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", use_collectives=False, no_dist=True)
