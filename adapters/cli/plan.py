@@ -20,7 +20,7 @@ from trainfold.core.format.structure.described import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.problem import Problem, error_from
-from trainfold.core.resume.choose import choose, chosen_manifest
+from trainfold.core.resume.choose import behind_with, choose, chosen_manifest
 from trainfold.core.resume.planner import plan_resume
 from trainfold.core.resume.request import ResumeRequest, Target, resume_request
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
@@ -162,7 +162,15 @@ def _same_run(store: Store, inventory: Inventory, request: ResumeRequest) -> tup
         return inventory, target_of(newest)
     wanted = {*newest.omitted, *(component.name for component in newest.components)}
     inventory = examined(store, inventory, request, wanted)
-    return inventory, target_of(chosen_manifest(inventory, request, wanted) or newest)
+    whole = chosen_manifest(inventory, request, wanted) or newest
+    return inventory, _with_left_behind(target_of(whole), inventory, request, wanted)
+
+
+def _with_left_behind(target: Target, inventory: Inventory, request: ResumeRequest, wanted: set[str]) -> Target:
+    """A target with the components, too, that only a checkpoint has that a rewind has left behind: the program that saved it wants them again."""
+    left = behind_with(inventory, request, wanted)
+    found = {} if left is None else {name: each for name, each in target_of(left).components.items() if name in wanted}
+    return attrs.evolve(target, components={**found, **target.components})
 
 
 def _planned(plan: ResumePlan) -> Answer:

@@ -33,7 +33,7 @@ from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 _BATCH_BYTES: Final = 64 << 20  # read at once, side by side
-_PATH: Final = re.compile(r"^\w+(?P<module>\.(?:params|buffers))?\[(?P<name>(['\"]).*\3)\]$")
+_PATH: Final = re.compile(r"^\w+(?:\.(?:params|buffers))?\[(?P<name>(['\"]).*\2)\]$")
 
 
 @final
@@ -110,10 +110,11 @@ class CheckpointWeights:
         """
         manifest = self._manifest()
         table, others = self._table(manifest), self._other_names(manifest)
+        names = self._names(manifest, table)
         reader = PlanReader(self._store, f"step-{manifest.head.step:08d}", manifest)
         batch: dict[int, tuple[str, Box | None]] = {}
         total_bytes = 0
-        for index, record, name in _each_wanted(table, others, wanted):
+        for index, record, name in _each_wanted(table, names, others, wanted):
             each = wanted[name]
             if record.shape != each.shape:
                 yield name, torch.empty(record.shape, device="meta")  # it is refused for its shape, and not read
@@ -133,7 +134,8 @@ class CheckpointWeights:
         """
         manifest = self._manifest()
         table, others = self._table(manifest), self._other_names(manifest)
-        return leaf_specs({name: each for each in table for name in _names(each, others)})
+        found = zip(table, self._names(manifest, table), strict=True)
+        return leaf_specs({name: each for each, first in found if first for name in (first, *others.get(first, ()))})
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:
@@ -146,7 +148,7 @@ class CheckpointWeights:
         table = self._table(manifest)
         directory = f"step-{manifest.head.step:08d}"
         reader = PlanReader(self._store, directory, manifest)
-        index_of = {name: index for index, record in enumerate(table) for name in _names(record, {})}
+        index_of = {name: index for index, name in enumerate(self._names(manifest, table)) if name}
 
         def planned(name: str, box: Box) -> dict[int, TensorRead]:
             index = index_of[name]
@@ -197,15 +199,40 @@ class CheckpointWeights:
             others.setdefault(first, []).append(alias)
         return others
 
-    def _check_names(self, table: Sequence[TensorRecord]) -> None:
-        """Raise if two tensors of a flat dict have one name without the prefixes of wrappers."""
+    def _names(self, manifest: Manifest, table: Sequence[TensorRecord]) -> list[str | None]:
+        """The first name of each tensor; None for one that is not at the top of the component.
+
+        A module has the names that it was saved under. A flat dict has no classes that say what wraps: it has the names of the model in the same checkpoint where those
+        differ by nothing else than what may be the prefixes of wrappers, and names without these where the model has no such name.
+
+        Raises:
+            InvalidState: if two tensors of a flat dict, or of the model, are one of its names without the prefixes.
+        """
+        model = manifest.component("model")
+        known = {weight_name(each.path) or "" for each in (() if model is None else model.tensors[0])}
+        known.update(_ties(manifest, "model"))
+        full: dict[str, list[str]] = {}
+        for name in sorted(known):
+            full.setdefault(canonical_name(name), []).append(name)
         path_of: dict[str, str] = {}
-        for each in table:
-            name = weight_name(each.path) if each.path.startswith(f"{self._component}[") else None
-            if name is not None and path_of.setdefault(name, each.path) != each.path:
+
+        def of_flat(name: str, path: str) -> str:
+            short = canonical_name(name)
+            first, *others = [name] if name in known else full.get(short, [short])
+            if path_of.setdefault(first, path) != path or others:
+                found = (
+                    f"{path}, of which the model has {first} and {others[0]}"
+                    if others
+                    else f"{path_of[first]} and {path}"
+                )
                 raise InvalidState(
-                    f"{self._store.url}: {self._component}", expected="one tensor for each name", found=f"{path_of[name]} and {each.path}, which are {name} without the prefixes of wrappers",
+                    f"{self._store.url}: {self._component}", expected="one tensor for each name", found=f"{found}, which are {short} without the prefixes of wrappers",
                     fix="save the module itself under extra, in place of its state_dict()")  # fmt: skip
+            return first
+
+        names = [weight_name(each.path) for each in table]
+        is_flat = [each.path.startswith(f"{self._component}[") for each in table]
+        return [of_flat(name, each.path) if name and flat else name for name, flat, each in zip(names, is_flat, table, strict=True)]  # fmt: skip
 
     def _fix(self, where: str) -> str:
         """What reads the place instead."""
@@ -215,7 +242,6 @@ class CheckpointWeights:
     def _table(self, manifest: Manifest) -> tuple[TensorRecord, ...]:
         found = manifest.component(self._component)
         if found is not None and len(found.nodes) == 1:
-            self._check_names(found.tensors[0])
             return tuple(found.tensors[0])
         names = ", ".join(each.name for each in manifest.components)
         raise InvalidState(
@@ -227,30 +253,23 @@ class CheckpointWeights:
 
 
 def weight_name(path: str) -> str | None:
-    """The name of a tensor with this leaf path; None if it is not at the top of its component.
-
-    A module has the names that it was saved under. Those of a flat dict are canonical: one of ``state_dict()`` has the prefixes of wrappers.
-    """
+    """The name that a tensor with this leaf path was saved under; None if it is not at the top of its component."""
     match = _PATH.match(path)
     if match is None:
         return None
     quoted = match["name"]
-    name = str(ast.literal_eval(quoted)) if "\\" in quoted else quoted[1:-1]
-    return name if match["module"] else canonical_name(name)
-
-
-def _names(record: TensorRecord, others: Mapping[str, Sequence[str]]) -> list[str]:
-    """The names of a tensor, the first one first; none if it is not at the top of its component."""
-    name = weight_name(record.path)
-    return [] if name is None else [name, *others.get(name, ())]
+    return str(ast.literal_eval(quoted)) if "\\" in quoted else quoted[1:-1]
 
 
 def _each_wanted(
-    table: Sequence[TensorRecord], others: Mapping[str, Sequence[str]], wanted: Mapping[str, Wanted]
+    table: Sequence[TensorRecord],
+    names: Sequence[str | None],
+    others: Mapping[str, Sequence[str]],
+    wanted: Mapping[str, Wanted],
 ) -> Iterator[tuple[int, TensorRecord, str]]:
     """Each tensor that is wanted, with its name; once for each of its names that are tensors of their own where it is wanted."""
-    for index, record in enumerate(table):
-        mine = [name for name in _names(record, others) if name in wanted]
+    for index, (record, first) in enumerate(zip(table, names, strict=True)):
+        mine = [] if first is None else [name for name in (first, *others.get(first, ())) if name in wanted]
         for name in {wanted[name].tied_to or name: name for name in reversed(mine)}.values():
             yield index, record, name
 

@@ -169,10 +169,7 @@ def abandoned_with_components(
     It is not chosen: that a run went back may have been meant (ADR-0006).
     """
     missing = left_out(manifest, request, target.components)
-    found = next((
-        entry.manifest for entry in _abandoned(inventory)
-        if entry.manifest is not None and not left_out(entry.manifest, request, target.components)
-    ), None)  # fmt: skip
+    found = behind_with(inventory, request, target.components)
     if found is None or set(missing) <= request.optional:
         return ()
     run, head, step = inventory.run, manifest.head, found.head.step
@@ -189,6 +186,18 @@ def abandoned_with_components(
             20,
         ),
     )
+
+
+def behind_with(inventory: Inventory, request: ResumeRequest, wanted: Collection[str]) -> Manifest | None:
+    """The manifest of the newest checkpoint that a rewind has left behind and that has the wanted components; None if there is none.
+
+    Args:
+        inventory: the run, with the manifests that `next_to_examine` asked for.
+        request: what was asked for.
+        wanted: the components of the run that resumes.
+    """
+    manifests = [entry.manifest for entry in _abandoned(inventory)]
+    return next((each for each in manifests if each is not None and not left_out(each, request, wanted)), None)
 
 
 def _without(where: str, run: str, manifest: Manifest, missing: Collection[str]) -> Problem:

@@ -2,6 +2,7 @@
 
 import warnings
 
+import attrs
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -105,16 +106,16 @@ def by_model(saves, needed):
 @settings(deadline=None, max_examples=30)
 @given(histories(), st.sampled_from(["full", "weights and counters"]))
 @example([(1, set(HAS)), (2, set(HAS)), (0, {"model"})], "full")
-def test_what_a_rewind_has_left_behind_is_named_with_the_call_that_takes_it_where_nothing_else_can(saves, mode):
-    """V03, V06, T24: what was left behind never wins by itself; where only it has what was asked for, the refusal says which step to name."""
+def test_what_a_rewind_has_left_behind_is_named_with_the_call_that_takes_it_where_nothing_else_can(tmp_path_factory, saves, mode):  # fmt: skip
+    """V03, V06, V18, T24: what was left behind never wins by itself; where only it has what was asked for, the refusal says which step to name, also on the command line."""
     options, needed = MODES[mode]
-    store, like = MemoryStore(), state_at(100)
+    store, like = tmp_path_factory.mktemp("top") / "run", state_at(100)
     for step, names in saves:
         trainfold.save(state_at(step), store, components=sorted(names))
     current, taken, left = by_model(saves, needed)
-    plan = trainfold.plan(store, like=like, **options)
+    plan, shown = trainfold.plan(store, like=like, **options), plan_run(store, **options)
     if taken is not None:
-        assert plan.step == taken
+        assert plan.step == shown.data["step"] == taken
         passed = {int(str(each.where)[-8:]) for each in plan.passed_over}
         assert passed == {step for step in current if step > taken}
         return
@@ -123,6 +124,9 @@ def test_what_a_rewind_has_left_behind_is_named_with_the_call_that_takes_it_wher
         assert "left it behind" not in str(plan)
         return
     assert f"step {left} has them" in str(plan.reasons[0])
+    assert shown.error.exit_code
+    assert [each["where"] for each in shown.data["reasons"]] == [each.where for each in plan.reasons]
+    assert shown.data["reasons"][0] == attrs.asdict(plan.reasons[0])
     assert f"restore(live, step={left})" in plan.fix
     with pytest.raises(ResumeRefused, match=f"step={left}"):
         trainfold.load(store, like=like, **options)

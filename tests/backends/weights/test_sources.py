@@ -373,6 +373,37 @@ def test_the_names_of_a_flat_dict_are_those_of_the_module_inside_or_are_refused(
         saved({"w": torch.ones(1), "module.w": torch.zeros(1)}).specs()
 
 
+def test_a_flat_dict_has_the_names_of_the_model_that_was_saved_with_it():
+    """C09: a module of the user's that is called `module` is not taken for a wrapper in an average of its weights, as it is not in the model (ADR-0056)."""
+
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(2, 1)
+
+    model = torch.nn.Sequential(Encoder())
+    average = torch.optim.swa_utils.AveragedModel(torch.compile(model, backend="eager"))
+
+    def names(model, held):
+        store = MemoryStore()
+        save(attach(model).capture().evolve(extra={"average": dict(held)}), store)
+        return set(CheckpointWeights(store, component="average").specs())
+
+    assert names(model, average.state_dict()) == {"n_averaged", "0.module.weight", "0.module.bias"}
+    assert names(model, model.state_dict()) == {"0.module.weight", "0.module.bias"}
+    assert names(torch.nn.Linear(1, 1), {"module.w": torch.ones(1), "weight": torch.ones(1)}) == {"w", "weight"}
+    both = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(1, 1), "b": torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})}
+    )
+    both["b"].weight = torch.nn.Parameter(torch.ones(1))
+    assert "b.module.weight" in names(both, both.state_dict())
+    with pytest.raises(
+        InvalidState,
+        match=r"average\['module\.b\.weight'\], of which the model has b\.(module\.)?weight and b\.(module\.)?weight, which are b\.weight without",
+    ):
+        names(both, {"module.b.weight": torch.ones(1)})
+
+
 @pytest.mark.parametrize("read", [HubDirectory, DcpDirectory, TorchFile, accelerate_training, dcp_training])
 @pytest.mark.parametrize("place", ["s3://bucket/weights", Path("s3://bucket/weights"), "hdfs://host/weights", 3])
 def test_a_url_of_another_kind_is_refused_and_named(read, place):
