@@ -353,6 +353,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             InvalidArgument: if the name is taken or cannot be one, for a declaration of something else, or if the run was attached with ``components=``.
             RestoreRefused: if the target cannot take its state; it is not registered then.
         """
+        accelerated = self._objects.accelerated.and_among(target, self._objects.extra.values())
         target, named = unwrapped(target), self._objects.named()
         taken, declared = self._parts(named), self._objects.new_sharing(name, target, sharing)
         for each in (name, *declared.names):
@@ -363,6 +364,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         settings = attached_settings({name: target}, None, is_part=self._objects.stage is not None)
         self._pending.give(name, parts, settings)
         self._objects.add(name, target, parts, declared)
+        self._objects.accelerated = accelerated
         self._extras.update(self._objects.loader_extras())
         self._watch.registered(name, target, settings)
         self._is_tried = False

@@ -51,6 +51,18 @@ class AccelerateWrappers:
                                       found="none", fix='pass extra={"scaler": accelerator.scaler}')  # fmt: skip
         return cls(found)
 
+    def and_among(self, given: Any, extra: Collection[Any]) -> "AccelerateWrappers":
+        """These, and an object that is attached later, if it is one.
+
+        Args:
+            given: the object.
+            extra: what is attached already.
+
+        Raises:
+            InvalidArgument: as from `among`.
+        """
+        return AccelerateWrappers([*self.optimizers, *self.among([given], extra).optimizers])
+
     @property
     def is_accumulating(self) -> bool:
         """Whether a window of ``accelerator.accumulate`` is open."""

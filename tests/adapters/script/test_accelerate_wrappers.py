@@ -88,6 +88,10 @@ def test_wrappers_under_extra_and_registered_later_are_unwrapped():
     assert unwrapped(main.model) is main.model
     second.window.sync_gradients = False
     assert live.is_in_window
+    second.window.sync_gradients, third.window.sync_gradients = True, False
+    assert live.is_in_window  # of one that was registered, too
+    third.window.sync_gradients = True
+    assert not live.is_in_window
 
 
 def test_a_window_of_accumulate_counts_no_step_and_saves_nothing(tmp_path):
@@ -119,3 +123,8 @@ def test_a_gradient_scaler_that_is_not_attached_is_refused():
         trainfold.attach(run.model, run.wrapped[0], scheduler=run.wrapped[1])
     live = trainfold.attach(run.model, run.wrapped[0], scheduler=run.wrapped[1], extra={"scaler": scaler})
     assert live.names == ("scaler",)
+    plain, critic = made(), torch.nn.Linear(2, 1)
+    live = trainfold.attach(plain.model, plain.optimizer, scheduler=plain.scheduler, extra={"critic": critic})
+    with pytest.raises(trainfold.errors.InvalidArgument, match="the gradient scaler of the optimizer"):
+        live.register("its optimizer", AcceleratedOptimizer(torch.optim.AdamW(critic.parameters()), Window(), scaler))
+    assert live.names == ("critic",)
