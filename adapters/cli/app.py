@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 
 from trainfold import __version__
 from trainfold.adapters.cli.completion import Shell, script_of
+from trainfold.adapters.cli.flights.flight_commands import bisect, replay
 from trainfold.adapters.cli.formats.commands import AnyPath, Key, convert, link
 from trainfold.adapters.cli.locate import has_other_format
 from trainfold.adapters.cli.misuse import no_command, package_missing, usage_error
@@ -20,6 +21,7 @@ from trainfold.adapters.cli.terminal.given_options import (
     CheckpointPath,
     Components,
     Json,
+    Patience,
     RunPath,
     numbers_typed,
     whole_typed,
@@ -47,12 +49,6 @@ _KEEP = Group("What stays: what any rule wants", sort_key=9)
 _CADENCE = Group(
     "How often to save", help="Give three durations to see the cadence that loses the least time.", sort_key=9
 )
-
-Patience = Annotated[
-    float,
-    DURATION,
-    Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
-]
 
 app = App(
     name="trainfold",
@@ -168,94 +164,6 @@ def rehearse(  # noqa: PLR0913 - one for each option
         return run_rehearsal(directory, settings)
 
     return deliver(answer, as_json=json)
-
-
-@app.command(group=_LOOK)
-def replay(  # noqa: PLR0913 - one for each option
-    run: RunPath,
-    *command: Annotated[
-        str,
-        Parameter(
-            allow_leading_hyphen=True,
-            help="Your program and its arguments, after --, as you started the run; {run} in them stands for the copy.",
-        ),
-    ],
-    begin: Annotated[
-        int | None,
-        Parameter(
-            name="--from",
-            converter=whole_typed,
-            help="The checkpoint to begin with, by its step; 0 for the start of the program; by default the newest before --to.",
-        ),
-    ] = None,
-    to: Annotated[
-        int | None, Parameter(converter=whole_typed, help="The last step; by default the last one of the log.")
-    ] = None,
-    until_nonfinite: Annotated[
-        bool,
-        Parameter(
-            negative=(), help="Stop at the first module whose output has a NaN or an infinity, and show what it got."
-        ),
-    ] = False,
-    directory: Annotated[Path, Parameter(name="--dir", help="Directory for everything that the replay writes.")] = Path(
-        "runs/replay"
-    ),
-    patience: Patience = 600.0,
-    json: Json = False,
-) -> int:
-    """Run your own program again from a checkpoint, in a scratch directory, and compare each step with the flight log of the run.
-
-    The run is only read. CheckpointManager(record=100) writes the log; without one, the state at the last step is compared, if it is saved.
-
-    Exit code 3 means that the replay differs, 45 that the program fails, 48 that it does not go on from the checkpoint.
-
-    Example: trainfold replay runs/a --from 1000 --to 1100 -- python train.py
-    """
-    from trainfold.adapters.cli.flights.replay_run import replay_run
-
-    return deliver(
-        lambda: replay_run(
-            run,
-            command,
-            begin=begin,
-            end=to,
-            until_nonfinite=until_nonfinite,
-            directory=directory,
-            patience_secs=patience,
-        ),
-        as_json=json,
-    )
-
-
-@app.command(group=_LOOK)
-def bisect(
-    a: RunPath,
-    b: RunPath,
-    *command: Annotated[
-        str,
-        Parameter(
-            allow_leading_hyphen=True,
-            help="The program of A and its arguments, after --: it is run again up to the step, to see which of the runs it repeats.",
-        ),
-    ],
-    directory: Annotated[Path, Parameter(name="--dir", help="Directory for what a replay writes.")] = Path(
-        "runs/bisect"
-    ),
-    patience: Patience = 600.0,
-    json: Json = False,
-) -> int:
-    """Find the first step in which two runs part, and why: by their flight logs, then their checkpoints, then a replay.
-
-    Says whether the position, the batch, the settings, the random streams, the state, or only the arithmetic differed; lists the leaves by the size of the
-    difference, and what differs in the settings and in the numerical environment.
-
-    Exit code 3 means that they part.
-
-    Example: trainfold bisect runs/a runs/b -- python train.py
-    """
-    from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
-
-    return deliver(lambda: bisect_runs(a, b, command, directory=directory, patience_secs=patience), as_json=json)
 
 
 @app.command(group=_LOOK)
@@ -534,6 +442,8 @@ def copy(  # noqa: PLR0913 - one for each option
     return deliver(lambda: copy_path(a, b, steps=steps, newest=newest, dry_run=dry_run), as_json=json)
 
 
+app.command(replay, group=_LOOK)
+app.command(bisect, group=_LOOK)
 app.command(convert, group=_FORMATS)
 app.command(link, group=_FORMATS)
 

@@ -51,3 +51,8 @@ RunPath = Annotated[Path, Parameter(help="Directory of a run, such as runs/a.")]
 CheckpointPath = Annotated[
     Path, Parameter(help="A checkpoint, such as runs/a/step-00000120, or a run: then its newest one.")
 ]
+Patience = Annotated[
+    float,
+    DURATION,
+    Parameter(show_default=lambda _: "10m", help="How long the program may be silent before it counts as hanging."),
+]
