@@ -6,7 +6,7 @@ DEV := .venv/dev.stamp
 PYTEST := $(BIN)/python -m pytest -q
 unexport PYTHONDONTWRITEBYTECODE  # without its cache, each of the hundred programs that tests start compiles the package again
 
-.PHONY: help demo test check format docs look bench resume hf rivals buckets long laws soak crash oracle constraints clean
+.PHONY: help demo test check format docs look pages bench resume hf rivals buckets long laws soak crash oracle constraints clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -35,6 +35,10 @@ docs: $(DEV)  ## the documentation, strictly, into docs/_build/html
 
 look: docs  ## open every page in a browser at three widths, and list what sticks out (needs playwright and chromium)
 	$(BIN)/python docs/look.py
+
+pages: $(DEV)  ## what `trainfold page` writes, in a browser, light and dark, with axe-core (needs playwright, chromium and npm)
+	npm install --silent --no-audit --no-fund --prefix build/axe axe-core@4.14.1
+	$(PYTEST) -m "" tests/adapters/cli/page
 
 resume: $(DEV)  ## a resume under seven tools, compared bit for bit (installs the rivals; half an hour)
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'

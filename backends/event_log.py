@@ -24,6 +24,9 @@ class EventLog:
         listener: gets each event. An exception of it is logged, because it must not fail a save.
         logs: whether events are logged here.
 
+    Attributes:
+        journal: gets each event before the listener; None for no journal.
+
     Examples:
         >>> seen = []
         >>> EventLog("runs/a", seen.append).report("committed", step=3)
@@ -37,6 +40,7 @@ class EventLog:
         self._listener = listener
         self._deferred: deque[Event] = deque()
         self._is_calling = False
+        self.journal: Callable[[Event], object] | None = None
 
     def check_not_calling(self) -> None:
         """Check that the listener is not the caller: a save during the report of another save would disturb that save.
@@ -65,6 +69,8 @@ class EventLog:
     def _deliver(self, event: Event) -> None:
         if self._logs:
             _LOG.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
+        if self.journal is not None:
+            self.journal(event)
         if self._listener is not None:
             self._is_calling = True
             try:

@@ -41,6 +41,8 @@ class Job(Generic[T]):
     Attributes:
         result: what the action returned.
         failure: what the action raised.
+        began_at: when the action began, in seconds since 1970; 0.0 before that.
+        ended_at: when it ended.
 
     Examples:
         >>> job = Job(lambda: 7)
@@ -60,6 +62,7 @@ class Job(Generic[T]):
         self._end = Latch()
         self.result: T | None = None
         self.failure: BaseException | None = None
+        self.began_at = self.ended_at = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -96,7 +99,9 @@ class Job(Generic[T]):
             after, self._action, self._after = self._after, None, None
             if after is not None:
                 after.wait()
+            self.began_at = time.time()
             self.result, self.failure = _outcome(action)
+            self.ended_at = time.time()
         except BaseException as error:  # noqa: BLE001  # an interrupt beside the action, where the caller runs it
             self.failure = error
         del action  # frees tensors, which must not happen after the end

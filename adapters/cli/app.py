@@ -209,6 +209,48 @@ def inspect(
 
 
 @app.command(group=_LOOK)
+def page(
+    run: RunPath,
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(
+            name=["--output", "-o"],
+            metavar="FILE",
+            help="The file to write, such as run.html. A page that is there is replaced; any other file is not.",
+        ),
+    ] = None,
+    serve: Annotated[
+        bool,
+        Parameter(negative=(), help="Follow the run in a browser of this machine, until Ctrl-C, and write no file."),
+    ] = False,
+    port: Annotated[
+        int,
+        Parameter(
+            converter=whole_typed,
+            validator=Number(gte=0, lte=65_535),
+            show_default=lambda _: "any free one",
+            help="The port of --serve, on 127.0.0.1.",
+        ),
+    ] = 0,
+    json: Json = False,
+) -> int:
+    """Write one file of HTML that shows a run, and opens offline: starts and kills, losses, saves, checkpoints and why each is kept, bytes.
+
+    It only reads the run. What was recorded with CheckpointManager(..., record=0) is there with its times.
+
+    Example: trainfold page runs/a -o run.html
+    """
+    if serve:
+        from trainfold.adapters.cli.page.serve import serve_page
+
+        return deliver(lambda: serve_page(run, port), as_json=json)
+    from trainfold.adapters.cli.page.write_page import write_page
+
+    return deliver(lambda: write_page(run, output), as_json=json)
+
+
+@app.command(group=_LOOK)
 def diff(  # noqa: PLR0913 - one for each option
     a: AnyPath,
     b: AnyPath,

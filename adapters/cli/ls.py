@@ -97,10 +97,10 @@ def list_store(
         components: as for `list_run`.
         clock: as for `list_run`.
     """
-    inventory = with_quarantined(_proved(store, inventory), quarantined(store))
+    inventory = with_quarantined(proved(store, inventory), quarantined(store))
     present = [entry.name for entry in lineage(inventory)]
-    names = _names(store)
-    times = side_by_side([partial(_committed_at, store, entry) for entry in inventory.entries])
+    names = pointed_names(store)
+    times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
     listed = [
         Listed(entry, at, names.get(entry.name, ()), is_left_behind=entry.is_candidate and entry.name not in present)
         for entry, at in zip(inventory.entries, times, strict=True)
@@ -131,7 +131,7 @@ def _with(listed: list[Listed], components: Sequence[str] | None) -> list[Listed
     return [each for each in listed if held.get(each.entry.name, set()) >= set(names) & known and each.summary]
 
 
-def _proved(store: Store, inventory: Inventory) -> Inventory:
+def proved(store: Store, inventory: Inventory) -> Inventory:
     """Prove the newest checkpoints: their manifests, and that their files are there. The others stay what their first lines claim."""
     bytes_left, files_left = _MOST_BYTES, _MOST_FILES
     newest = sorted(inventory.entries, key=lambda each: (0, 0) if each.head is None else head_order(each.head))
@@ -148,11 +148,12 @@ def _proved(store: Store, inventory: Inventory) -> Inventory:
     return inventory
 
 
-def _committed_at(store: Store, entry: Entry) -> float | None:
+def committed_at(store: Store, entry: Entry) -> float | None:
+    """When a checkpoint was committed, in seconds since 1970; None if that is not known."""
     return None if entry.head is None else store.committed_at(f"{entry.name}/{MANIFEST}")
 
 
-def _names(store: Store) -> dict[str, tuple[str, ...]]:
+def pointed_names(store: Store) -> dict[str, tuple[str, ...]]:
     """The pointers to each checkpoint, and its rank in ``best.json``; a file that cannot be read names nothing here."""
     found: dict[str, tuple[str, ...]] = {}
     for pointer, target in sorted(store.pointers().items()):

@@ -100,12 +100,16 @@ def _ignoring(answer: Answer, initial: Path) -> Answer:
 
 
 def _resume(run: Path, request: ResumeRequest) -> Answer:
-    store, inventory = open_run(run)
+    planned = planned_resume(*open_run(run), request)
+    return _refused(planned) if isinstance(planned, Refusal) else _planned(planned)
+
+
+def planned_resume(store: Store, inventory: Inventory, request: ResumeRequest) -> ResumePlan | Refusal:
+    """The plan of a resume of a run built exactly as it was saved, with the libraries that are installed here; or why there is none."""
     known = quarantined(store) if request.step is None else {}  # a step that is asked for overrides the quarantine
     inventory = examined(store, with_quarantined(inventory, known), request)
     inventory, target = _same_run(store, inventory, request)
-    planned = plan_resume(inventory, target, request)
-    return _refused(planned) if isinstance(planned, Refusal) else _planned(planned)
+    return plan_resume(inventory, target, request)
 
 
 def _advice(costs: Mapping[str, float | None]) -> Cadence | None:

@@ -4,15 +4,17 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import xxhash
 
+from trainfold.adapters.flight.journal import Journal
 from trainfold.adapters.flight.replay_orders import end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number, with_recorder
 from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name
+from trainfold.backends.flight.journal_file import JOURNAL
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
@@ -23,6 +25,7 @@ from trainfold.core.rehearsal.orders import Orders
 from trainfold.core.state.state import Progress, TrainState
 
 _LOSS, _NORM = "loss", "grad_norm"
+SELDOM: Final = 10  # steps at least between two values of a name that is recorded in the journal: one of an evaluation, not of each step
 
 
 def flight_recorder(
@@ -37,7 +40,10 @@ def flight_recorder(
         return None
     count("CheckpointManager.record", states_every, least=0,
           fix="pass a number of steps between digests of the whole state, such as record=100; 0 for none of these")  # fmt: skip
-    return FlightRecorder(directory_for_log(store) / flight_name(rank), states_every, orders=orders)
+    directory = directory_for_log(store)
+    path = directory / flight_name(rank)
+    journal = Journal(directory / JOURNAL, path) if rank == 0 else None
+    return FlightRecorder(path, states_every, orders=orders, journal=journal)
 
 
 @final
@@ -48,9 +54,13 @@ class FlightRecorder:
         path: the log.
         states_every: digest the state each so many steps; 0 for never.
         orders: of a replay, which ends at a NaN, or lets a loop of states record itself; None without one.
+        journal: writes when what happened; None on all ranks but the first.
     """
 
-    def __init__(self, path: Path, states_every: int, *, orders: Orders | None = None) -> None:
+    def __init__(
+        self, path: Path, states_every: int, *, orders: Orders | None = None, journal: Journal | None = None
+    ) -> None:
+        self.journal = journal
         self._orders = orders
         self._ends = end_at_nonfinite(orders, lambda: self._under_way)
         self._under_way: int | None = None
@@ -61,6 +71,7 @@ class FlightRecorder:
         self._values: dict[str, bytes] = {}
         self._batches: list[str] = []
         self._step: int | None = None  # the last one that was recorded here
+        self._seen: dict[str, int] = {}  # name of another value -> the step that it was last recorded in
 
     def watch(self, run: Live | TrainState) -> None:
         """Record the steps of a live run from here on.
@@ -78,6 +89,8 @@ class FlightRecorder:
                 fix="record the step itself: step = trainfold.states.FlightLog(run).recorded(step)",
             )
         if self._watched is None or self._watched() is not run:
+            if self._watched is None and self.journal is not None:
+                self.journal.started(run.progress.step)
             self._watched, self._under_way = weakref.ref(run), run.progress.step + 1
             run.recorders = with_recorder(run.recorders, self)
 
@@ -89,14 +102,20 @@ class FlightRecorder:
             self._file.append(state_digests(step, fingerprint(run.read(view=True, is_saved=False).state)))
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log, and end the journal."""
         self._file.close()
+        if self.journal is not None:
+            self.journal.ended()
 
     # --- as a recorder -----------------------------------------------------------------------------------------------
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep the loss and the norm of the step under way; of several values the last one counts."""
-        del step
+        """Keep the loss and the norm of the step under way; of several values the last one counts. Others go to the journal, if they come seldom."""
+        if self.journal is not None:
+            for name in values.keys() - {_LOSS, _NORM}:
+                if step - self._seen.get(name, -SELDOM) >= SELDOM:
+                    self.journal.evaluated(step, name, _real(values[name]))
+                self._seen[name] = step
         self._values |= {name: float_bits_of(_real(values[name])) for name in (_LOSS, _NORM) if name in values}
 
     def consumed(self, batches: Sequence[str]) -> None:

@@ -66,6 +66,11 @@ class Pruner:
         self._durable_best: bytes | None = None
         self._has_cleared = False
 
+    @property
+    def policies(self) -> tuple[Retention, Retention | None]:
+        """What to keep, and what to keep of the checkpoints that rewinds have left behind."""
+        return self._policy, self._left_behind
+
     def retain(self, result: "SaveResult") -> list[Event]:
         """Delete what the policy does not keep, after a commit. A failure is logged as a warning, and the next call tries again.
 

@@ -107,6 +107,10 @@ class SaveRunner:
         self._events = events
         self._rehearsal = rehearsal
         self._flight = flight
+        self._journal = None if flight is None else flight.journal
+        if self._journal is not None:
+            self._journal.keeps(*pruner.policies)
+            events.journal = self._journal.event
         self._lease = lease
         self._hooks = UpdateHooks(self.protect)
         self._contents = RunContents(world, self._hooks, components=options.components, contract=options.contract, check_replicas=options.check_replicas)  # fmt: skip
@@ -173,11 +177,15 @@ class SaveRunner:
         Raises:
             SaveFailed: if this save failed.
         """
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
         if self._rehearsal is not None:
             self._rehearsal.begins_save(run)
         with self._due.until_all_come(_step_of(run)):
             outcome = self._begin(run, failures, may_skip=may_skip and self._options.skips)
+        if self._journal is not None:
+            self._journal.called(outcome.step, began_at, outcome.status)
+            if outcome.status == "written":
+                self._journal.written(outcome.step, began_at, time.time())
         if self._rehearsal is not None:
             self._rehearsal.ends(run, self.wait)
         if outcome.status != "skipped":
@@ -301,6 +309,8 @@ class SaveRunner:
         self.base = result.base
         if self._world.rank == 0:
             self._retention = lambda: self._events.defer(self._pruner.retain(result))
+        if self._journal is not None:
+            self._journal.written(result.step, under_way.job.began_at, under_way.job.ended_at)
         self._under_way = None
         self._committed(result)
         return result

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from trainfold.core.evaluate.suite import Suite, Tally, check_tally, nonfinite_of, results_of
-from trainfold.core.html_table import html_table
+from trainfold.core.markup.html_table import html_table, notebook
 
 
 @final
@@ -62,7 +62,7 @@ class Evaluation(dict[str, Any]):
         }
         rows = [(name, value, counted.get(name, "")) for name, value in self.items()]
         rows += [(name, "", why) for name, why in counted.items() if name not in self]
-        return html_table(title, ("metric", "result", "not finite"), rows)
+        return notebook(html_table(title, ("metric", "result", "not finite"), rows))
 
 
 def evaluation_of(suite: Suite, tally: Tally) -> Evaluation:

@@ -6,7 +6,6 @@ from typing import Final, final
 import attrs
 
 from trainfold.core.format.manifest import Head, Manifest, Summary
-from trainfold.core.html_table import html_table
 from trainfold.core.problem import Problem
 
 # the first words of a fix for a problem that an older checkpoint does not have
@@ -69,6 +68,8 @@ class Inventory:
         return {entry.head.step for entry in self.entries if entry.head is not None and entry.is_candidate}
 
     def _repr_html_(self) -> str:
+        from trainfold.core.markup.html_table import html_table, notebook  # late: commands show no HTML
+
         resumed = next(iter(lineage(self)), None)
         rows = []
         for entry in self.entries:
@@ -85,7 +86,22 @@ class Inventory:
             rows.append((entry.name, *head, status))
         if self.problem is not None:
             rows.append(("the run", "", "", "", str(self.problem)))
-        return html_table(f"{self.run}  run {self.run_id}", ("checkpoint", "step", "timeline", "after", "status"), rows)
+        table = html_table(
+            f"{self.run}  run {self.run_id}", ("checkpoint", "step", "timeline", "after", "status"), rows
+        )
+        return notebook(f"{self._chart()}{table}")
+
+    def _chart(self) -> str:
+        """The timelines, as on the page of a run; empty without checkpoints."""
+        from trainfold.core.markup.chart import chart_html
+        from trainfold.core.markup.timelines import lineage_chart
+
+        heads = [(entry, entry.head) for entry in self.entries if entry.head is not None]
+        present = {entry.name for entry in lineage(self)}
+        marks = [(head.step, head.timeline, entry.name in present) for entry, head in heads]
+        if not marks:
+            return ""
+        return chart_html(lineage_chart(marks, {head.timeline: head.forks for _, head in heads}), "trainfold-lineage")
 
     def entry(self, name: str) -> Entry | None:
         """The entry of that name, or None."""

@@ -7,7 +7,6 @@ import attrs
 
 from trainfold.core.digest import digest_of
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
 from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
@@ -155,16 +154,19 @@ class ResumePlan:
         )
 
     def _repr_html_(self) -> str:
+        from trainfold.core.markup.html_table import html_table, notebook  # late: commands show no HTML
+
         title = f"resume {self.run} from {self.checkpoint}: step {self.step}, {self.size_bytes:,} bytes"
         rows = [(each.name, each.verb, str(each.tensors), f"{each.size_bytes:,}", each.note) for each in self.actions]
-        tables = [html_table(title, ("component", "what", "tensors", "bytes", "note"), rows)]
+        columns = ("component", "what", "tensors", "bytes", "note")
+        tables = [html_table(title, columns, rows, numbers=("tensors", "bytes"))]
         notes = [
             *(("drift", str(drift)) for drift in self.drifts),
             *(("passed over", str(problem)) for problem in self.passed_over),
             *(("not saved", f"{path}: {what}") for path, what in self.unsaved.items()),
             *(("note", note) for note in self.notes),
         ]
-        return "".join([*tables, *([html_table("What to know", ("", ""), notes)] if notes else [])])
+        return notebook("".join([*tables, *([html_table("What to know", ("", ""), notes)] if notes else [])]))
 
 
 @final
@@ -261,9 +263,11 @@ class Refusal:
         return "\n".join(f"  {reason}" for reason in self.reasons)
 
     def _repr_html_(self) -> str:
+        from trainfold.core.markup.html_table import html_table, notebook  # late: commands show no HTML
+
         place = self.run if self.checkpoint is None else f"{self.run}/{self.checkpoint}"
         rows = [*(("why", str(reason)) for reason in self.reasons), ("fix", self.fix)]
-        return html_table(f"no resume of {place}", ("", ""), rows)
+        return notebook(html_table(f"no resume of {place}", ("", ""), rows))
 
 
 def _typed(drifts: Sequence[Drift]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The rules of a `Retention`: the last k, every n steps, the n best, those newer than an age, all. Each is a frozen value."""
 
 import math
-from typing import Protocol, final
+from collections.abc import Iterable
+from typing import Any, Final, Protocol, final
 
 import attrs
 
@@ -121,3 +122,48 @@ class All:
 
     def __str__(self) -> str:
         return "all"
+
+
+_KINDS: Final[dict[str, type[Any]]] = {"last": Last, "every": Every, "best": Best, "newer": Newer, "all": All}
+_NAMES: Final = {kind: name for name, kind in _KINDS.items()}
+
+
+def rules_to_json(rules: Iterable[Rule]) -> list[list[Any]]:
+    """Rules as JSON can hold them; a rule of a program's own is its text.
+
+    Law: ``rules_from_json(rules_to_json(rules))`` are the rules of this module again, and the texts of the others.
+
+    Examples:
+        >>> rules_to_json([Last(3), Best(1, "min")])
+        [['last', 3], ['best', 1, 'min']]
+    """
+    return [
+        [_NAMES[type(rule)], *attrs.astuple(rule)] if type(rule) in _NAMES else ["own", str(rule)]  # type: ignore[arg-type]
+        for rule in rules
+    ]
+
+
+def rules_from_json(rows: object) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+    """The rules that these rows describe, and the texts of a program's own rules, which cannot be asked here; other rows are left out."""
+    rules: list[Rule] = []
+    texts: list[str] = []
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, list) and row and isinstance(row[0], str):
+            if row[0] == "own" and len(row) == 2 and isinstance(row[1], str):
+                texts.append(row[1])
+            elif row[0] in _KINDS and _fits(row[0], row[1:]):
+                rules.append(_KINDS[row[0]](*row[1:]))
+    return tuple(rules), tuple(texts)
+
+
+def _fits(name: str, values: list[Any]) -> bool:
+    wanted = {"last": (int,), "every": (int,), "best": (int, str), "newer": (float,), "all": ()}[name]
+    is_typed = len(values) == len(wanted) and all(
+        type(value) is kind or (kind is float and type(value) is int)
+        for value, kind in zip(values, wanted, strict=True)
+    )
+    return (
+        is_typed
+        and all(isinstance(value, str) or 0 < value < 2**62 for value in values[:1])
+        and values[1:] in ([], ["min"], ["max"])
+    )

@@ -16,12 +16,12 @@ from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import FileRecord, ShardRecord
 from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.ownership import belongs_to_rank, counts_on_rank_zero
-from trainfold.core.html_table import html_table
 from trainfold.core.json_values import Json
 from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.replica_shares import Piece, box_of, written_by
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
+from trainfold.core.markup.html_table import html_table, notebook
 from trainfold.core.save.file_layout import FilePlan, plan_file
 from trainfold.core.save.replicas import first_disagreement, is_same, structures_differ
 
@@ -150,7 +150,7 @@ class SavePlan:
         title = f"save {self.directory}: {names}; {self.world_size} ranks, {self.size_bytes:,} bytes"
         rows = [(f.name, str(f.rank), str(len(f.tensors)), f"{f.size_bytes:,}") for f in self.files]
         rows += [(name, str(rank), str(count), f"{size:,}, not written again") for name, rank, count, size in self._referred()]  # fmt: skip
-        return html_table(title, ("file", "rank", "tensors", "bytes"), rows)
+        return notebook(html_table(title, ("file", "rank", "tensors", "bytes"), rows, numbers=("rank", "tensors")))
 
 
 def plan_save(  # noqa: PLR0913 - keywords

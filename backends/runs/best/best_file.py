@@ -1,12 +1,14 @@
 """A run's ``best.json``: `save_best`, `load_best` and `load_best_n`, so that a restarted run still knows its best."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import attrs
 
+from trainfold.backends.flight.journal_file import note_in_journal
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.best.best_reader import (
@@ -29,6 +31,7 @@ from trainfold.core.best.score import beats
 from trainfold.core.best.top_n import BestEntry, ranked
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument, InvalidState, RunLocked, placed
+from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
@@ -212,6 +215,8 @@ def _save_locked(store: Store, record: BestRecord, places: tuple[BestEntry, ...]
     store.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
     if BEST_POINTER not in store.list(""):  # a file of the user's with that name is not replaced
         store.point(BEST_POINTER, directory_of(_step(mine)))
+    data_of = {"metric": mine.metric, "direction": mine.direction, "score": mine.score}
+    note_in_journal(store, JournalLine(time.time(), "best", _step(mine), directory_of(_step(mine)), data=data_of))
     return mine
 
 

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.dtypes import size_bytes
-from trainfold.core.html_table import html_table
+from trainfold.core.markup.html_table import html_table, notebook
 from trainfold.core.printable import printable
 from trainfold.core.problem import Problem, problem_of
 from trainfold.core.state.components import components_of
@@ -49,7 +49,7 @@ class FreshStart:
         return "\n".join(map(printable, [f"begin {self.run} at step 0, {self.size_bytes:,} bytes of weights", *rows]))
 
     def _repr_html_(self) -> str:
-        return html_table(f"begin {self.run} at step 0", ("", ""), self._rows())
+        return notebook(html_table(f"begin {self.run} at step 0", ("", ""), self._rows()))
 
     def _rows(self) -> list[tuple[str, str]]:
         order = "a step that is asked for: none; checkpoints of the run: none; initial: taken"

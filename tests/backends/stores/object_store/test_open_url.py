@@ -99,13 +99,19 @@ def test_a_bucket_that_is_not_there_is_said_to_be(s3, keys):
         store.commit("run.json", b"{}")
 
 
-def test_commands_read_a_run_in_a_bucket(s3, keys, capsys):
+def test_commands_read_a_run_in_a_bucket(s3, keys, capsys, tmp_path):
     """C03: the same words as for a directory."""
     keys.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
     url = store_at(s3.port).url
     trainfold.save(STATE, url)
     assert trainfold.load(url, like=STATE).trainer.step == 3
-    for command in (["ls", url], ["verify", url], ["inspect", url], ["inspect", f"{url}/step-00000003"]):
+    for command in (
+        ["ls", url],
+        ["page", url, "-o", str(tmp_path / "run.html")],
+        ["verify", url],
+        ["inspect", url],
+        ["inspect", f"{url}/step-00000003"],
+    ):
         assert main(command) == 0
         assert url in capsys.readouterr().out
     assert main(["ls", f"{url}-not"]) != 0

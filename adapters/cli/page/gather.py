@@ -1,0 +1,123 @@
+"""`PageReader`: reads the facts of a run for its page; again and again, if the run goes on."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Final, final
+
+from trainfold.adapters.cli.locate import open_run
+from trainfold.adapters.cli.ls import committed_at, pointed_names, proved
+from trainfold.adapters.cli.plan import planned_resume
+from trainfold.backends.flight.flight_file import flight_name
+from trainfold.backends.flight.flight_values import FlightValues
+from trainfold.backends.flight.journal_file import JOURNAL, read_journal
+from trainfold.backends.runs.best.best_reader import read_best
+from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.side_by_side import side_by_side
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.protocol import Store
+from trainfold.core.best.best_json import BEST_FILE, BestFile
+from trainfold.core.errors import CheckpointError, TrainfoldError
+from trainfold.core.history.inventory import Inventory
+from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.markup.curve import curve_of
+from trainfold.core.page.run_page import FlightFacts, ResumeFacts, RunPage
+from trainfold.core.resume.request import resume_request
+from trainfold.core.resume.resume_plan import Refusal
+
+_MOST_JOURNAL: Final = 200_000  # lines that a page looks at, the newest
+
+
+@final
+class PageReader:
+    """Reads a run, in a directory or a bucket. It writes nothing there.
+
+    Args:
+        run: the location.
+
+    Raises:
+        CheckpointError: the matching subclass, if it is not a run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._store, _ = open_run(run)
+        self._log = _flight_log(self._store)
+        self._seen: object = None
+
+    def has_changed(self) -> bool:
+        """Whether there is something new since the last call; always of a bucket, whose answer would cost as much as the facts."""
+        if not isinstance(self._store, LocalStore):
+            return True
+        place = Path(self._store.url)
+        seen = [_stamp(place / name) for name in ("", JOURNAL, BEST_FILE, flight_name(0))]
+        has_changed, self._seen = seen != self._seen, seen
+        return has_changed
+
+    def read(self) -> RunPage:
+        """The facts as they are now.
+
+        Raises:
+            CheckpointError: the matching subclass, if it is not a run any more.
+        """
+        now = time.time()
+        store, inventory = open_run(self._run)
+        inventory = with_quarantined(proved(store, inventory), quarantined(store))
+        times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
+        unread: list[str] = []
+        return RunPage(
+            inventory,
+            now,
+            {entry.name: at for entry, at in zip(inventory.entries, times, strict=True) if at is not None},
+            pointed_names(store),
+            _best(store, unread),
+            read_journal(store)[-_MOST_JOURNAL:],
+            self._flight(unread),
+            _resume(store, inventory),
+            tuple(unread),
+        )
+
+    def _flight(self, unread: list[str]) -> FlightFacts | None:
+        log = self._log
+        if log is None:
+            return None
+        try:
+            log.read()
+        except OSError as error:
+            unread.append(f"the flight log: {error}")
+            return None
+        if log.last is None:
+            return None
+        ranks = len(list(Path(self._store.url).glob("flight-*.log")))
+        return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, ranks)
+
+
+def _flight_log(store: Store) -> FlightValues | None:
+    return FlightValues(Path(store.url) / flight_name(0)) if isinstance(store, LocalStore) else None
+
+
+def _best(store: Store, unread: list[str]) -> BestFile | None:
+    try:
+        return read_best(store)
+    except CheckpointError as error:
+        unread.append(str(error))
+        return None
+
+
+def _resume(store: Store, inventory: Inventory) -> ResumeFacts:
+    try:
+        planned = planned_resume(store, inventory, resume_request())
+    except TrainfoldError as error:
+        return ResumeFacts(problems=(str(error),))
+    if isinstance(planned, Refusal):
+        return ResumeFacts(problems=() if planned.finds_nothing else tuple(map(str, planned.reasons)))
+    drifts = tuple((each.verdict, each.kind, each.where, str(each.saved), str(each.wanted)) for each in planned.drifts)
+    return ResumeFacts(planned.checkpoint, drifts, tuple(map(str, planned.passed_over)))
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

@@ -1,0 +1,127 @@
+"""`Journal`: writes what happens to a run, and when, beside its checkpoints: starts, saves, events, warnings, the end."""
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, final
+
+from trainfold.backends.flight.journal_file import JournalFile
+from trainfold.backends.user_warning import WARNED
+from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.flight.log_lines import LINE_BYTES, decode_line
+from trainfold.core.save.events import Event
+from trainfold.core.save.retention import Retention
+from trainfold.core.save.retention_rules import rules_to_json
+
+_LOG: Final = logging.getLogger("trainfold")
+_EVENTS: Final = (
+    "saved",
+    "committed",
+    "skipped",
+    "failed",
+    "pruned",
+    "restored",
+    "restored_best",
+    "refused",
+    "cadence",
+)
+
+
+@final
+class Journal(logging.Filter):
+    """A listener to one run, on rank 0. Until the run is restored, or starts fresh, lines are kept back, so that a manager that is only made writes nothing.
+
+    Warnings are those of trainfold, in the whole process: through `logging`, and through `warnings`. It is a filter of the logger that passes
+    everything, because with a handler Python would no longer print warnings where a program has not set up `logging`.
+
+    Args:
+        path: the journal.
+        flight: the flight log of the same rank.
+    """
+
+    def __init__(self, path: Path, flight: Path) -> None:
+        super().__init__()
+        self._file = JournalFile(path)
+        self._flight = flight
+        self._kept_back: list[JournalLine] | None = []
+        self._rules: dict[str, Any] = {}
+        _LOG.addFilter(self)
+        WARNED.append(self.warned)
+
+    def keeps(self, policy: Retention, left_behind: Retention | None) -> None:
+        """Remember the rules of the run's retention for the line of the start."""
+        self._rules = {"keep": rules_to_json(policy.rules)}
+        self._rules |= {} if left_behind is None else {"left_behind": rules_to_json(left_behind.rules)}
+
+    def started(self, step: int) -> None:
+        """Write that a process trains from this step on; before its first step, so that the flight log still shows how far the one before came."""
+        reached = _reached(self._flight)
+        kept_back, self._kept_back = self._kept_back or [], None
+        lines = [JournalLine(time.time(), "started", step, data={"pid": os.getpid(), **reached, **self._rules})]
+        self._file.append([*lines, *kept_back])
+
+    def event(self, event: Event) -> None:
+        """Write an event of the manager. The beginning of a save, `called` writes."""
+        if event.kind in _EVENTS and event.kind != "saved":
+            self._write(event.kind, event.step, event.checkpoint, event.detail)
+
+    def called(self, step: int, at: float, outcome: str) -> None:
+        """Write that the loop has called a save, which has returned now."""
+        self._write("called", step, at=at, data={"returned": time.time(), "outcome": outcome})
+
+    def written(self, step: int, began: float, ended: float) -> None:
+        """Write when a save was written, and durable."""
+        self._write("written", step, at=ended, data={"began": began})
+
+    def evaluated(self, step: int, name: str, value: float) -> None:
+        """Write a result that the loop has recorded."""
+        self._write("evaluated", step, data={"metric": name, "score": value if math.isfinite(value) else str(value)})
+
+    def warned(self, text: str) -> None:
+        """Write a warning."""
+        self._write("warned", detail=text)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Write a warning that is logged, and let it pass; see `logging.Filter`."""
+        is_event = isinstance(record.args, tuple) and len(record.args) == 1 and isinstance(record.args[0], Event)
+        if record.levelno >= logging.WARNING and not is_event:  # an event has a line of its own
+            with suppress(Exception):  # arguments that do not fit the message: logging reports that
+                self.warned(record.getMessage())
+        return True
+
+    def ended(self) -> None:
+        """Write that the manager is closed, and because of which exception, if one is on its way."""
+        _LOG.removeFilter(self)
+        if self.warned in WARNED:
+            WARNED.remove(self.warned)
+        kind = sys.exc_info()[0]
+        if self._kept_back is None:
+            self._write("closed", detail="" if kind is None else kind.__name__)
+
+    def _write(  # noqa: PLR0913 - fields of a line
+        self, kind: str, step: int | None = None, checkpoint: str | None = None, detail: str = "", *, at: float | None = None, data: Mapping[str, Any] | None = None
+    ) -> None:  # fmt: skip
+        line = JournalLine(time.time() if at is None else at, kind, step, checkpoint, detail, data or {})
+        if self._kept_back is None:
+            self._file.append([line])
+        else:
+            self._kept_back.append(line)
+
+
+def _reached(flight: Path) -> dict[str, Any]:
+    """The last step that the flight log has, and when it was written: how far the process before came."""
+    try:
+        with flight.open("rb") as file:
+            status = os.fstat(file.fileno())
+            for at in reversed(range(status.st_size // LINE_BYTES)):
+                line = decode_line(os.pread(file.fileno(), LINE_BYTES, at * LINE_BYTES))
+                if line is not None:
+                    return {"reached": line.step, "reached_at": status.st_mtime}
+    except OSError:
+        pass
+    return {}

@@ -1,0 +1,1 @@
+"""The page that shows a run: its facts as values, and these as HTML. May import every other room of `core`."""

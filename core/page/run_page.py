@@ -1,0 +1,87 @@
+"""`RunPage`: the facts about a run that its page shows, as a value."""
+
+from collections.abc import Mapping
+from typing import final
+
+import attrs
+
+from trainfold.core.best.best_json import BestFile
+from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.history.inventory import Inventory
+from trainfold.core.markup.curve import Curve
+
+
+@final
+@attrs.frozen
+class FlightFacts:
+    """What the page takes from a flight log.
+
+    Attributes:
+        loss: the losses that were recorded.
+        norm: the norms of the gradient.
+        first: the first step of the log; None if it has none.
+        last: the last one.
+        written_at: when its last line was written, in seconds since 1970; None if that is not known.
+        ranks: how many ranks have a log.
+    """
+
+    loss: Curve = attrs.field(factory=Curve)
+    norm: Curve = attrs.field(factory=Curve)
+    first: int | None = None
+    last: int | None = None
+    written_at: float | None = None
+    ranks: int = 1
+
+
+@final
+@attrs.frozen
+class ResumeFacts:
+    """What a resume would do now, on the machine that made the page.
+
+    Attributes:
+        checkpoint: what it would load; None if it is refused.
+        drifts: (verdict, kind, where, saved, here).
+        problems: why checkpoints are passed over, or why it is refused.
+    """
+
+    checkpoint: str | None = None
+    drifts: tuple[tuple[str, str, str, str, str], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@final
+@attrs.frozen
+class RunPage:
+    """The facts about a run. What is not recorded is empty here, and the page says that it is not known.
+
+    Attributes:
+        inventory: the checkpoints; the newest have manifests.
+        made_at: when the facts were read, in seconds since 1970.
+        committed_at: checkpoint -> when it was committed.
+        pointers: checkpoint -> what names it, such as ``latest`` or ``best``.
+        best: the run's ``best.json``; None without one.
+        journal: what happened, in the order of its lines; empty for a run without a journal.
+        flight: from the flight log of rank 0; None for a run without one.
+        resume: what a resume would do.
+        unread: what of the run could not be read, and why.
+    """
+
+    inventory: Inventory
+    made_at: float
+    committed_at: Mapping[str, float] = attrs.field(factory=dict)
+    pointers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
+    best: BestFile | None = None
+    journal: tuple[JournalLine, ...] = ()
+    flight: FlightFacts | None = None
+    resume: ResumeFacts = attrs.field(factory=ResumeFacts)
+    unread: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Checkpoint -> bytes of its own data files, as its manifest or its first line says."""
+        found = {}
+        for entry in self.inventory.entries:
+            summary = entry.summary if entry.manifest is None else entry.manifest.summary
+            if summary is not None:
+                found[entry.name] = summary.size_bytes
+        return found

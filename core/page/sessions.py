@@ -1,0 +1,192 @@
+"""`sessions_of`: the processes that trained a run: where each began, how far it came, how it ended, and what had to be computed again; `saves_of`: when each save was what."""
+
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias, final
+
+import attrs
+
+from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.page.run_page import FlightFacts
+
+Ending: TypeAlias = Literal["closed", "raised", "killed", "open"]
+_COARSE_SECS: Final = 0.01  # by which the time of a file may be behind the clock
+_DATED: Final = ("started", "called", "evaluated", "restored")  # lines whose step is that of the run at their time
+IN_WORDS: Final[dict[Ending, str]] = {
+    "closed": "ended",
+    "raised": "ended with an exception",
+    "killed": "killed, or died without a word",
+    "open": "no end is recorded: it runs, or it was killed",
+}
+
+
+@final
+@attrs.frozen
+class Session:
+    """A process that trained the run.
+
+    Attributes:
+        began_at: in seconds since 1970.
+        first: the step that it continued from; 0 for a fresh start.
+        ended_at: when it closed its manager, or the last sign of it.
+        last: the last step that is known of it.
+        ending: how it ended, as far as that is known.
+        error: the name of the exception that ended it.
+        recomputed: how many steps of the process before it had to compute again; None if that is not known.
+        moments: (time, step) that are known of it, in order.
+    """
+
+    began_at: float
+    first: int
+    ended_at: float
+    last: int
+    ending: Ending
+    error: str = ""
+    recomputed: int | None = None
+    moments: tuple[tuple[float, int], ...] = ()
+
+
+@final
+@attrs.frozen
+class SaveTimes:
+    """The moments of a save, in seconds since 1970.
+
+    Attributes:
+        step: the step that was saved.
+        called: when the loop called.
+        returned: when the call had returned: until then the loop stood still.
+        began: when the writing began; None if that is not known, as of a save that a kill ended.
+        durable: when it was durable.
+        outcome: ``written``, ``staged``, ``skipped``, ``failed``, or ``lost`` if its process ended first.
+        detail: why it failed.
+    """
+
+    step: int
+    called: float
+    returned: float
+    began: float | None = None
+    durable: float | None = None
+    outcome: str = "lost"
+    detail: str = ""
+
+    @property
+    def stall_secs(self) -> float:
+        """How long the loop stood still."""
+        return max(0.0, self.returned - self.called)
+
+    @property
+    def writing_secs(self) -> float | None:
+        """How long it was written."""
+        return None if self.began is None or self.durable is None else max(0.0, self.durable - self.began)
+
+    @property
+    def durable_secs(self) -> float | None:
+        """From the call until it was durable."""
+        return None if self.durable is None else max(0.0, self.durable - self.called)
+
+
+def sessions_of(journal: Sequence[JournalLine], flight: FlightFacts | None) -> tuple[Session, ...]:
+    """The processes of a run, the first one first.
+
+    Law: a session counts as killed if, and only if, its journal has no end and another session follows.
+
+    Args:
+        journal: its lines, in their order.
+        flight: of the last session, how far it came.
+
+    Examples:
+        >>> lines = [JournalLine(10.0, "started", 0), JournalLine(20.0, "called", 4, data={"returned": 20.5}),
+        ...          JournalLine(40.0, "started", 4, data={"reached": 7, "reached_at": 30.0}), JournalLine(60.0, "closed")]
+        >>> for session in sessions_of(lines, FlightFacts(last=9, written_at=59.0)):
+        ...     print(session.first, session.last, session.ending, session.recomputed)
+        0 7 killed None
+        4 9 closed 3
+    """
+    starts = [at for at, line in enumerate(journal) if line.kind == "started" and line.step is not None]
+    found: list[Session] = []
+    for number, at in enumerate(starts):
+        is_last = number == len(starts) - 1
+        own = journal[at : None if is_last else starts[number + 1]]
+        after = None if is_last else journal[starts[number + 1]]
+        found.append(_session(own, after, flight if is_last else None, found[-1] if found else None))
+    return tuple(found)
+
+
+def _session(
+    own: Sequence[JournalLine], after: JournalLine | None, flight: FlightFacts | None, before: Session | None
+) -> Session:
+    start, first = own[0], own[0].step or 0
+    moments = [(start.at, first)]
+    moments += [(line.at, line.step) for line in own[1:] if line.kind in _DATED and line.step is not None]  # fmt: skip
+    closed = next((line for line in reversed(own) if line.kind == "closed"), None)
+    reached, reached_at = _reached(after, flight, own[-1].at)
+    if (
+        reached is not None and reached >= first and reached_at >= start.at - _COARSE_SECS
+    ):  # else the log of a process before
+        latest = next(
+            (line.at for line in (closed, after) if line is not None), reached_at
+        )  # a copy of a log may be younger than its run
+        moments.append((max(min(reached_at, latest), moments[-1][0]), reached))
+    ending: Ending = "killed" if after is not None else "open"
+    if closed is not None:
+        ending = "raised" if closed.detail else "closed"
+    ends_at = own[-1].at if closed is None else closed.at
+    moments.sort()
+    return Session(
+        start.at,
+        first,
+        max(moments[-1][0], ends_at),
+        max(step for _, step in moments),
+        ending,
+        "" if closed is None else closed.detail,
+        None if before is None else max(0, before.last - first),
+        tuple(moments),
+    )
+
+
+def _reached(after: JournalLine | None, flight: FlightFacts | None, last_at: float) -> tuple[int | None, float]:
+    """How far a session came: as the flight log shows it, or as the next session found that."""
+    if after is not None:
+        step, at = after.moment("reached"), after.moment("reached_at")
+        return (None, 0.0) if step is None or not 0 <= step < 2**53 else (int(step), last_at if at is None else at)
+    if flight is None or flight.last is None:
+        return None, 0.0
+    return flight.last, last_at if flight.written_at is None else flight.written_at
+
+
+def saves_of(journal: Sequence[JournalLine]) -> tuple[SaveTimes, ...]:
+    """The saves of a run, in the order of their calls.
+
+    Examples:
+        >>> lines = [JournalLine(1.0, "called", 4, data={"returned": 1.25, "outcome": "staged"}),
+        ...          JournalLine(3.0, "written", 4, data={"began": 1.5})]
+        >>> [(save.stall_secs, save.writing_secs, save.durable_secs) for save in saves_of(lines)]
+        [(0.25, 1.5, 2.0)]
+    """
+    found: list[SaveTimes] = []
+    under_way: dict[int, int] = {}  # step -> place in `found`
+    for line in journal:
+        if line.kind == "started":
+            under_way.clear()
+        elif line.step is None:
+            continue
+        elif line.kind == "called":
+            outcome = line.data.get("outcome")
+            is_over = outcome == "skipped"
+            returned = line.moment("returned")
+            if not is_over:
+                under_way[line.step] = len(found)
+            found.append(
+                SaveTimes(
+                    line.step,
+                    line.at,
+                    line.at if returned is None else returned,
+                    outcome="skipped" if is_over else "lost",
+                )
+            )
+        elif line.kind in ("written", "failed") and line.step in under_way:
+            at = under_way.pop(line.step)
+            if line.kind == "failed":
+                found[at] = attrs.evolve(found[at], outcome="failed", detail=line.detail)
+            else:
+                found[at] = attrs.evolve(found[at], began=line.moment("began"), durable=line.at, outcome="written")
+    return tuple(found)

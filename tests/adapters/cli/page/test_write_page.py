@@ -1,0 +1,101 @@
+"""`trainfold page RUN -o FILE`: one whole file, and no other file of a run or of a person in its place."""
+
+import re
+
+import pytest
+from kit.adapters import cli_cases
+
+from trainfold.adapters.cli.page import write_page as command
+from trainfold.backends.flight.flight_file import flight_name
+from trainfold.backends.flight.journal_file import JOURNAL, JournalFile
+from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.flight.log_lines import encode_lines
+from trainfold.core.flight.step_record import StepRecord, float_bits_of
+from trainfold.core.page.document import BEGIN
+
+saved = cli_cases.saved
+run = cli_cases.run
+call = cli_cases.call
+answered = cli_cases.answered
+
+
+@pytest.fixture
+def recorded(run):
+    """The run with a flight log and a journal."""
+    (run / flight_name(0)).write_bytes(
+        encode_lines(StepRecord(step, loss=float_bits_of(1 / step)) for step in range(1, 7))
+    )
+    JournalFile(run / JOURNAL).append(
+        [JournalLine(1e9, "started", 0), JournalLine(1e9 + 5, "called", 2, data={"returned": 1e9 + 6})]
+    )
+    return run
+
+
+def text_of(path):
+    return re.sub(r"<[^>]*>", "\n", path.read_text())
+
+
+def test_a_page_is_written_of_what_the_run_has(recorded, tmp_path, answered):
+    """W22."""
+    before = {path: path.read_bytes() for path in recorded.rglob("*") if path.is_file() and not path.is_symlink()}
+    found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
+    assert found["checkpoints"] == 3
+    assert (found["processes"], found["losses"]) == (1, 6)
+    assert found["size_bytes"] == (tmp_path / "run.html").stat().st_size
+    shown = text_of(tmp_path / "run.html")
+    assert {"step-00000002", "step-00000004", "step-00000006", "model"} <= set(shown.split("\n"))
+    assert "0.1667" in shown, "the last loss"
+    assert before == {
+        path: path.read_bytes() for path in recorded.rglob("*") if path.is_file() and not path.is_symlink()
+    }
+
+
+def test_a_page_is_replaced_and_nothing_else_is(recorded, tmp_path, call, answered):
+    page = tmp_path / "run.html"
+    call("page", recorded, "-o", page)
+    call("page", recorded, "-o", page)
+    assert page.read_text().startswith(BEGIN)
+    assert {path.name for path in tmp_path.iterdir()} == {recorded.name, "run.html"}, (
+        "nothing is left of what was written first"
+    )
+    call("page", recorded, "-o", recorded / "run.html")
+    call("ls", recorded)
+    for target in (
+        recorded / "run.json",
+        recorded / "step-00000002" / "run.html",
+        recorded / "latest" / "run.html",
+        recorded / JOURNAL,
+        tmp_path,
+    ):
+        _, error = answered("page", recorded, "-o", target, code=2)
+        assert error["where"] == "trainfold page -o"
+    _, error = answered("page", recorded, code=2)
+    assert "--serve" in error["expected"]
+    answered("page", recorded, "-o", tmp_path / "no" / "run.html", code=32)
+    answered("page", tmp_path / "no", "-o", page, code=11)
+    assert page.read_text().startswith(BEGIN)
+
+
+def test_a_write_that_fails_leaves_the_page_before_it(recorded, tmp_path, call, answered, monkeypatch):
+    page = tmp_path / "run.html"
+    call("page", recorded, "-o", page)
+    before = page.read_bytes()
+
+    def fails(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command.os, "fsync", fails)
+    answered("page", recorded, "-o", page, code=32)
+    assert page.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {recorded.name, "run.html"}
+
+
+def test_a_damaged_run_has_a_page_that_names_the_damage(recorded, tmp_path, call):
+    (recorded / "step-00000004" / "manifest.json").write_bytes(b"{}")
+    (recorded / "best.json").write_bytes(b"{}")
+    (recorded / JOURNAL).write_bytes(b"\xff\n{}\n")
+    (recorded / flight_name(0)).write_bytes(b"x" * 64)
+    call("page", recorded, "-o", tmp_path / "run.html")
+    shown = text_of(tmp_path / "run.html")
+    assert "step-00000004/manifest.json: expected a manifest" in shown
+    assert "best.json: expected" in shown

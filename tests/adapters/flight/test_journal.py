@@ -1,0 +1,110 @@
+"""The journal of a run: starts, saves with their moments, warnings, evaluations and the end, as a manager writes them."""
+
+import logging
+import warnings
+
+import pytest
+from kit.adapters.manager_cases import Job
+
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.flight.flight_file import flight_name
+from trainfold.backends.flight.flight_values import FlightValues
+from trainfold.backends.flight.journal_file import JOURNAL, read_journal
+from trainfold.backends.runs.best.best_file import save_best
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.user_warning import WARNED, warn_user
+from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.page.run_page import FlightFacts
+from trainfold.core.page.sessions import saves_of, sessions_of
+from trainfold.core.save.retention import keep_every
+
+
+def trained(run, steps, *, closes, mode="async"):
+    """Train until a step; a process that is killed closes nothing."""
+    manager = CheckpointManager(run, every=2, mode=mode, record=0, keep_last=2, keep=keep_every(4))
+    job = Job(0)
+    manager.restore(job.live)
+    for x, y in job.live.batches(steps=steps):
+        loss = ((job.model(x) - y) ** 2).mean()
+        job.optimizer.zero_grad()
+        loss.backward()
+        job.optimizer.step()
+        job.live.record(loss=loss, lr=0.1)
+        job.live.advance(samples=len(x))
+        manager.step(job.live)
+    manager.drain()
+    if closes:
+        manager.close()
+        return
+    journal = manager._saves._journal  # what a death leaves: no last line, and a lock that is free
+    logging.getLogger("trainfold").removeFilter(journal)
+    WARNED.remove(journal.warned)
+    manager._lease._held.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_killed_and_resumed_run_shows_what_was_done_again_and_when_each_save_was_durable(tmp_path, mode):
+    """W22, P33: the starts, the recomputed steps, each save's call, stall, writing and durable moment."""
+    run = tmp_path / "run"
+    trained(run, 5, closes=False, mode=mode)
+    trained(run, 8, closes=True, mode=mode)
+    journal = read_journal(LocalStore(run))
+    values = FlightValues(run / flight_name(0))
+    values.read()
+    first, second = sessions_of(journal, FlightFacts(last=values.last, written_at=values.written_at))
+    assert (first.first, first.last, first.ending) == (0, 5, "killed")
+    assert (second.first, second.last, second.ending, second.recomputed) == (4, 8, "closed", 1)
+    saves = saves_of(journal)
+    assert [(save.step, save.outcome) for save in saves] == [(step, "written") for step in (2, 4, 6, 8)]
+    for save in saves:
+        assert save.called <= save.began <= save.durable
+        assert save.called <= save.returned
+        assert first.began_at <= save.called <= second.ended_at
+    assert {line.data["metric"] for line in journal if line.kind == "evaluated"} == {"lr"}
+    assert [line.step for line in journal if line.kind == "evaluated"] == [1, 5], "not what comes in each step"
+    started = [line for line in journal if line.kind == "started"]
+    assert [line.data["keep"] for line in started] == [[["every", 4], ["last", 2]]] * 2
+    assert [(line.data.get("reached"), "reached_at" in line.data) for line in started] == [(None, False), (5, True)]
+
+
+def test_warnings_events_a_best_and_an_exception_are_in_the_journal(tmp_path):
+    """W22: what a person was warned of is on the page, and not only in a terminal that is gone."""
+    run = LocalStore(tmp_path / "run")
+    with pytest.raises(KeyError), CheckpointManager(run, every=2, record=0) as manager:  # noqa: PT012
+        job = Job(0)
+        manager.restore(job.live)
+        job.run(manager, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warn_user("by the way")
+        logging.getLogger("trainfold").warning("%s: odd", "here")
+        save_best(run, updated(make_best_record(metric="acc", direction="max"), {"acc": 0.5}, step=2))
+        raise KeyError
+    lines = read_journal(run)
+    assert {"UserWarning: by the way", "here: odd"} <= {line.detail for line in lines if line.kind == "warned"}
+    assert [(line.step, line.data["score"]) for line in lines if line.kind == "best"] == [(2, 0.5)]
+    assert [line.detail for line in lines if line.kind == "committed"]
+    assert (lines[-1].kind, lines[-1].detail) == ("closed", "KeyError")
+    assert not WARNED
+    assert not logging.getLogger("trainfold").filters
+
+
+def test_a_manager_that_trains_nothing_or_does_not_record_writes_no_journal(tmp_path):
+    with CheckpointManager(tmp_path / "a", every=2, record=0):
+        pass
+    with CheckpointManager(tmp_path / "b", every=2) as manager:
+        job = Job(0)
+        manager.restore(job.live)
+        job.run(manager, 2)
+    assert not (tmp_path / "a" / JOURNAL).exists()
+    assert not (tmp_path / "b" / JOURNAL).exists()
+
+
+def test_a_journal_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    """As a flight log: a full disk, or a directory in its place, is a warning."""
+    (tmp_path / "run" / JOURNAL).mkdir(parents=True)
+    with CheckpointManager(tmp_path / "run", every=2, record=0) as manager:
+        job = Job(0)
+        manager.restore(job.live)
+        assert job.run(manager, 4) == [2, 4]
+    assert sum("the journal is not continued" in line.getMessage() for line in caplog.records) == 1
