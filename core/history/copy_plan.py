@@ -8,7 +8,6 @@ import attrs
 from trainfold.core.errors import CheckpointTorn, CommitConflict
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Inventory, head_order
-from trainfold.core.html_table import html_table
 from trainfold.core.problem import Problem, problem_of
 
 CopyAction: TypeAlias = Literal["copied", "completed", "replaced", "there"]
@@ -149,7 +148,10 @@ class CopyPlan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return html_table(f"{self.source} to {self.target}", ("checkpoint", "action", "bytes", "why"), self.rows())
+        from trainfold.core.markup.html_table import html_table, notebook  # late: commands show no HTML
+
+        columns = ("checkpoint", "action", "bytes", "why")
+        return notebook(html_table(f"{self.source} to {self.target}", columns, self.rows(), numbers=("bytes",)))
 
 
 def in_copy_order(inventory: Inventory, names: Iterable[str]) -> dict[str, str]:
