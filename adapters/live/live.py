@@ -194,7 +194,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
 
         Args:
             values: numbers, or tensors without dimensions, by name. Otherwise nothing is kept, and nothing waits for a GPU. A flight log
-                keeps ``loss`` and ``grad_norm``.
+                keeps ``loss`` and ``grad_norm``, and a journal those names that come at most each tenth step, as of an evaluation.
 
         Raises:
             InvalidArgument: for any other value.

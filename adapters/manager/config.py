@@ -79,7 +79,7 @@ class CheckpointConfig:
         components: what is saved and restored; None for all.
         policy: what to do about each kind of difference at a resume.
         contract: what must be equal at a resume.
-        record: write a flight log, with digests of the state each so many steps; None for none.
+        record: write a flight log and a journal, with digests of the state each so many steps; None for none.
         manager: the dotted path of the manager's class.
 
     Examples:

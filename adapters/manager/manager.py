@@ -67,7 +67,7 @@ class CheckpointManager:
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the run says itself.
-        record: write a flight log of a live run beside its checkpoints, with digests of the state each so many steps, 0 for none; see `trainfold bisect`.
+        record: write a flight log and a journal of a live run beside its checkpoints, with digests of the state each so many steps, 0 for none; see `trainfold page` and `bisect`.
         requests: where requests to save or to stop come from on this rank, such as `SignalRequests()`; closed with the manager.
         on_event: gets each `Event`, in the thread that calls the manager; an exception of it is logged.
         collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process, which is refused
