@@ -70,9 +70,12 @@ class Journal(logging.Filter):
         if event.kind in _EVENTS and event.kind != "saved":
             self._write(event.kind, event.step, event.checkpoint, event.detail)
 
-    def called(self, step: int, at: float, outcome: str) -> None:
-        """Write that the loop has called a save, which has returned now."""
-        self._write("called", step, at=at, data={"returned": time.time(), "outcome": outcome})
+    def called(self, step: int, secs: float, outcome: str) -> None:
+        """Write that the loop has called a save, which has returned now, after so many seconds; and that it is durable, if it is."""
+        now = time.time()
+        self._write("called", step, at=now - secs, data={"returned": now, "outcome": outcome})
+        if outcome == "written":
+            self.written(step, now - secs, now)
 
     def written(self, step: int, began: float, ended: float) -> None:
         """Write when a save was written, and durable."""

@@ -177,15 +177,14 @@ class SaveRunner:
         Raises:
             SaveFailed: if this save failed.
         """
-        began, began_at = time.monotonic(), time.time()
+        began = time.monotonic()
         if self._rehearsal is not None:
             self._rehearsal.begins_save(run)
         with self._due.until_all_come(_step_of(run)):
             outcome = self._begin(run, failures, may_skip=may_skip and self._options.skips)
+        secs = time.monotonic() - began
         if self._journal is not None:
-            self._journal.called(outcome.step, began_at, outcome.status)
-            if outcome.status == "written":
-                self._journal.written(outcome.step, began_at, time.time())
+            self._journal.called(outcome.step, secs, outcome.status)
         if self._rehearsal is not None:
             self._rehearsal.ends(run, self.wait)
         if outcome.status != "skipped":

@@ -77,7 +77,7 @@ section{padding:2.2rem 0 0}
 figure{margin-top:0}
 section>*+*{margin-top:1rem}
 #overview{padding-top:.2rem}
-.scroll td:not(.number):not(.moment){min-width:9em}
+.scroll td:not(.number):not(.moment){min-width:7em}
 section>h2+p{margin-top:0}
 section>figure+figure,section>.note+figure,section>figure+.scroll,section>.scroll+.scroll{margin-top:2rem}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:1.1rem 1.5rem;margin:1.4rem 0 0}
