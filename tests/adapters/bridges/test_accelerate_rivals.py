@@ -100,6 +100,9 @@ def started(function, *arguments, environment=(), **named):
     child = os.fork()
     if child == 0:
         os.environ.update(environment)
+        accelerate.state.AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # other tests of the parent have made one
         try:
             function(*arguments, **named)
         except BaseException:  # noqa: BLE001 - a fork of the tests may not return into them
