@@ -12,7 +12,7 @@ from cyclopts.validators import Number
 from trainfold import __version__
 from trainfold.adapters.cli.completion import Shell, script_of
 from trainfold.adapters.cli.flights.flight_commands import bisect, replay
-from trainfold.adapters.cli.formats.commands import AnyPath, Key, convert, link
+from trainfold.adapters.cli.formats.commands import AnyPath, Key, convert, files, link
 from trainfold.adapters.cli.locate import has_other_format
 from trainfold.adapters.cli.misuse import no_command, package_missing, usage_error
 from trainfold.adapters.cli.terminal.given_options import (
@@ -486,6 +486,7 @@ def copy(  # noqa: PLR0913 - one for each option
 
 app.command(replay, group=_LOOK)
 app.command(bisect, group=_LOOK)
+app.command(files, group=_LOOK)
 app.command(convert, group=_FORMATS)
 app.command(link, group=_FORMATS)
 

@@ -24,6 +24,7 @@ from trainfold.adapters.sharded.dtensor import mesh_of, named_shards, reshard
 from trainfold.adapters.sharded.whole import check_whole, wheres
 from trainfold.adapters.streams.generator import GeneratorPart, is_generator
 from trainfold.adapters.streams.rng_streams import RngPart, bound_device
+from trainfold.backends.side.side_files import SideFiles
 from trainfold.core import tree
 from trainfold.core.checks import choice
 from trainfold.core.errors import InvalidArgument, TrainfoldError
@@ -273,6 +274,8 @@ class AttachedObjects:
             return OptimizerPart(target, names, name, self._as_attached.of(name, target))
         if is_generator(target):
             return GeneratorPart(target, name)
+        if isinstance(target, SideFiles):
+            return target
         if isinstance(target, Stateful):
             return ObjectPart(target, name)
         if isinstance(target, tuple) and len(target) == 2 and all(callable(function) for function in target):

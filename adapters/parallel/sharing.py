@@ -7,6 +7,7 @@ import attrs
 import torch
 
 from trainfold.adapters.components.component import ComponentAdapter, Undo
+from trainfold.backends.side.side_files import SideFiles
 from trainfold.core.checks import choice
 from trainfold.core.errors import InvalidArgument, InvalidState, TrainfoldError
 from trainfold.core.json_values import shown
@@ -50,7 +51,7 @@ class Sharing:
             raise InvalidArgument(
                 "sharing", expected="a dict", found=shown(declared), fix='pass such as {"meter": "each_rank"}'
             )
-        closed = torch.nn.Module | torch.optim.Optimizer
+        closed = torch.nn.Module | torch.optim.Optimizer | SideFiles
         plain = [name for name, each in objects.items() if not isinstance(each, closed)]
         for name, how in (declared or {}).items():
             of_module = name.partition(".buffers")[0] if ".buffers" in name else None
@@ -69,7 +70,7 @@ class Sharing:
                     where,
                     expected=f"a component among {plain}, settings such as 'model.settings', or buffers such as 'model.buffers' or \"model.buffers['bn.running_mean']\"",
                     found=name,
-                    fix="declare what is under extra= and is neither a module nor an optimizer; those are replicated or cut over the ranks",
+                    fix="declare what is under extra= and is neither a module, an optimizer nor files; those are replicated, cut over the ranks, or rank 0's",
                 )
         for component in self._modules:
             if self._of_each_rank(component) and f"{component}_buffers" in objects:

@@ -19,10 +19,12 @@ from trainfold.adapters.streams.generator import is_generator
 from trainfold.adapters.streams.rng_streams import preserved_rng
 from trainfold.backends.ranks.launcher import warn_for_all
 from trainfold.backends.runs.load import ResumeDrift
+from trainfold.backends.side.side_files import SideFiles
 from trainfold.core.digest import digest_of
 from trainfold.core.json_values import Json
 from trainfold.core.resume.drift import Drift, DriftAction, make_drift
 from trainfold.core.state.contract import checked_contract
+from trainfold.core.state.contract_kinds import contract_kind
 
 _MOST: Final = 1 << 20  # elements that a digest reads; of more, this many evenly spaced ones
 _ATTACHED: Final = "attached."
@@ -55,6 +57,8 @@ def attached_settings(extra: Mapping[str, Any], loader: Any, *, is_part: bool = 
                 isinstance(target, _KNOWN) or is_generator(target)
             ):
                 found |= settings_of_object(target, f"attached.{name}")
+            if isinstance(target, SideFiles):
+                found |= target.settings(f"attached.{name}")
             if isinstance(target, torch.nn.Module):
                 found |= settings_of_modules(target, f"attached.{name}", is_part=is_part)
     for path, each in loaders_by_path(loader).items():
@@ -84,7 +88,9 @@ def changed_settings(
     """
     now = checked_contract(now)
     return tuple(
-        make_drift("settings", key, saved=saved.get(key, "nothing"), wanted=now.get(key, "nothing"), policy=policy)
+        make_drift(
+            contract_kind(key), key, saved=saved.get(key, "nothing"), wanted=now.get(key, "nothing"), policy=policy
+        )
         for key in (sorted({*saved, *now}) if saved else ())
         if saved.get(key) != now.get(key)
     )

@@ -21,6 +21,7 @@ from trainfold.backends.formats.staged_directory import check_room, check_vacant
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import bytes_on_disk, free_path, local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.hub_files import HubFiles, hub_files_in
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
 from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.component_names import in_order
@@ -62,7 +63,7 @@ class PlannedConversion:
     opened: OpenedSource
     rules: Transform | None
     dtype: str | None
-    like: HubDirectory | None
+    like: HubDirectory | HubFiles | None
     config: Mapping[str, Any] | None = attrs.field(repr=False)
     shard_bytes: str | None = None
 
@@ -88,7 +89,7 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         dtype: to which floating parameters are cast, such as ``bf16``. The optimizer is left out then: its state is never cast.
         rules: a family of `hub_rules`, if names are translated, or a transform that is applied as it is. The optimizer is left out then.
         like: the directory of the original model, or its ``config.json``: it has the numbers that rules need, and for a target of a hub what is beside the weights.
-            By default the source, if it is one of a hub.
+            By default the source, if it is one of a hub, or the files that a checkpoint holds of it.
         lora: the configuration of an adapter of peft, or its directory: the adapter is merged. The optimizer is left out then.
         dequantise: whether quantised weights become what the configuration says. The optimizer is left out then.
 
@@ -243,11 +244,13 @@ def _with_room(plan: Conversion, target: str, size_bytes: int, begun: str, *, is
     return attrs.evolve(plan, is_there=is_there, needed_bytes=needed_bytes, free_bytes=check_room(target, needed_bytes))
 
 
-def like_of(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory | None, Mapping[str, Any] | None]:
-    """The directory of the original model, and its configuration; None for what is not there.
+def like_of(
+    opened: OpenedSource, like: str | Path | None
+) -> tuple[HubDirectory | HubFiles | None, Mapping[str, Any] | None]:
+    """The directory of the original model, or the files of it that a checkpoint holds, and its configuration; None for what is not there.
 
     Args:
-        opened: the source, which is the original if it is of a hub and no other is given.
+        opened: the source, which is the original, or has its files, if no other is given.
         like: a directory, or a ``config.json``.
 
     Raises:
@@ -261,9 +264,15 @@ def like_of(opened: OpenedSource, like: str | Path | None) -> tuple[HubDirectory
         raise CheckpointMissing(
             str(place), expected="the directory of a model, or its config.json", found="nothing", fix="correct the path"
         )
-    if like is None and opened.format != "hf":
+    found: HubDirectory | HubFiles | None
+    if like is None and opened.checkpoint is not None:
+        found = hub_files_in(opened.checkpoint.store, opened.checkpoint.manifest)
+    elif like is None and opened.format != "hf":
+        found = None
+    else:
+        found = opened.model if like is None and isinstance(opened.model, HubDirectory) else HubDirectory(place)
+    if found is None:
         return None, None
-    found = opened.model if like is None and isinstance(opened.model, HubDirectory) else HubDirectory(place)
     return found, found.config() if found.beside([HUB_CONFIG]) else None
 
 

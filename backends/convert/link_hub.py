@@ -8,6 +8,7 @@ from typing import Any, Final
 from trainfold.backends.convert.linked_files import LinkedDirectory, NamedFile, link_directory
 from trainfold.backends.convert.opened_source import OpenedSource
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.backends.weights.hub_files import HubFiles
 from trainfold.backends.weights.hub_writer import plan_hub_directory
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import STORED
@@ -24,7 +25,7 @@ def link_to_hub(
     opened: OpenedSource,
     target: str | Path,
     *,
-    like: HubDirectory | None,
+    like: HubDirectory | HubFiles | None,
     config: Mapping[str, Any] | None,
     dry_run: bool,
 ) -> LinkedDirectory:

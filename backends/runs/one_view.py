@@ -1,6 +1,6 @@
 """`view_for_all` and `examine_for_all`: rank 0 reads the run's files and manifests once for all ranks; each rank checks that it sees the same (ADR-0031).
 
-`examined` is for a process alone. This module imports no torch: commands that plan a resume need it.
+`examined` and `chosen_in` are for a process alone. This module imports no torch: commands that plan a resume need it.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,13 +19,14 @@ from trainfold.core.errors import RanksDisagree, TrainfoldError, place
 from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.indexes.proved import compared_by_all, only_own, opened_share
+from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.manifest_reader import opened_root
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.one_view import View, other_lists, other_views, unlisted
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.layout.world import Collectives
 from trainfold.core.problem import Problem, problem_of
-from trainfold.core.resume.choose import next_to_examine
+from trainfold.core.resume.choose import choose, next_to_examine
 from trainfold.core.resume.fall_back import RELISTINGS
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest
@@ -145,6 +146,20 @@ def examined(run: Run, inventory: Inventory, request: ResumeRequest, wanted: Col
     while (name := next_to_examine(inventory, request, wanted)) is not None:
         inventory = examine(store, inventory, name)
     return inventory
+
+
+def chosen_in(store: Store, request: ResumeRequest, wanted: Collection[str] = ()) -> Manifest | tuple[Problem, ...]:
+    """The checkpoint of a run that a reader takes, alone: the one that was asked for, or the newest that is not in quarantine; or why there is none.
+
+    Args:
+        store: the run.
+        request: from `resume_request`.
+        wanted: the components that it has to have.
+    """
+    inventory = read_inventory(store)
+    if request.step is None and inventory.problem is None:
+        inventory = with_quarantined(inventory, quarantined(store))
+    return choose(examined(store, inventory, request, wanted), request, wanted)
 
 
 def _listed(

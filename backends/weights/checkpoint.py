@@ -10,9 +10,7 @@ import torch
 
 from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.formats.native.plan_reader import PlanReader
-from trainfold.backends.runs.one_view import examined
-from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.scan import read_inventory
+from trainfold.backends.runs.one_view import chosen_in
 from trainfold.backends.stores.local import LocalStore, Run, open_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
@@ -20,10 +18,8 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidState
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.manifest import Manifest, TensorRecord
-from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.layout.slices import Box, whole_box
-from trainfold.core.resume.choose import choose
 from trainfold.core.resume.compare import saved_ties
 from trainfold.core.resume.reads import ComponentReads, TensorRead, tensor_reads
 from trainfold.core.resume.request import resume_request
@@ -175,11 +171,7 @@ class CheckpointWeights:
         if self._chosen is not None:
             return self._chosen
         request = resume_request(step=self._step, components=[self._component])
-        inventory = read_inventory(self._store)
-        if self._step is None and inventory.problem is None:
-            inventory = with_quarantined(inventory, quarantined(self._store))
-        inventory = examined(self._store, inventory, request, [self._component])
-        chosen = choose(inventory, request, [self._component])
+        chosen = chosen_in(self._store, request, [self._component])
         if not isinstance(chosen, Manifest):
             if chosen[0].error == "CheckpointForeign":
                 where, found = chosen[0].where, chosen[0].found

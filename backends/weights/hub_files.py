@@ -8,10 +8,14 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.backends.formats.staged_directory import staged_directory
+from trainfold.backends.side.checkpoint_files import bytes_of_files, files_found
 from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.protocol import Store
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointHostile, InvalidState
+from trainfold.core.errors import CheckpointHostile, InvalidArgument, InvalidState
+from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.manifest import Manifest
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
 
@@ -156,6 +160,34 @@ class HubFiles:
                 fix='call manager.restore(live, initial=..., follow=["tokenizer"]) first, or files.take(directory)',
             )
         return found
+
+
+def hub_files_in(store: Store, manifest: Manifest) -> HubFiles | None:
+    """What a checkpoint has for a hub beside its weights: of the component that has a tokenizer, or was attached as `HubFiles`; None if there is none.
+
+    Args:
+        store: the run.
+        manifest: of the checkpoint.
+
+    Raises:
+        InvalidArgument: if several components have it.
+    """
+    where = f"{store.url}/{directory_of(manifest.head.step)}"
+    files = [each for each in files_found(manifest, where, None, may_be_none=True) if _is_beside(each.name)]
+    names = {each.component for each in files if fnmatch(each.name, "tokenizer*") or each.record.path.startswith(f"{each.component}.value['files']")}  # fmt: skip
+    if len(names) > 1:
+        raise InvalidArgument("like", expected=f"one component with a tokenizer in {where}", found=" and ".join(sorted(names)),
+                              fix="name the directory of the original model")  # fmt: skip
+    if not names:
+        return None
+    found = HubFiles()
+    taken = bytes_of_files(store, manifest, [each for each in files if each.component in names])
+    found.load_state_dict({"source": where, "files": {each.name: _tensor(data) for each, data in taken}})
+    return found
+
+
+def _is_beside(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in BESIDE) and "/" not in name
 
 
 def _tensor(data: bytes) -> torch.Tensor:

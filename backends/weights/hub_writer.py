@@ -15,6 +15,7 @@ from trainfold.backends.formats.staged_directory import staged_directory
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.side.side_files import SideFiles
 from trainfold.backends.stores.direct_io import release_buffers
 from trainfold.backends.stores.place import local_path
 from trainfold.backends.stores.protocol import Buffer
@@ -79,7 +80,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
     rules: Transform | None = None,
     dtype: Any = None,
     shard_bytes: int | str | None = None,
-    like: str | Path | HubDirectory | HubFiles | None = None,
+    like: str | Path | HubDirectory | HubFiles | SideFiles | None = None,
     config: Mapping[str, Any] | None = None,
     about: Mapping[str, str] | None = None,
     collectives: Collectives | None = None,
@@ -96,7 +97,7 @@ def write_hub_directory(  # noqa: PLR0913 - keywords
         dtype: to which floating parameters are cast that have another one, as a dtype of torch or its name; None for none. Buffers, integers, booleans and quantised numbers with their scales keep theirs; files of a hub do not say what is a buffer.
         shard_bytes: how large a file may be, such as ``"5GB"``. By default as ``like`` has it, or 5 GB.
         like: the directory of the original: its configuration, tokenizer and other files are copied; and each tensor goes into the file that it has there, unless ``shard_bytes`` is given.
-            Or the `HubFiles` of a run, which have no weights.
+            Or the `HubFiles` or `SideFiles` of a run, which have no weights.
         config: what is to be in ``config.json``; by default that of ``like``. It says whether the head is tied to the embeddings, and so left out.
         about: more texts for the headers of the files, such as ``{"trainfold.step": "120"}``.
         collectives: the ranks, all of which call: rank 0 writes, and all leave together. None for this process alone.
@@ -183,7 +184,7 @@ def plan_hub_directory(  # noqa: PLR0913 - keywords
     rules: Transform | None = None,
     dtype: Any = None,
     shard_bytes: int | str | None = None,
-    like: str | Path | HubDirectory | HubFiles | None = None,
+    like: str | Path | HubDirectory | HubFiles | SideFiles | None = None,
     config: Mapping[str, Any] | None = None,
     about: Mapping[str, str] | None = None,
 ) -> HubPlan:
@@ -225,7 +226,7 @@ def _planned(  # noqa: PLR0913 - keywords
     names: _Names = _MODEL,
 ) -> _Work:
     texts = _checked(rules, config, about)
-    original = like if isinstance(like, HubDirectory | HubFiles | None) else HubDirectory(local_path(like, argument="like"))  # fmt: skip
+    original = like if isinstance(like, HubDirectory | HubFiles | SideFiles | None) else HubDirectory(local_path(like, argument="like"))  # fmt: skip
     beside = {} if original is None else original.beside(BESIDE)
     found = None
     if config is None and HUB_CONFIG in beside:

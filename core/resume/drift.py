@@ -36,6 +36,7 @@ KINDS: Mapping[str, tuple[DriftAction, frozenset[str], str]] = {
     "scheduler_own": ("refuse", frozenset({"refuse", "warn"}), "another setting of a scheduler that is not one of torch's, so that it cannot be replayed; set it on the object after the restore"),
     "settings": ("warn", frozenset({"refuse", "warn", "adapt"}), "another setting of an attached object, such as the growth_interval of a GradScaler or the p of a Dropout; the values in its state are loaded as saved"),
     "samples": ("refuse", frozenset({"refuse", "warn", "adapt"}), "other samples to draw: how many, with which weights, or of which subset; adapt takes the target's from the next epoch on"),
+    "files": ("refuse", frozenset({"refuse", "warn", "adapt"}), "other bytes in a file that belongs to the run, such as its tokenizer; the files on the disk stay, and later checkpoints have them"),
     "environment": ("warn", frozenset({"refuse", "warn", "adapt"}), "another numerical environment, such as the number of threads: other bits"),
     "dataset_size": ("refuse", frozenset({"refuse"}), "the dataset has another length, so positions mean other samples"),
     "dataset": ("refuse", frozenset({"refuse", "warn", "adapt"}), "another data order"),

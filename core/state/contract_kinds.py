@@ -18,7 +18,7 @@ SCHEDULED: Final[Mapping[str, frozenset[str]]] = {
 _OF_GROUPS: Final = {**dict.fromkeys(BASE_RATES, "scheduler"), "foreach": "implementation"}
 STEP_PREFIX: Final = "step."
 OUTSIDE: Final = "outside_weights"  # the kind of the fingerprint of frozen weights that no checkpoint has
-OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples"})  # kinds that only rank 0 compares
+OF_RANK_ZERO: Final = frozenset({"environment", "settings", "samples", "files"})  # kinds that only rank 0 compares
 # The last parts of keys about the ranks that train a module.
 RANKS: Final = "(ranks)"  # their mesh
 WRAPPER: Final = "(wrapper)"  # DDP or FSDP2, where their sums have other bits
@@ -29,6 +29,7 @@ OF_MESH: Final = (RANKS, WRAPPER, BUCKETS)  # another number of ranks has others
 OF_LATER: Final = (RANKS, WRAPPER, BUCKETS, PARTS, DIVISORS)  # older checkpoints do not have them
 _OF_A_RANK: Final = frozenset(["rank", "ranks", "device", "seed", "time", "pid", "host", "port"])  # words in names
 _WORD: Final = re.compile("[a-z]+")
+_FILE: Final = re.compile(r"^attached\.\w+\.files\[")  # the digest of a file that the run reads
 _GROUPED: Final = re.compile(r"^attached\.\w+\.(groups|held)\[")  # a hyperparameter of an attached optimizer
 
 
@@ -56,6 +57,8 @@ def contract_kind(key: str) -> str:
         ('implementation', 'implementation')
         >>> contract_kind("attached.ema.decay"), contract_kind("attached.loader.sampler_size")
         ('settings', 'samples')
+        >>> contract_kind("attached.tokenizer.files['tokenizer.json']")
+        'files'
     """
     exact = {
         "weights.outside": "outside_weights",
@@ -147,4 +150,6 @@ def _attached_kind(key: str) -> str | None:
         return "scheduler_own" if named.startswith(".own.") else "scheduler"
     if key.startswith(("attached.loader.", "attached.loader[")):
         return "samples"
+    if _FILE.match(key):
+        return "files"
     return None if _GROUPED.search(key) or key == "attached.optimizer.frozen" else "settings"

@@ -61,7 +61,9 @@ def settings_of_later(contract: Mapping[str, Any], known: Mapping[str, Any]) -> 
     if not owners:  # a pure step attaches nothing
         return {}
     return {
-        key: value for key, value in contract.items() if contract_kind(key) == "settings" and _owner(key) not in owners
+        key: value
+        for key, value in contract.items()
+        if contract_kind(key) in ("settings", "files") and _owner(key) not in owners
     }
 
 

@@ -1,11 +1,11 @@
-"""The commands that lead from one format to another, and their arguments."""
+"""The commands that lead from one format to another, or put what a checkpoint has beside its state into a directory; and their arguments."""
 
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from trainfold.adapters.cli.terminal.given_options import Json
+from trainfold.adapters.cli.terminal.given_options import CheckpointPath, Components, Json
 from trainfold.adapters.cli.terminal.output import deliver
 
 AnyPath = Annotated[
@@ -119,3 +119,27 @@ def link(
     from trainfold.adapters.cli.formats.link import link_path
 
     return deliver(lambda: link_path(src, dst, like=like, dry_run=dry_run), as_json=json)
+
+
+def files(
+    checkpoint: CheckpointPath,
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(
+            name=["--output", "-o"],
+            help="Put them into this new directory, as component/name; without it they are listed.",
+        ),
+    ] = None,
+    components: Components = None,
+    json: Json = False,
+) -> int:
+    """List the files that belong to a checkpoint, such as its tokenizer, or put them into a directory.
+
+    The directory is absent until it is whole. Nothing is overwritten.
+
+    Example: trainfold files runs/a/step-00000120 -o restored
+    """
+    from trainfold.adapters.cli.formats.put_files import files_of_checkpoint
+
+    return deliver(lambda: files_of_checkpoint(checkpoint, directory=output, components=components), as_json=json)

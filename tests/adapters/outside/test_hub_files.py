@@ -12,9 +12,15 @@ from torch import nn
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
+from trainfold.backends.convert.opened_source import open_source
 from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.side.side_files import SideFiles
+from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointHostile, InvalidArgument, InvalidState
+from trainfold.core.state.state import Progress, TrainState
 from trainfold.transforms import rename
 from trainfold.weights import (
     CheckpointWeights,
@@ -23,6 +29,7 @@ from trainfold.weights import (
     LoadSpec,
     SeveralSources,
     Transformed,
+    plan_hub_directory,
     write_hub_directory,
 )
 
@@ -68,14 +75,21 @@ def test_the_files_are_those_of_the_source_at_the_start_and_of_the_checkpoint_la
 
 
 def test_an_export_has_them_without_the_original(tmp_path):
-    """K05: configuration and tokenizer beside the weights, of the run alone."""
-    store = MemoryStore()
+    """K05, C13: configuration and tokenizer beside the weights, of the run alone; and what a converted checkpoint has."""
+    store = LocalStore(tmp_path / "run")
     files, _ = run(store, Transformed(HubDirectory(hub(tmp_path / "first")), rename("{name}", "{name}")))
     shutil.rmtree(tmp_path / "first")
     plan = write_hub_directory(CheckpointWeights(store), tmp_path / "out", like=files)
     assert sorted(plan.beside) == sorted([*WORDS, "config.json"])
     assert HubDirectory(tmp_path / "out").config() == CONFIG == files.config()
+    run_conversion(plan_conversion(open_source(tmp_path / "run"), tmp_path / "converted", to="hf"))
+    assert HubDirectory(tmp_path / "converted").beside([*WORDS, "config.json"]) == files.beside(["*"])
     assert files.write(tmp_path / "words") == tmp_path / "words"
+    side = SideFiles(tmp_path / "words")
+    assert plan_hub_directory(CheckpointWeights(store), like=side).beside.keys() == {*WORDS, "config.json"}
+    save(load(store, like=TrainState(trainer=Progress())).evolve(extra={"a": side.capture(), "b": side.capture()}), tmp_path / "two")  # fmt: skip
+    with pytest.raises(InvalidArgument, match="a and b"):
+        plan_conversion(open_source(tmp_path / "two"), tmp_path / "no", to="hf")
     files.write(tmp_path / "words")
     assert {each.name: each.read_bytes() for each in (tmp_path / "words").iterdir()} == files.beside(["*"])
     other = HubFiles()
