@@ -36,7 +36,7 @@ class WholeFile(NamedTuple):
     identity: FileIdentity | None
 
 
-def identity_of(path: Path) -> FileIdentity | None:
+def file_identity(path: Path) -> FileIdentity | None:
     """The identity of a file; None if it is not there."""
     try:
         return _identity(path.stat())
@@ -73,7 +73,7 @@ def read_whole(path: Path, *, most_bytes: int) -> WholeFile:
             raise _unreadable(path, error) from error
         finally:
             os.close(fd)
-        if before == after == identity_of(path) and len(data) == before.size_bytes:
+        if before == after == file_identity(path) and len(data) == before.size_bytes:
             return WholeFile(data, before if before.is_settled(begun_ns) else None)
     raise InvalidState(str(path), expected="a file that stays as it is while it is read", found=f"one that changed at each of {_TRIES} attempts",
                        fix="write it under another name, and rename it when it is whole")  # fmt: skip

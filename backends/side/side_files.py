@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import torch
 
 from trainfold.backends.ranks.launcher import is_first_rank, log_for_all, warn_for_all
-from trainfold.backends.side.file_reads import FileIdentity, WholeFile, files_below, identity_of, read_whole
+from trainfold.backends.side.file_reads import FileIdentity, WholeFile, file_identity, files_below, read_whole
 from trainfold.backends.stores.place import local_path
 from trainfold.core.checks import count
 from trainfold.core.digest import digest_of
@@ -178,7 +178,7 @@ class SideFiles:
 
     def _current(self, name: str, place: Path, most_bytes: int) -> tuple[FileIdentity | None, torch.Tensor]:
         known = self._held.get(name)
-        if known is not None and known[0] is not None and known[0] == identity_of(place):
+        if known is not None and known[0] is not None and known[0] == file_identity(place):
             return known
         found: WholeFile = read_whole(place, most_bytes=most_bytes)
         if known is not None and tensor_bytes(known[1]) == found.data:
@@ -198,7 +198,7 @@ class SideFiles:
     def _warn_of_changes(self) -> None:
         for name, (identity, data) in list(self._held.items()):
             place = self._named[name] if self._directory is None else self._directory / name
-            if name in self._warned or (identity is not None and identity == identity_of(place)):
+            if name in self._warned or (identity is not None and identity == file_identity(place)):
                 continue
             if (found := _same(place, data)) is not None:
                 self._held[name] = found.identity, data

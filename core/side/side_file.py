@@ -69,7 +69,7 @@ def side_files_in(manifest: Manifest, where: str) -> tuple[SideFile, ...]:
 
 
 def files_left_out(manifest: Manifest) -> tuple[str, ...]:
-    """The components of files that the run had, and that this checkpoint is without: best effort, of which a warning told, or not selected.
+    """The components of files that the run had, and that this checkpoint is without: best effort, with a warning, or not selected.
 
     Args:
         manifest: of the checkpoint.

@@ -152,7 +152,7 @@ def test_files_of_a_checkpoint_are_put_into_a_directory_whole_or_not_at_all(tmp_
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a/b/"])
 def test_a_name_in_a_checkpoint_that_leads_out_of_the_directory_is_hostile(tmp_path, name):
-    """R08: whoever wrote the manifest, no file is written elsewhere."""
+    """R08: no file is written elsewhere, also if the manifest is well made."""
     store = MemoryStore()
     saved(store, 1, notes=OfRankZero(Opaque({"files": {name: torch.zeros(2, dtype=torch.uint8)}})))
     with pytest.raises(CheckpointHostile, match="do not use this checkpoint"):
