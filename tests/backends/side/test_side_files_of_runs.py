@@ -16,6 +16,7 @@ from trainfold.backends.side.checkpoint_files import read_side_files
 from trainfold.backends.side.side_files import SideFiles
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.tiers.copy_run import copy_run
 from trainfold.core.errors import CaptureRefused, InvalidArgument, InvalidState, OptionalLeftOut, ResumeRefused
 
 call = cli_cases.call
@@ -108,8 +109,8 @@ def test_a_required_file_that_is_missing_fails_the_save_and_the_next_one_has_it(
     assert left_out == "eval"
 
 
-def test_an_unchanged_file_is_referred_to_and_not_written_again(words, tmp_path):
-    """B05: as any leaf that has not changed."""
+def test_an_unchanged_file_is_referred_to_and_copied_with_what_refers_to_it(words, tmp_path):
+    """C13: as any leaf that has not changed."""
     (words / "big.bin").write_bytes(bytes(1 << 16))
     store, files = LocalStore(tmp_path / "run"), SideFiles(words, changes=True)
     live, sizes = attach(nn.Linear(2, 1), extra={"words": files}), []
@@ -119,7 +120,10 @@ def test_an_unchanged_file_is_referred_to_and_not_written_again(words, tmp_path)
             live.advance(samples=1)
             sizes.append(manager.step(live).result.size_bytes)
     assert sizes[0] > 1 << 16 > sizes[1] > sizes[2] - 1000
-    assert read_side_files(store, step=3) == {"words/big.bin": bytes(1 << 16), "words/tokenizer.json": b"[]"}
+    copy = MemoryStore()
+    copy_run(store, copy, steps=[3])
+    for each in (store, copy):
+        assert read_side_files(each, step=3) == {"words/big.bin": bytes(1 << 16), "words/tokenizer.json": b"[]"}
 
 
 @pytest.mark.parametrize("there", [True, False])
