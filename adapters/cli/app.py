@@ -50,6 +50,16 @@ _CADENCE = Group(
     "How often to save", help="Give three durations to see the cadence that loses the least time.", sort_key=9
 )
 
+Steps = Annotated[
+    tuple[int, ...] | None,
+    Parameter(
+        converter=numbers_typed,
+        n_tokens=1,
+        metavar="INT[,INT...]",
+        help="Take these steps; by default all whole checkpoints.",
+    ),
+]
+
 app = App(
     name="trainfold",
     version=__version__,
@@ -57,7 +67,7 @@ app = App(
     help=(
         "Training runs that can be killed at any time and end with the same bits.\n\n"
         "A run is a directory; each checkpoint in it is a directory `step-...` that is complete if, and only if, it has "
-        "a `manifest.json`. Only `prune` and `copy` change a run.\n\n"
+        "a `manifest.json`. Only `prune`, `copy` and `collect` change a run.\n\n"
         "Exit codes: 0 success; 2 the command line is wrong; 3 `diff` found differences; 4 the output cannot be written; "
         "5 a package is missing; "
         "10 and above: a checkpoint is missing, torn, damaged, foreign or refused, and the message names the fix. With --json, one "
@@ -456,15 +466,7 @@ def copy(  # noqa: PLR0913 - one for each option
         Path, Parameter(help="Where the checkpoints go: a directory or a URL, which is new or has the same run.")
     ],
     *,
-    steps: Annotated[
-        tuple[int, ...] | None,
-        Parameter(
-            converter=numbers_typed,
-            n_tokens=1,
-            metavar="INT[,INT...]",
-            help="Copy these steps; by default all whole checkpoints.",
-        ),
-    ] = None,
+    steps: Steps = None,
     newest: Annotated[
         bool, Parameter(negative=(), help="Copy the checkpoint that a resume would load, and no other.")
     ] = False,
@@ -482,6 +484,37 @@ def copy(  # noqa: PLR0913 - one for each option
     from trainfold.adapters.cli.tiers.copy import copy_path
 
     return deliver(lambda: copy_path(a, b, steps=steps, newest=newest, dry_run=dry_run), as_json=json)
+
+
+@app.command(name="collect", group=_CHANGE)
+def collect_nodes(
+    *nodes: Annotated[
+        Path,
+        Parameter(
+            help="The folder of each node, such as a copy of its disk, with some files of the run under their names."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        Parameter(
+            name=["--output", "-o"],
+            help="Where the checkpoints go: a directory or a URL, which is new or has the same run.",
+        ),
+    ],
+    steps: Steps = None,
+    dry_run: Annotated[bool, Parameter(negative=(), help="Print the plan, and write nothing.")] = False,
+    json: Json = False,
+) -> int:
+    """Put a run together whose files lie in folders of several nodes. Only complete checkpoints are collected.
+
+    One of the folders has the manifest of a checkpoint; each file in it must be in some folder, with its size and its digest. What incomplete ones lack is listed. If folders have
+    different manifests of a step, nothing is collected. If the command is killed, run it again.
+
+    Example: trainfold collect node0/run node1/run -o runs/a
+    """
+    from trainfold.adapters.cli.tiers.collect import collect_paths
+
+    return deliver(lambda: collect_paths(nodes, output, steps=steps, dry_run=dry_run), as_json=json)
 
 
 app.command(replay, group=_LOOK)

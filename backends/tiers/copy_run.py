@@ -101,12 +101,42 @@ def copy_run(
         2
     """
     first, second = _opened(source, target)
-    check_copy(planned_copy(first, second, steps=steps))
-    with locked(second, lambda _: "wait until it ends, or stop it: a copy is the only writer of its target"):
-        plan = planned_copy(first, second, steps=steps)  # another writer was there until now
-        check_copy(plan)
-        _raise_all(carry_out(plan, first, second, advance=advance))
-    return plan
+    return carried_out(lambda: planned_copy(first, second, steps=steps), first, second, advance=advance)
+
+
+def carried_out(
+    planned: Callable[[], CopyPlan],
+    source: Store,
+    target: Store,
+    *,
+    again: Callable[[TrainfoldError], bool] = lambda _: False,
+    advance: Callable[[int], object] = lambda _: None,
+) -> CopyPlan:
+    """Plan, take the lock of the target, plan again, and carry that plan out.
+
+    Args:
+        planned: makes the plan.
+        source: what is read.
+        target: the store that is written.
+        again: whether there is another place from which what was wrong can be read, and that is taken now.
+        advance: gets the number of bytes that are done.
+
+    Returns:
+        The plan that was carried out.
+
+    Raises:
+        TrainfoldError: as `copy_run` does.
+    """
+    check_copy(planned())
+    with locked(target, lambda _: "wait until it ends, or stop it: a copy is the only writer of its target"):
+        first = plan = planned()  # another writer was there until now
+        while True:
+            check_copy(plan)
+            wrong = carry_out(plan, source, target, advance=advance)
+            if not [error for error in wrong if again(error)]:
+                _raise_all(wrong)
+                return first
+            plan = planned()
 
 
 def check_copy(plan: CopyPlan) -> None:

@@ -7,8 +7,20 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.tiers.collect_run import collect_run, plan_collect
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
 from trainfold.core.history.copy_plan import CopyPlan
 from trainfold.core.layout.file_preference import FilePreference
 
-__all__ = ["CopyPlan", "FilePreference", "LocalStore", "MemoryStore", "ObjectStore", "Store", "copy_run", "plan_copy"]
+__all__ = [
+    "CopyPlan",
+    "FilePreference",
+    "LocalStore",
+    "MemoryStore",
+    "ObjectStore",
+    "Store",
+    "collect_run",
+    "copy_run",
+    "plan_collect",
+    "plan_copy",
+]

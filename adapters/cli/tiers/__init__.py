@@ -1,1 +1,1 @@
-"""The command that copies checkpoints from one store into another. May import locate, terminal and the backends."""
+"""The commands that copy checkpoints from one store into another, and put them together from folders of several nodes. May import locate, terminal and the backends."""

@@ -1,14 +1,16 @@
 """`trainfold copy A B`: copies checkpoints of a run into another store, or shows what it would copy."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
-from trainfold.adapters.cli.terminal.reading import reading
+from trainfold.adapters.cli.terminal.reading import Advance, reading
 from trainfold.backends.stores.local import open_store
 from trainfold.backends.tiers.compare_runs import Steps
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
+from trainfold.core.history.copy_plan import CopyPlan
 from trainfold.core.problem import error_from
 
 
@@ -35,11 +37,33 @@ def copy_path(
         raise UsageError("trainfold copy", expected="--steps or --newest", found="both", fix="leave one of them out")
     wanted: Steps = "newest" if newest else "all" if steps is None else steps
     first, second = open_store(str(source)), open_store(str(target))
-    plan = plan_copy(first, second, steps=wanted)
+    return carried_out_or_shown(
+        lambda: plan_copy(first, second, steps=wanted),
+        lambda advance: copy_run(first, second, steps=wanted, advance=advance),
+        doing="copying",
+        dry_run=dry_run,
+    )
+
+
+def carried_out_or_shown(
+    plans: Callable[[], CopyPlan], carries_out: Callable[[Advance], CopyPlan], *, doing: str, dry_run: bool
+) -> Answer:
+    """A plan, carried out unless it is a dry run, or refuses something.
+
+    Args:
+        plans: makes the plan.
+        carries_out: makes it again, and carries it out.
+        doing: what the bar says meanwhile.
+        dry_run: whether nothing is written.
+
+    Returns:
+        The plan. What refuses it is the error.
+    """
+    plan = plans()
     error = error_from(plan.refused[0]) if plan.refused else None
     if not dry_run and error is None:
-        with reading("copying", sum(each.size_bytes for each in plan.checkpoints if each.action != "there")) as advance:
-            plan = copy_run(first, second, steps=wanted, advance=advance)
+        with reading(doing, sum(each.size_bytes for each in plan.checkpoints if each.action != "there")) as advance:
+            plan = carries_out(advance)
     title = f"{plan.source} to {plan.target}"
     data = {
         "source": plan.source,

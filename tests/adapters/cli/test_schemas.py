@@ -48,7 +48,7 @@ def test_the_schemas_of_a_command_are_listed_and_printed(call):
     assert [line.split()[0] for line in listed.splitlines()[1:]] == list(names())
     assert json.loads(call("schema", "ls")[0]) == schema_of("ls")
     _, err = call("schema", "lss", code=2)
-    assert "one of bisect, convert, copy, demo, diff" in err
+    assert "one of bisect, collect, convert, copy" in err
 
 
 def test_a_schema_refuses_what_a_command_does_not_print(answered, run):
