@@ -104,7 +104,7 @@ class Journal(logging.Filter):
             WARNED.remove(self.warned)
         kind = sys.exc_info()[0]
         if self._kept_back is None:
-            self._write("closed", detail="" if kind is None else kind.__name__)
+            self._write("closed", detail="" if kind is None else kind.__name__, data={"pid": os.getpid()})
 
     def _write(  # noqa: PLR0913 - fields of a line
         self, kind: str, step: int | None = None, checkpoint: str | None = None, detail: str = "", *, at: float | None = None, data: Mapping[str, Any] | None = None

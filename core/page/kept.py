@@ -18,6 +18,7 @@ from trainfold.core.state.notes import CONVERTED, NOTES, RATES
 
 _WRITTEN: Final = "just written"
 NEWEST: Final = "the newest"
+_FEW: Final = 2  # names that are shown; each checkpoint may refer to all before it
 
 
 @final
@@ -79,11 +80,30 @@ def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
     for name, why in protected.items():
         if name in saved and why not in found.get(name, ()):
             found[name] = (*found.get(name, ()), why)
+    for name, whose in _referrers(page).items():
+        if name in saved:
+            verb = "refers" if len(whose) == 1 else "refer"
+            found[name] = (*found.get(name, ()), f"{few_names(whose)} {verb} to it")
+    return found
+
+
+def _referrers(page: RunPage) -> dict[str, list[str]]:
+    """Checkpoint -> those that refer to its files."""
+    found: dict[str, list[str]] = {}
     for entry in page.inventory.entries:
         for name in entry.refers:
-            if name in saved:
-                found[name] = (*found.get(name, ()), f"{entry.name} refers to it")
+            found.setdefault(name, []).append(entry.name)
     return found
+
+
+def few_names(names: Sequence[str]) -> str:
+    """Some names, or how many there are.
+
+    Examples:
+        >>> few_names(["a"]), few_names(["a", "b"]), few_names(["a", "b", "c"])
+        ('a', 'a and b', '3 checkpoints')
+    """
+    return " and ".join(names) if len(names) <= _FEW else f"{len(names):,} checkpoints"
 
 
 def _saved(entry: Entry, page: RunPage, scores: dict[tuple[str, int], float]) -> Saved:

@@ -117,7 +117,8 @@ def _session(
     start, first = own[0], own[0].step or 0
     moments = [(start.at, first)]
     moments += [(line.at, line.step) for line in own[1:] if line.kind in _DATED and line.step is not None]  # fmt: skip
-    closed = next((line for line in reversed(own) if line.kind == "closed"), None)
+    pid = start.data.get("pid")  # a process whose directory was replaced may end in the journal of the new run
+    closed = next((line for line in reversed(own) if line.kind == "closed" and line.data.get("pid", pid) == pid), None)
     reached, reached_at = _reached(after, flight, own[-1].at)
     if (
         reached is not None and reached >= first and reached_at >= start.at - _COARSE_SECS

@@ -18,7 +18,8 @@ from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.markup.curve import curve_of
 from trainfold.core.page.document import BEGIN, OFFLINE, page_html, sections_html
 from trainfold.core.page.run_page import FlightFacts, RunPage
-from trainfold.core.page.sections import SECTIONS, bytes_by_component
+from trainfold.core.page.sections import SECTIONS
+from trainfold.core.page.sizes import bytes_by_component
 
 VOID = {"meta", "path"}
 HOSTILE = st.text(st.sampled_from("<>&\"'=/ -`\x00\x1b\n\u202e\ud800ax{}") | st.characters(), min_size=1, max_size=12) | st.sampled_from(
@@ -66,7 +67,7 @@ PROMISES = {
     "starts": ("Steps over time", "killed, or died without a word", "steps computed again", "ended with an exception: plain"),
     "losses": ("Loss", "Norm of the gradient", "Evaluation: plain", "the best", "1 value not finite: step 5"),
     "saves": ("loop stood still", "writing", "call to durable", "200 ms", "1.7 s", "2 s"),
-    "checkpoints": ("Checkpoints and timelines", "timeline", "one of the best 2; step-00000020 refers to it; step-00000030 refers to it", "refers to", "the last 2", "CheckpointTorn"),
+    "checkpoints": ("Checkpoints and timelines", "timeline", "one of the best 2; step-00000020 and step-00000030 refer to it", "refers to", "the last 2", "CheckpointTorn"),
     "findings": ("Not saved, and changed with training", "Warning", "A save failed, step 12", "What a resume on this machine would meet",
                  "What changed between checkpoints", "batch_size"),
     "sizes": ("In the newest checkpoint, step-00000020", "On disk, in the 2 newest checkpoints", "80 B", "headers and the rest"),
@@ -130,8 +131,10 @@ def test_the_bytes_of_components_are_those_of_the_files():
 
 def test_a_page_of_a_thousand_checkpoints_and_many_losses_stays_small():
     page = page_of()
+    names = [f"step-{step:08d}" for step in range(1, 1001)]  # each refers to all before it
     entries = tuple(
-        Entry(f"step-{step:08d}", Head("r", step), None, None, Summary(9, (), {})) for step in range(1, 1001)
+        Entry(name, Head("r", at + 1), None, None, Summary(9, (), {}, tuple(names[:at])))
+        for at, name in enumerate(names)
     )
     journal = tuple(line for step in range(1, 1001) for line in (
         JournalLine(1e9 + step, "called", step, data={"returned": 1e9 + step + 0.1}), JournalLine(1e9 + step + 0.5, "written", step, data={"began": 1e9})))  # fmt: skip

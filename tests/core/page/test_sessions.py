@@ -46,6 +46,18 @@ def test_each_process_is_known_with_what_it_computed_again(lengths, ends_well):
     assert all((save.stall_secs, save.writing_secs, save.durable_secs) == (0.5, 1.0, 1.5) for save in saves)
 
 
+def test_the_end_of_another_process_is_not_that_of_this_one():
+    """A process whose directory was deleted, and made again by another one, ended in the journal of that one."""
+    lines = [
+        JournalLine(10.0, "started", 0, data={"pid": 7}),
+        JournalLine(11.0, "closed", detail="RunReplaced", data={"pid": 6}),
+    ]
+    assert [each.ending for each in sessions_of(lines, None)] == ["open"]
+    assert [each.ending for each in sessions_of([*lines, JournalLine(12.0, "closed", data={"pid": 7})], None)] == [
+        "closed"
+    ]
+
+
 def test_a_log_that_was_copied_makes_no_process_longer():
     lines = [JournalLine(10.0, "started", 0), JournalLine(20.0, "closed")]
     (found,) = sessions_of(lines, FlightFacts(last=7, written_at=9000.0))

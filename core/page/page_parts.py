@@ -1,0 +1,34 @@
+"""Parts of sections: tables that scroll where they are too wide, and hide their later rows; notes."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from trainfold.core.markup.html_table import html_table, safe
+from trainfold.core.markup.texts import count_text
+
+SHOWN: Final = 30  # rows of a table before the reader asks for more
+MOST: Final = 1000  # rows in all
+RECORD: Final = "<code>CheckpointManager(..., record=0)</code>"
+
+
+def long_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
+) -> str:
+    """A table that scrolls where it is too wide; rows beyond the first ones are behind a button."""
+    first = scrolling(title, html_table(title, columns, rows[:SHOWN], numbers=numbers))
+    more = rows[SHOWN:MOST]
+    if not more:
+        return first
+    left = note(f"{len(rows) - MOST:,} more are not shown.") if len(rows) > MOST else ""
+    rest = scrolling(f"{title}, the rest", html_table(f"{title}, the rest", columns, more, most_rows=MOST, numbers=numbers))  # fmt: skip
+    return f"{first}<details><summary>{count_text(len(more), 'more row')}</summary>{rest}{left}</details>"
+
+
+def scrolling(title: str, table: str) -> str:
+    """A table in a frame that scrolls sideways, which a keyboard reaches."""
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{safe(title)}">{table}</div>'
+
+
+def note(text: str) -> str:
+    """A paragraph; ``text`` is HTML: its caller has escaped what comes from files."""
+    return f'<p class="note">{text}</p>'
