@@ -109,6 +109,20 @@ def parted(run, tmp_path=None):
     return nodes
 
 
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_damaged_copy_is_passed_over_for_the_whole_one_of_the_next_node(at):
+    """R08: in headers, data and indexes; the first node has all files, and each of them is damaged."""
+    run, nodes, target = chain_of([set(SHAPES), {min(SHAPES)}]), [MemoryStore(), MemoryStore()], MemoryStore()
+    put(nodes[0], "run.json", run.store.read("run.json"))
+    for name, content in files_of(run.store).items():
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        put(nodes[0], name, bytes(damaged))
+        put(nodes[1], name, content)
+    collect_run(nodes, target)
+    assert files_of(target) == files_of(run.store)
+
+
 def test_a_collection_that_is_cut_off_anywhere_goes_on():
     """R08, C02: at each effect on the target; what was committed before is complete."""
     run = chain_of([set(SHAPES), {min(SHAPES)}])
