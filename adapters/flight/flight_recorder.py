@@ -43,7 +43,7 @@ def flight_recorder(
     directory = directory_for_log(store)
     path = directory / flight_name(rank)
     journal = Journal(directory / JOURNAL, path) if rank == 0 else None
-    return FlightRecorder(path, states_every, orders=orders, journal=journal)
+    return FlightRecorder(path, states_every, rank=rank, orders=orders, journal=journal)
 
 
 @final
@@ -53,16 +53,23 @@ class FlightRecorder:
     Args:
         path: the log.
         states_every: digest the state each so many steps; 0 for never.
+        rank: of this process.
         orders: of a replay, which ends at a NaN, or lets a loop of states record itself; None without one.
         journal: writes when what happened; None on all ranks but the first.
     """
 
     def __init__(
-        self, path: Path, states_every: int, *, orders: Orders | None = None, journal: Journal | None = None
+        self,
+        path: Path,
+        states_every: int,
+        *,
+        rank: int = 0,
+        orders: Orders | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.journal = journal
-        self._orders = orders
-        self._ends = end_at_nonfinite(orders, lambda: self._under_way)
+        self._orders, self._rank = orders, rank
+        self._ends = end_at_nonfinite(orders, rank, lambda: self._under_way)
         self._under_way: int | None = None
         self._file = FlightFile(path)
         self._states_every = states_every
@@ -129,9 +136,8 @@ class FlightRecorder:
                                       self._values.get(_NORM), batches, *self._streams())])  # fmt: skip
         bad = [name for name, bits in self._values.items() if not math.isfinite(float_of_bits(bits))]
         if bad and self._ends and self._orders is not None:
-            end_with(
-                self._orders, progress.step, f"the recorded {bad[0]} is not finite, and the output of every module is"
-            )
+            words = f"the recorded {bad[0]} is not finite, and the output of every module is"
+            end_with(self._orders, self._rank, progress.step, words)
         self._values, self._batches, self._step, self._under_way = {}, [], progress.step, progress.step + 1
 
     def is_over(self, step: int) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
 from trainfold.core import tree
+from trainfold.core.state.fqn import path_in
 
 _MOST: Final = 12
 
@@ -42,7 +43,7 @@ class NonFiniteOutput:
     """A module whose output has a NaN or an infinity, and whose submodules' outputs have none.
 
     Attributes:
-        module: its name below the outermost module that was called; empty for that one.
+        module: its name below the outermost module that was called, without wrappers; empty for that one.
         kind: its class.
         outputs: the tensors of its output that are not finite.
         inputs: the tensors that it got.
@@ -103,7 +104,7 @@ class NonFiniteWatch:
             broken = [leaf for name, each in own for leaf in _leaves(name, each) if leaf.bad]
             outermost = next(each for each in (*opened, module) if any(inner is module for inner in each.modules()))
             name = next((name for name, each in outermost.named_modules() if each is module), "")
-            self.found = NonFiniteOutput(name, type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
+            self.found = NonFiniteOutput(path_in(outermost, name), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
             if self._seen is not None:
                 self._seen(self.found)
 

@@ -30,31 +30,34 @@ def replayed_directory(orders: Orders | None, directory: Path) -> Path:
     return directory if is_inside or given != os.path.realpath(orders.replay.source) else Path(orders.home, "run")
 
 
-def end_at_nonfinite(orders: Orders | None, step: Callable[[], int | None]) -> bool:
+def end_at_nonfinite(orders: Orders | None, rank: int, step: Callable[[], int | None]) -> bool:
     """End this program at the first output of a module that is not finite, if the replay asks for that; returns whether it does.
 
     Args:
         orders: of the replay; None without one.
+        rank: of this process.
         step: returns the step under way; None if it is not known.
     """
     if orders is None or orders.replay is None or not orders.replay.until_nonfinite:
         return False
-    NonFiniteWatch(lambda found: end_with(orders, step(), found)).install()
+    NonFiniteWatch(lambda found: end_with(orders, rank, step(), found)).install()
     return True
 
 
-def end_with(orders: Orders, step: int | None, found: NonFiniteOutput | str) -> None:
+def end_with(orders: Orders, rank: int, step: int | None, found: NonFiniteOutput | str) -> None:
     """Write down what was found, and end this process at once: what it would train from here on is worthless.
 
     Args:
         orders: of the replay.
+        rank: of this process.
         step: the step under way.
         found: the output; or, where no output shows it, what is not finite, in words.
     """
     seen = attrs.asdict(found) if isinstance(found, NonFiniteOutput) else None
     notes = Path(orders.notes)
     being_written = notes / f".{NONFINITE_NAME}.{os.getpid()}"
-    being_written.write_text(json.dumps({"step": step, "text": str(found), "output": seen}), encoding="utf-8")
+    about = {"step": step, "rank": rank, "text": str(found), "output": seen}
+    being_written.write_text(json.dumps(about), encoding="utf-8")
     being_written.replace(notes / NONFINITE_NAME)
     record = RecordFile(notes / RECORD_NAME, clock=time.monotonic)
     record.write("done", step or 0, why="not finite")  # the replay then ends the other ranks, which wait for this one

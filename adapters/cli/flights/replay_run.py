@@ -94,9 +94,11 @@ def _steps(inventory: Inventory, flights: dict[int, Flight], begin: int | None, 
 
 def _nonfinite(request: ReplayRequest, made: ScratchRun, found: Mapping[str, Any]) -> Answer:
     step = "?" if found["step"] is None else str(found["step"])
+    step += f", on rank {found['rank']}" if found["rank"] else ""
     lines = [line.strip() for line in found["text"].splitlines()]
     rows = [("in step", step), *(("", line) for line in lines), ("what it said", str(made.output))]
-    return Answer(_data(request, nonfinite=found), (Table("Not finite", ("", ""), tuple(rows)),))
+    shown = {key: found[key] for key in ("step", "text", "output")}
+    return Answer(_data(request, rank=found["rank"], nonfinite=shown), (Table("Not finite", ("", ""), tuple(rows)),))
 
 
 def _data(request: ReplayRequest, **found: Any) -> dict[str, Any]:

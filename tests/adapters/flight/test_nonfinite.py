@@ -62,3 +62,10 @@ def test_an_error_in_a_forward_does_not_shift_the_names():
             torch.nn.Sequential(Raises())(torch.ones(1, 2))
         model(torch.full((1, 2), float("nan")))
     assert watch.found.module == "0"
+
+
+def test_the_name_is_that_of_the_model_without_wrappers():
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2))
+    with watch_nonfinite() as watch:
+        torch.optim.swa_utils.AveragedModel(model)(torch.full((1, 2), float("nan")))
+    assert watch.found.module == "0"

@@ -56,7 +56,7 @@ def test_a_replay_stops_at_the_first_module_whose_output_is_not_finite(ran, repl
     command = ran("a", explode)
     code, found = replayed("replay", "runs/a", "--from", 4, "--to", 12, "--until-nonfinite", command=command)
     fits_its_schema("replay", found)
-    assert (code, found["nonfinite"]["step"]) == (0, 7)
+    assert (code, found["nonfinite"]["step"], found["rank"]) == (0, 7, 0)
     assert found["nonfinite"]["output"]["module"] == "first"
     assert found["nonfinite"]["output"]["inputs"][0]["path"] == "inputs[0]"
     assert found["nonfinite"]["output"]["inputs"][0]["bad"] == 48
