@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-USUAL = 800  # always the same ones
+USUAL = 600  # always the same ones
 LAWS = 40_000
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak")
 CASES = int(os.environ.get("TRAINFOLD_FUZZ_CASES", LAWS if IS_DEEP else USUAL))
@@ -55,7 +55,7 @@ def test_whatever_a_signed_checkpoint_says_no_reader_fails_in_a_way_of_its_own()
     """W20, W23, U01, U04, U05: readers raise only trainfold's own errors, in bounded time and memory.
 
     The readers are ls, inspect, verify, plan, diff, load and a restore into a live run. None leaves half-written objects, and none
-    prints terminal control characters. The usual run has the same 800 cases each time; the laws have 40,000 new ones, and the soak has 50 million, 25,000 a process.
+    prints terminal control characters. The usual run has the same 600 cases each time; the laws have 40,000 new ones, and the soak has 50 million, 25,000 a process.
     """
     for first in range(FIRST, FIRST + CASES, CHUNK):
         with TemporaryDirectory(dir=SHM) as folder:

@@ -310,7 +310,14 @@ def group_of_one(folder):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED.keys()))
+def resumed():
+    """All of torch and of the small packages; a third of the largest one, and the others are long."""
+    for number, name in enumerate(sorted(CASES.keys() - REFUSED.keys())):
+        is_long = name.startswith("pytorch_optimizer.") and number % 3 and not CASES[name].closure
+        yield pytest.param(name, marks=[pytest.mark.long] if is_long else [])
+
+
+@pytest.mark.parametrize("name", [*resumed()])
 def test_a_resume_has_the_bits_of_the_run(name, request):
     """W05, W06: six steps, save, rebuild everything, restore, six steps: bitwise equal to twelve steps."""
     if name in IN_A_GROUP:
