@@ -203,7 +203,7 @@ def test_a_rank_that_fails_in_any_call_leaves_nothing_that_looks_whole(tmp_path,
     for index in range(calls):
         is_silent = index % 5 == 1 and index < calls - 2
         fault = RankFault(rank, index, silent=is_silent)
-        patience = 0.2 if is_silent else 60.0  # a rank that says nothing is waited for; on a busy machine so is any other
+        patience = 0.2 if is_silent else 60.0  # a silent rank is waited for; on a busy machine so is any other
         outcomes = thread_outcomes(2, lambda world: export(world, "a"), fail_at=fault, timeout_secs=patience)
         assert any(each.error is not None for each in outcomes)
         if index < calls - 2:  # after the commit it is whole
@@ -283,7 +283,7 @@ def test_a_rank_that_fails_leaves_no_directory_of_torch(tmp_path, rank, monkeypa
     for index in range(0, calls - 2, 3):
         is_silent = index % 5 == 1 and index < calls - 2
         fault = RankFault(rank, index, silent=is_silent)
-        patience = 0.2 if is_silent else 60.0  # a rank that says nothing is waited for; on a busy machine so is any other
+        patience = 0.2 if is_silent else 60.0  # a silent rank is waited for; on a busy machine so is any other
         outcomes = thread_outcomes(2, lambda world: export(world, "a"), fail_at=fault, timeout_secs=patience)
         assert all(each.error is not None for each in outcomes)
         assert not (tmp_path / "a").exists()
