@@ -3,15 +3,18 @@
 The saver's thread is real. Between two rules it stands still: at a gate, with a save in its hands, or with nothing to do.
 """
 
+import atexit
 import os
 import threading
 import warnings
 from contextlib import suppress
+from functools import cache
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kit.backends import azure_cases, bucket_cases
 from kit.backends.best_file_cases import best_name
 from kit.laws.bucket_cases import GatedBucket
 from kit.laws.manager_machine_cases import (
@@ -26,6 +29,7 @@ from kit.laws.manager_machine_cases import (
     StateLoop,
     digest_of,
 )
+from obstore.store import MemoryStore as ClientOfMemory
 
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.best.best_file import BestIgnored, load_best, save_best
@@ -441,7 +445,11 @@ class ManagerAndBucket(ManagerAndDisk):
     def new_store(self):
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(writer_lease, "has_ended", lambda holder: True)  # this process plays those that died
-        return GatedBucket()
+        return GatedBucket(self.new_client())
+
+    def new_client(self):
+        """Of an empty bucket."""
+        return ClientOfMemory()
 
     def teardown(self):
         super().teardown()
@@ -449,8 +457,36 @@ class ManagerAndBucket(ManagerAndDisk):
             self.patched.undo()
 
 
-ManagerAndBucket.TestCase.settings = settings(ManagerAndDisk.TestCase.settings, max_examples=EXAMPLES)
-TestManagerAndBucket = ManagerAndBucket.TestCase
+class ManagerAndS3(ManagerAndBucket):
+    """The same on a server that speaks S3, over HTTP."""
+
+    def new_client(self):
+        return bucket_cases.s3_client(servers(bucket_cases.S3Server).port, bucket_cases.new_name())
+
+
+class ManagerAndAzure(ManagerAndBucket):
+    """The same on a server of Azure's blobs."""
+
+    def new_client(self):
+        return azure_cases.azure_client(servers(azure_cases.AzureServer).port, azure_cases.new_name())
+
+
+@cache
+def servers(kind):
+    """One of each kind for all examples, until Python ends."""
+    server = kind()
+    atexit.register(server.close)
+    return server
+
+
+for each in (ManagerAndBucket, ManagerAndS3, ManagerAndAzure):
+    each.TestCase.settings = settings(ManagerAndDisk.TestCase.settings, max_examples=EXAMPLES)
+TestManagerAndBucket, TestManagerAndS3, TestManagerAndAzure = ManagerAndBucket.TestCase, ManagerAndS3.TestCase, ManagerAndAzure.TestCase  # fmt: skip
 TestManagerAndBucket.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 14 else 900), pytest.mark.long]
+TestManagerAndS3.pytestmark = TestManagerAndBucket.pytestmark
+TestManagerAndAzure.pytestmark = [
+    *TestManagerAndBucket.pytestmark,
+    pytest.mark.skipif(azure_cases.PROGRAM is None, reason="needs azurite: `make buckets` installs it"),
+]
 TestManagerAndDisk = ManagerAndDisk.TestCase
 TestManagerAndDisk.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 14 else 300), pytest.mark.slow(10)]

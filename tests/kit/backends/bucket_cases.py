@@ -196,15 +196,24 @@ def counted(client):
 
 def store_at(port, *, run=None, retries=12, lease_secs=30.0):
     """A run in the bucket of a server, by default one of its own; its client tries again at once, and often."""
-    run = f"runs/{next(_RUNS)}-{time.time_ns()}" if run is None else run
+    run = new_name() if run is None else run
+    return ObjectStore(s3_client(port, run, retries), url=f"s3://bucket/{run}", lease_secs=lease_secs)
+
+
+def new_name():
+    """The name of a run of its own."""
+    return f"runs/{next(_RUNS)}-{time.time_ns()}"
+
+
+def s3_client(port, run, retries=12):
+    """Of a run in the bucket of a server."""
     quick = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=4), "base": 2}
-    client = S3Store(
+    return S3Store(
         "bucket", prefix=run, endpoint=f"http://127.0.0.1:{port}", region="us-east-1",
         access_key_id=KEYS["AWS_ACCESS_KEY_ID"], secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
         client_options={"allow_http": True, "timeout": timedelta(seconds=30)},
         retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60), "backoff": quick},
     )  # fmt: skip
-    return ObjectStore(client, url=f"s3://bucket/{run}", lease_secs=lease_secs)
 
 
 def _free_port():

@@ -3,7 +3,6 @@
 from contextlib import suppress
 
 import obstore
-from obstore.store import MemoryStore
 
 from kit.laws.manager_machine_cases import GatedStore
 from trainfold.backends.stores.memory import Effect, SimulatedCrash
@@ -51,8 +50,8 @@ class FailingRequests:
 class GatedBucket(GatedStore):
     """A run in a bucket whose writes wait while its gate is closed, with the interface of a disk that fails and crashes."""
 
-    def __init__(self, client=None):
-        self.client = MemoryStore() if client is None else client
+    def __init__(self, client):
+        self.client = client
         self.store = ObjectStore(self.client, url="memory:")
         self.requests = self.store._bucket._api = FailingRequests()
         super().__init__(_Inner(self.store, self.requests))

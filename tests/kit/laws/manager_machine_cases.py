@@ -194,7 +194,7 @@ class DiskModel:
     """
 
     def open(self):
-        self.waiting, self.asked, self.source = set(), set(), Asked()
+        self.waiting, self.asked, self.answering, self.source = set(), set(), set(), Asked()
         self.last_saved, self.stops, self.aborted, self.descent = None, False, False, None
         self.save_, self.next, self.events, self.pruned = None, None, [], set()
         self.manager = CheckpointManager(
@@ -270,6 +270,7 @@ class DiskModel:
                 assert self.save_ is None, "two at a time (D04)"
                 assert self.mode == "async"
                 self.save_, self.before, self.last_saved = self.next, self.last_saved, event.step
+                self.answering = self.asked
                 self.next = None
             elif event.kind in {"committed", "failed"}:
                 save, self.save_ = self.save_, None
@@ -313,6 +314,7 @@ class DiskModel:
         return [older for older in below if older <= last]
 
     def committed(self, save):
+        self.answering = set()
         assert save.landed, f"step {save.step} was acknowledged and is not there"
         self.descent = save.step
         self.unsure.pop(save.step, None)
@@ -325,6 +327,10 @@ class DiskModel:
 
     def failed(self, save):
         assert self.is_armed
+        self.asked, self.answering = (
+            self.asked | self.answering,
+            set(),
+        )  # a request is answered when its save is durable
         self.points_at = None
         if self.mode == "async":
             self.last_saved = self.before

@@ -1,77 +1,30 @@
 """A run on an emulator of Azure, over HTTP and through a proxy that fails; `make buckets` installs it."""
 
-import base64
-import datetime as dt
-import hashlib
-import hmac
-import itertools
-import os
-import shutil
-import socket
-import subprocess
-import time
-import urllib.request
 import warnings
 from contextlib import suppress
 
 import pytest
 import torch
+from kit.backends.azure_cases import PROGRAM, AzureServer, azure_at
 from kit.backends.bucket_cases import Proxy, one_in_four
-from obstore.store import AzureStore
 
 import trainfold
-from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.core.errors import TrainfoldError
 from trainfold.properties import contracts
 
-PROGRAM = shutil.which("azurite-blob", path=os.environ.get("TRAINFOLD_AZURITE", os.environ["PATH"]))
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(PROGRAM is None, reason="needs azurite: `make buckets` installs it"),
 ]
-ACCOUNT = "devstoreaccount1"  # that of every emulator, and its key
-KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-RUNS = itertools.count()
-
-
-def make_container(port):
-    """Make the container ``bucket``; the client makes none."""
-    date = dt.datetime.now(dt.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-    headers = f"x-ms-date:{date}\nx-ms-version:2023-11-03"
-    text = "PUT" + "\n" * 12 + f"{headers}\n/{ACCOUNT}/{ACCOUNT}/bucket\nrestype:container"
-    signed = base64.b64encode(hmac.new(base64.b64decode(KEY), text.encode(), hashlib.sha256).digest()).decode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/{ACCOUNT}/bucket?restype=container", method="PUT",
-        headers={**dict(line.split(":", 1) for line in headers.split("\n")), "Authorization": f"SharedKey {ACCOUNT}:{signed}", "Content-Length": "0"},
-    )  # fmt: skip
-    urllib.request.urlopen(request, timeout=10).close()
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory):
+def port():
     """Of a server with a container named bucket."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [PROGRAM, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--silent", "--skipApiVersionCheck", "--inMemoryPersistence"]  # fmt: skip
-    folder = tmp_path_factory.mktemp("azurite")
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    late = time.monotonic() + 60
-    while True:
-        with suppress(OSError):
-            make_container(port)
-            break
-        assert process.poll() is None, (folder / "log").read_text()
-        if time.monotonic() > late:
-            process.kill()
-            process.wait()
-            pytest.fail("the server did not start")
-        time.sleep(0.1)
-    yield port
-    process.kill()
-    process.wait()
+    server = AzureServer()
+    yield server.port
+    server.close()
 
 
 @pytest.fixture
@@ -80,22 +33,6 @@ def failing(port):
     one = Proxy(port)
     yield one
     one.close()
-
-
-def azure_at(port, run=None):
-    """A run in the container, by default one of its own."""
-    run = f"runs/{next(RUNS)}" if run is None else run
-    quick = {
-        "init_backoff": dt.timedelta(milliseconds=1),
-        "max_backoff": dt.timedelta(milliseconds=4),
-        "base": 2,
-    }
-    client = AzureStore(
-        "bucket", prefix=run, account_name=ACCOUNT, account_key=KEY, endpoint=f"http://127.0.0.1:{port}/{ACCOUNT}",
-        client_options={"allow_http": True, "timeout": dt.timedelta(seconds=30)},
-        retry_config={"max_retries": 12, "retry_timeout": dt.timedelta(seconds=60), "backoff": quick},
-    )  # fmt: skip
-    return ObjectStore(client, url=f"az://bucket/{run}")
 
 
 def test_a_run_in_azure_keeps_the_contract(port):

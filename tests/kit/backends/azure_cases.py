@@ -1,0 +1,85 @@
+"""A real server of Azure's blobs over HTTP, where `make buckets` has installed one, and runs in it."""
+
+import base64
+import datetime as dt
+import hashlib
+import hmac
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+from obstore.store import AzureStore
+
+from trainfold.backends.stores.object_store.object_store import ObjectStore
+
+PROGRAM = shutil.which("azurite-blob", path=os.environ.get("TRAINFOLD_AZURITE", os.environ["PATH"]))
+_ACCOUNT = "devstoreaccount1"  # that of every emulator, and its key
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_RUNS = itertools.count()
+
+
+class AzureServer:
+    """Azurite in a process of its own, with a container named bucket."""
+
+    def __init__(self):
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+        command = [PROGRAM, "--blobHost", "127.0.0.1", "--blobPort", str(self.port), "--silent", "--skipApiVersionCheck", "--inMemoryPersistence"]  # fmt: skip
+        self._folder = tempfile.TemporaryDirectory()
+        log = Path(self._folder.name, "log")
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=output, cwd=self._folder.name)
+        late = time.monotonic() + 60
+        while True:
+            with suppress(OSError):
+                self._make_container()
+                break
+            assert self._process.poll() is None, log.read_text()
+            assert time.monotonic() < late, "the server did not start"
+            time.sleep(0.1)
+
+    def close(self):
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def _make_container(self):
+        """Make the container; the client makes none."""
+        date = dt.datetime.now(dt.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+        headers = f"x-ms-date:{date}\nx-ms-version:2023-11-03"
+        text = "PUT" + "\n" * 12 + f"{headers}\n/{_ACCOUNT}/{_ACCOUNT}/bucket\nrestype:container"
+        signed = base64.b64encode(hmac.new(base64.b64decode(_KEY), text.encode(), hashlib.sha256).digest()).decode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/{_ACCOUNT}/bucket?restype=container", method="PUT",
+            headers={**dict(line.split(":", 1) for line in headers.split("\n")), "Authorization": f"SharedKey {_ACCOUNT}:{signed}", "Content-Length": "0"},
+        )  # fmt: skip
+        urllib.request.urlopen(request, timeout=10).close()
+
+
+def azure_at(port, run=None):
+    """A run in the container, by default one of its own."""
+    run = new_name() if run is None else run
+    return ObjectStore(azure_client(port, run), url=f"az://bucket/{run}")
+
+
+def new_name():
+    """The name of a run of its own."""
+    return f"runs/{next(_RUNS)}"
+
+
+def azure_client(port, run):
+    """Of a run; it tries again at once, and often."""
+    quick = {"init_backoff": dt.timedelta(milliseconds=1), "max_backoff": dt.timedelta(milliseconds=4), "base": 2}
+    return AzureStore(
+        "bucket", prefix=run, account_name=_ACCOUNT, account_key=_KEY, endpoint=f"http://127.0.0.1:{port}/{_ACCOUNT}",
+        client_options={"allow_http": True, "timeout": dt.timedelta(seconds=30)},
+        retry_config={"max_retries": 12, "retry_timeout": dt.timedelta(seconds=60), "backoff": quick},
+    )  # fmt: skip
