@@ -9,8 +9,10 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.save.events import Event, EventKind
 
 _LOG = logging.getLogger("trainfold")
+_AFTER_COMMIT: Final = {"uploaded", "not_uploaded"}
 _LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": logging.WARNING, "refused": logging.WARNING,
-                  "skipped": logging.WARNING, "cadence": logging.WARNING}  # fmt: skip
+                  "skipped": logging.WARNING, "cadence": logging.WARNING, "not_uploaded": logging.WARNING,
+                  "not_fetched": logging.WARNING}  # fmt: skip
 
 
 @final
@@ -26,6 +28,7 @@ class EventLog:
 
     Attributes:
         journal: gets each event before the listener; None for no journal.
+        expects: the step of a save whose end is not reported yet; None if there is none. A deferred event of an upload of it waits for that.
 
     Examples:
         >>> seen = []
@@ -41,6 +44,7 @@ class EventLog:
         self._deferred: deque[Event] = deque()
         self._is_calling = False
         self.journal: Callable[[Event], object] | None = None
+        self.expects: int | None = None
 
     def check_not_calling(self) -> None:
         """Check that the listener is not the caller: a save during the report of another save would disturb that save.
@@ -63,13 +67,19 @@ class EventLog:
 
     def report_deferred(self) -> None:
         """Report the deferred events."""
+        early: list[Event] = []
         while self._deferred:
-            self._deliver(self._deferred.popleft())
+            event = self._deferred.popleft()
+            if event.step is not None and event.step == self.expects and event.kind in _AFTER_COMMIT:
+                early.append(event)
+            else:
+                self._deliver(event)
+        self._deferred.extendleft(reversed(early))
 
     def _deliver(self, event: Event) -> None:
         if self._logs:
             _LOG.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
-        if self.journal is not None:
+        if self.journal is not None and event.run == self._run:  # not what happened in another tier of it
             self.journal(event)
         if self._listener is not None:
             self._is_calling = True

@@ -11,13 +11,13 @@ import attrs
 from trainfold.adapters.cli.locate import nothing_complete, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.reuse.leftovers import leftovers
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.errors import CheckpointError, InvalidArgument, TrainfoldError
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined

@@ -14,7 +14,7 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number, with_recorder
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
-from trainfold.backends.stores.local import LocalStore, Run
+from trainfold.backends.stores.local import LocalStore, Run, local_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.digest import digest_of
@@ -73,6 +73,7 @@ class Rehearsal:
         """
         if not isinstance(run, str | Path | Store):
             return run  # the manager refuses it by name
+        run = local_store(run) or run  # nothing of a rehearsal goes to a far tier
         is_local = isinstance(run, str | Path | LocalStore)
         url = run if isinstance(run, str | Path) else run.url
         given = os.path.abspath(url) if is_local else str(url)  # noqa: PTH100 - as a store does

@@ -14,7 +14,6 @@ from trainfold.adapters.manager.config import CheckpointConfig, manager_argument
 from trainfold.adapters.manager.lease import RunLease, raise_after
 from trainfold.adapters.manager.loading import LoadRunner, RunLoader
 from trainfold.adapters.manager.protocol import LoadDecision, Restored, SaveOutcome
-from trainfold.adapters.manager.retention import Pruner
 from trainfold.adapters.manager.saving import SaveRunner
 from trainfold.adapters.manager.triggers import SaveTriggers, auto_cadence
 from trainfold.adapters.requests.sources import RequestSource
@@ -22,6 +21,7 @@ from trainfold.backends.event_log import EventLog
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.stores.local import Run, open_store
+from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.checks import mapping_given
 from trainfold.core.component_names import check_likely
 from trainfold.core.layout.world import Collectives

@@ -15,7 +15,6 @@ from trainfold.adapters.manager.arguments import SaveOptions
 from trainfold.adapters.manager.contents import RunContents, view_of
 from trainfold.adapters.manager.protocol import SaveOutcome
 from trainfold.adapters.manager.replica_watch import ReplicaWatch
-from trainfold.adapters.manager.retention import Pruner
 from trainfold.adapters.manager.triggers import Before, SaveTriggers
 from trainfold.adapters.sharded.whole import name_closure
 from trainfold.adapters.watch.update_hooks import UpdateHooks
@@ -27,7 +26,8 @@ from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import HasFarTier, Store
+from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.errors import SaveFailed, error_text, place, placed
 from trainfold.core.layout.world import Collectives
 from trainfold.core.save.reuse.base import NO_BASE, Base
@@ -112,6 +112,8 @@ class SaveRunner:
             self._journal.keeps(*pruner.policies)
             events.journal = self._journal.event
         self._lease = lease
+        if isinstance(store, HasFarTier):
+            store.report_to(events.defer)
         self._hooks = UpdateHooks(self.protect)
         self._contents = RunContents(world, self._hooks, components=options.components, contract=options.contract, check_replicas=options.check_replicas)  # fmt: skip
         self._replicas = ReplicaWatch(world, self._contents, every=options.check_every, room=options.room)
@@ -163,6 +165,7 @@ class SaveRunner:
     def pass_by(self, run: Live | TrainState) -> None:
         """Save nothing at this boundary; this answers the requests."""
         self._due.answered()
+        self._events.report_deferred()
         if self._rehearsal is not None:
             self._rehearsal.ends(run, self.wait)
 
@@ -210,6 +213,7 @@ class SaveRunner:
         Raises:
             SaveFailed: if it failed; raised once.
         """
+        self._events.report_deferred()
         return self._end() if all(self._world.gather(self._has_ended, doing="ask whether the save has ended")) else None
 
     def wait(self) -> SaveResult | None:
@@ -251,6 +255,11 @@ class SaveRunner:
         self._replicas.drop()
         self.end_previous(failures)
         self.wait_for_deletions()
+        if isinstance(self._store, HasFarTier):
+            try:
+                self._store.wait()
+            except SaveFailed as error:
+                failures.append(error)
         self._hooks.remove()
         if self._flight is not None:
             self._flight.close()
@@ -315,6 +324,7 @@ class SaveRunner:
         return result
 
     def _failed(self, step: int, error: BaseException) -> None:
+        self._events.expects = None
         name_closure(error)
         if self._due.places and isinstance(error, SaveFailed):
             error.fix += f", because its path is not the same everywhere: {self._due.places}"
@@ -339,7 +349,8 @@ class SaveRunner:
         self._committed_step = result.step
         self._contents.proved()
         size = f"{result.size_bytes} bytes"
-        self._events.report("committed", step=result.step, checkpoint=result.checkpoint, detail=size)
+        self._events.report("committed", step=result.step, checkpoint=result.checkpoint, detail=size, secs=result.secs)
+        self._events.expects = None
 
     # --- inside: how a save starts -----------------------------------------------------------------------------------
 
@@ -361,6 +372,7 @@ class SaveRunner:
 
     def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Save in the caller's thread."""
+        self._events.expects = step
         try:
             result = save_snapshot(lambda: self._contents.whole_snapshot(run), self._store, collectives=self._world, lock=False,
                                    descends_from=self.descends_from, base=self.base)  # fmt: skip
@@ -418,6 +430,7 @@ class SaveRunner:
     ) -> None:
         """Start the thread. If this raises, either a save is under way or nothing will be saved."""
         before = self._due.before(step)
+        self._events.expects = step
         try:
             self._due.begun(step)
             self._delete_old()  # before more is written

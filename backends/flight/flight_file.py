@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, final
 
-from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.local import local_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight, flight_of
@@ -34,8 +34,8 @@ def directory_for_log(store: Store) -> Path:
     Raises:
         InvalidArgument: if it has no directory, where a file cannot grow.
     """
-    if isinstance(store, LocalStore):
-        return Path(store.url).absolute()
+    if (near := local_store(store)) is not None:
+        return Path(near.url).absolute()
     raise InvalidArgument(
         "record",
         expected="None, or a run in a directory, where a file can grow",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, final
 
-from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.local import local_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.flight.journal_line import JournalLine, decode_journal, encode_journal_line
@@ -65,7 +65,7 @@ def read_journal(store: Store) -> tuple[JournalLine, ...]:
 
 def note_in_journal(store: Store, line: JournalLine) -> None:
     """Append a line to the journal of a run that has one."""
-    if isinstance(store, LocalStore):
-        path = Path(store.url) / JOURNAL
+    if (near := local_store(store)) is not None:
+        path = Path(near.url) / JOURNAL
         if path.is_file() and not path.is_symlink():
             JournalFile(path).append([line])

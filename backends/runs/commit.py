@@ -46,6 +46,7 @@ class SaveResult:
         files: on the committer, the size of each file that the manifest names, by its name in the run, and which was there at the commit; empty on
             other ranks.
         base: what this rank has stored, if the next save may refer to it.
+        secs: how long it took on this rank.
     """
 
     run: str
@@ -59,6 +60,7 @@ class SaveResult:
     omitted: tuple[str, ...] = ()
     files: Mapping[str, int] = attrs.field(factory=dict, repr=False, eq=False)
     base: Base | None = attrs.field(default=None, repr=False, eq=False)
+    secs: float = attrs.field(default=0.0, repr=False, eq=False)
 
     @property
     def descent(self) -> ParentCheckpoint:

@@ -19,7 +19,7 @@ from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.shared_reads import SharedReads, may_share
 from trainfold.backends.runs.snapshot import full_contract
-from trainfold.backends.stores.protocol import Store, glimpse
+from trainfold.backends.stores.protocol import HasFarTier, Store, glimpse
 from trainfold.backends.user_warning import warn_user
 from trainfold.core.errors import (
     CheckpointUnreadable,
@@ -183,7 +183,7 @@ def load_run(  # noqa: PLR0913 - keywords
     request = _without(request, _warned(lacking, world))
     needs = _needs(like, request, world)
     view = view_for_all(store, request, world, wanted=wanted, needs=needs)
-    inventory, relistings = view.inventory, 0
+    inventory, relistings, mended = view.inventory, 0, set[str]()
     while True:
         outcome = _planned_alike(store, inventory, target, request, world)
         if isinstance(outcome, Refusal):
@@ -214,6 +214,9 @@ def load_run(  # noqa: PLR0913 - keywords
                 left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
                 descent = ParentCheckpoint(head.timeline, head.step, head.forks)
                 return Loaded(state, descent, outcome.checkpoint, left_out, outcome.manifest)
+            if outcome.checkpoint not in mended and quarantine is not None and _mends(store, outcome.checkpoint, world):
+                mended.add(outcome.checkpoint)
+                continue
             without = after_failure(inventory, request, outcome.checkpoint, failures)
             if without is None:
                 first = next(rank for rank, each in enumerate(told) if each is not None)
@@ -221,6 +224,11 @@ def load_run(  # noqa: PLR0913 - keywords
                 place(reason, rank=world.rank if failure is not None and world.world_size > 1 else None)
                 raise reason
         inventory = examine_for_all(store, without, request, world, wanted=wanted, needs=needs)
+
+
+def _mends(store: Store, name: str, world: Collectives) -> bool:
+    """Whether a checkpoint that did not load has been fetched again from another tier; every rank calls."""
+    return isinstance(store, HasFarTier) and on_rank_zero(world, lambda: store.mend(name), doing="fetch it again")
 
 
 def _needs(like: TrainState, request: ResumeRequest, world: Collectives) -> Needs | None:

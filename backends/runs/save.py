@@ -4,6 +4,7 @@
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -105,8 +106,9 @@ def save_snapshot(  # noqa: PLR0913 - keywords
             fail themselves.
     """
     snapshots: list[Snapshot] = []
+    began = time.monotonic()
     try:
-        return _saved(
+        result = _saved(
             take,
             store,
             snapshots,
@@ -116,6 +118,7 @@ def save_snapshot(  # noqa: PLR0913 - keywords
             descends_from=descends_from,
             base=base,
         )
+        return attrs.evolve(result, secs=time.monotonic() - began)
     except Exception as error:
         if snapshots:
             place(error, step=snapshots[0].step)

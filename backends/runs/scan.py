@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.side_by_side import side_by_side
-from trainfold.backends.stores.local import LocalStore, Run, open_store
+from trainfold.backends.stores.local import Run, local_store, open_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
@@ -272,7 +272,7 @@ def _not_a_place(store: Store, names: list[str], entries: tuple[Entry, ...]) -> 
     from trainfold.core.weights.detected import FORMATS, NATIVE, reader_of
 
     error = not_a_place_for_a_run(store.url, names, entries, [name for name in names if _is_run(store, name)])
-    found = detect_format(store.url) if isinstance(store, LocalStore) and names else None
+    found = detect_format(store.url) if local_store(store) is not None and names else None
     if found is None or found.format not in FORMATS or found.format in NATIVE:
         return error
     reader = reader_of(found)

@@ -413,6 +413,17 @@ def _is_hint(parent: int, name: str) -> bool:
         return False
 
 
+def local_store(run: object) -> LocalStore | None:
+    """The directory that a store is, or that is the near tier of one; None for any other.
+
+    Examples:
+        >>> local_store(LocalStore("runs/a")), local_store(None)
+        (LocalStore('runs/a'), None)
+    """
+    near = getattr(run, "near", run)
+    return near if isinstance(near, LocalStore) else None
+
+
 def open_store(run: Run) -> Store:
     """The store of a run: a `LocalStore` for a path, an `ObjectStore` for the URL of a bucket; a store is returned as it is.
 

@@ -5,14 +5,18 @@ A `Place` is memory into which a store wants the next bytes; it is not the locat
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 
+if TYPE_CHECKING:
+    from trainfold.core.save.events import Event
+
 __all__ = [
     "Buffer",
     "GivesGlimpses",
+    "HasFarTier",
     "KeepsTime",
     "LosesWriters",
     "Place",
@@ -129,6 +133,28 @@ class ReadsAhead(Protocol):
         Args:
             name: the file.
             spans: the ranges, as (first byte, one past the last). They are best read in the order of their bytes.
+        """
+
+
+@runtime_checkable
+class HasFarTier(Protocol):
+    """A `Store` whose checkpoints are sent to another place, in the background. These methods are optional."""
+
+    def report_to(self, listener: "Callable[[Iterable[Event]], object]") -> None:
+        """Give what happens from here on, and what has happened, to a function that any thread may call."""
+
+    def wait(self) -> None:
+        """Return when everything is sent.
+
+        Raises:
+            SaveFailed: if something cannot be sent, with its name.
+        """
+
+    def mend(self, name: str) -> bool:
+        """Fetch again what is damaged or lost of a checkpoint. The caller holds the lock.
+
+        Returns:
+            Whether all of it is there now.
         """
 
 

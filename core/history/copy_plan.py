@@ -214,7 +214,7 @@ def decide_copy(  # noqa: PLR0913 - keywords
         present: what the target has under their names.
         sizes: path -> its size in the target, None if it is not there, for the files that are referred to and for those beside.
         asked: the names that were asked for one by one, which may not be left out; None if all were asked for.
-        replaces: whether a later revision, or one of a later timeline, replaces what the target has.
+        replaces: whether a later revision, or one of a later timeline, replaces what the target has; or any, a manifest that cannot be read.
         best_names: the checkpoints that the source's ``best.json`` names, if it is to go along.
     """
     lost: dict[str, Problem] = {}
@@ -278,7 +278,7 @@ def _action(
         has_all = all(sizes.get(file.path) == file.size_bytes for file in offered.beside)
         return "there" if present.is_whole and has_all else "completed"
     new, old = offered.head, present.head
-    is_later = old is not None and (new.timeline, new.revision) > (old.timeline, old.revision)
+    is_later = old is None or (new.timeline, new.revision) > (old.timeline, old.revision)
     return "replaced" if replaces and is_later else None
 
 

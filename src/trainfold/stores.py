@@ -9,6 +9,7 @@ from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.tiers.collect_run import collect_run, plan_collect
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
+from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.history.copy_plan import CopyPlan
 from trainfold.core.layout.file_preference import FilePreference
 
@@ -19,6 +20,7 @@ __all__ = [
     "MemoryStore",
     "ObjectStore",
     "Store",
+    "TwoTiers",
     "collect_run",
     "copy_run",
     "plan_collect",

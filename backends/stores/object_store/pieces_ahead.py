@@ -10,7 +10,7 @@ from trainfold.backends.stores.os_errors import torn
 
 # read although they are not needed: they take less time than another request
 _GAP_BYTES: Final = 32 << 10
-_PIECE_BYTES: Final = 256 << 20  # a slow network sends it within the limit of a request, or nearly
+_PIECE_BYTES: Final = 16 << 20  # while one is read, the store gets the next ones ready
 AT_ONCE: Final = 4  # requests; of each no more is in memory than what was sent and not read yet
 
 

@@ -13,7 +13,6 @@ from kit.backends.best_file_cases import best_scores
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.loading import RunLoader
-from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.in_process import SingleProcess, run_threads
 from trainfold.backends.runs.api import load
 from trainfold.backends.runs.best.best_file import BestIgnored, load_best, load_best_n, save_best
@@ -24,6 +23,7 @@ from trainfold.backends.runs.scan import read_inventory, read_manifest
 from trainfold.backends.runs.snapshot import describe_state
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash
+from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.data.cursor import DataCursor

@@ -13,11 +13,11 @@ ASYNC_SAVE = "describe the structures", "copy what no update announces", "start 
 def holds_the_drawing_of_an_async_save(text, request):
     """A save that an update overtakes does what the drawing shows, in that order."""
     from trainfold.adapters.manager.contents import RunContents
-    from trainfold.adapters.manager.retention import Pruner
     from trainfold.backends.hold.copy_room import CopyRoom
     from trainfold.backends.hold.hold import Hold
     from trainfold.backends.job import Job
     from trainfold.backends.stores.memory import MemoryStore
+    from trainfold.backends.tiers.pruner import Pruner
 
     seen, may_write = [], threading.Event()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))

@@ -5,7 +5,6 @@ from unittest import mock
 import torch
 
 import trainfold
-from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.reuse import unchanged
@@ -13,6 +12,7 @@ from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.scan import examine, read_inventory, read_manifest
 from trainfold.backends.runs.snapshot import describe_state
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.layout.mesh import make_mesh
 from trainfold.core.layout.placement import make_placement

@@ -11,9 +11,9 @@ from torch import nn
 import trainfold
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.runs.api import load
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.errors import SaveFailed, UnsupportedLeaf
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.state.leaves import Leaves

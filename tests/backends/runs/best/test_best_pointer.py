@@ -13,7 +13,6 @@ from kit.backends.best_file_cases import LIKE, WANTED, best_name, best_names, sa
 from trainfold.adapters.cli import main
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.manager.retention import Pruner
 from trainfold.backends.ranks.decide_best import decide_best
 from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs.api import load, plan, save
@@ -24,6 +23,7 @@ from trainfold.backends.runs.best.best_file import (
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import ErrorAt, MemoryStore
+from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.best.record import is_better, make_best_record, updated
 from trainfold.core.best.top_n import BestEntry
 from trainfold.core.errors import (

@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from trainfold.backends.runs.best.best_reader import (
     BEST_POINTER,
@@ -53,9 +54,18 @@ class Pruner:
         store: the run. The caller holds its lock.
         policy: what to keep.
         left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
+        lock: a lock for the time in which it looks at ``best.json`` and deletes, against other threads of this process that write that file.
     """
 
-    def __init__(self, store: Store, policy: Retention, left_behind: Retention | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        policy: Retention,
+        left_behind: Retention | None = None,
+        *,
+        lock: Callable[[], AbstractContextManager[Any]] = best_json_lock,
+    ) -> None:
+        self._lock = lock
         self._store = store
         self._seen = store  # at the time of a decision
         self._policy = policy
@@ -122,7 +132,7 @@ class Pruner:
             CheckpointError: if there is a best that cannot be read.
             SaveFailed: if the store cannot delete; what it deleted before is in ``events``.
         """
-        with best_json_lock():
+        with self._lock():
             self._prune(written, events)
 
     def clear(self, left: Mapping[str, Collection[str]]) -> None:

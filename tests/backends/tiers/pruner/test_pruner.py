@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from trainfold.adapters.manager import retention
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.tiers import pruner as retention
 from trainfold.core.state.state import Progress, TrainState
 
 

@@ -1,0 +1,324 @@
+"""`TwoTiers`: a run on a disk, whose checkpoints go on to another store in the background, and come back from there where the disk has lost them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Final, final
+
+from trainfold.backends.runs.best.best_reader import best_bytes, read_best
+from trainfold.backends.runs.scan import read_inventory, read_root, sees_root
+from trainfold.backends.stores.local import LocalStore, Run, open_store
+from trainfold.backends.stores.protocol import Buffer, Store, glimpse, least_revision_of
+from trainfold.backends.tiers.compare_runs import inventory_in, newest_whole, planned_copy
+from trainfold.backends.tiers.copy_run import carry_out, check_copy
+from trainfold.backends.tiers.uploads import Uploads
+from trainfold.core.best.best_json import BEST_FILE
+from trainfold.core.checks import count
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointForeign,
+    CheckpointMissing,
+    CommitConflict,
+    InvalidArgument,
+    SaveFailed,
+    error_text,
+)
+from trainfold.core.format.file_names import MANIFEST, step_of
+from trainfold.core.format.manifest import Head
+from trainfold.core.history.inventory import Inventory, head_order, lineage
+from trainfold.core.json_values import shown
+from trainfold.core.layout.file_preference import FilePreference
+from trainfold.core.save.events import Event
+from trainfold.core.save.retention import Retention
+
+_NOWHERE: Final = (-1, -1, -1)
+_COMPARED: Final = 8
+
+
+@final
+class TwoTiers:
+    """A `Store` of two: a save is durable when it is in the near tier, and is sent to the far one in the background.
+
+    While a manager, or a `save`, has the run open, it holds the locks of both tiers. When it opens the run, the newest checkpoint of the far tier is fetched if the near
+    one has none that is as new and whole, and what the near tier has and the far one lacks is sent. Each of these is an `Event` of the manager: ``committed``, then
+    ``uploaded``; ``not_uploaded``; ``fetched``.
+
+    The near tier is what a program reads, and what the retention of its manager is for. A checkpoint that waits for its upload stays there, whatever that keeps. In the
+    far tier, retention deletes what ``keep_far`` does not keep.
+
+    Args:
+        near: a directory on a disk of this machine, or its store.
+        far: another store: a URL, a directory, or a store.
+        keep_far: what to keep in the far tier, such as ``keep_last(5)``; None for all.
+        most_waiting: how many checkpoints may wait besides the one that is being sent, where uploads are slower than saves. Older ones are given up, each with a warning,
+            and the near tier need not keep them then. None for any number.
+
+    Raises:
+        InvalidArgument: for an invalid argument.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainfold import CheckpointManager, Progress, TrainState, load
+        >>> from trainfold.stores import MemoryStore
+        >>> far = MemoryStore()
+        >>> with tempfile.TemporaryDirectory() as disk:
+        ...     with CheckpointManager(TwoTiers(disk + "/run", far), keep_last=1) as manager:
+        ...         _ = manager.save(TrainState(trainer=Progress(step=1)))
+        >>> load(far, like=TrainState(trainer=Progress())).trainer.step
+        1
+    """
+
+    def __init__(
+        self,
+        near: str | Path | LocalStore,
+        far: Run,
+        *,
+        keep_far: Retention | None = None,
+        most_waiting: int | None = None,
+    ) -> None:
+        store = open_store(near)
+        if not isinstance(store, LocalStore):
+            raise InvalidArgument("TwoTiers.near", expected="a directory on a disk of this machine", found=shown(near),
+                                  fix="name the bucket as far=")  # fmt: skip
+        if keep_far is not None and not isinstance(keep_far, Retention):
+            raise InvalidArgument("TwoTiers.keep_far", expected="a retention, or None", found=shown(keep_far),
+                                  fix="pass trainfold.retention.keep_last(5)")  # fmt: skip
+        if most_waiting is not None:
+            count(
+                "TwoTiers.most_waiting", most_waiting, fix="pass how many checkpoints may wait, or None for any number"
+            )
+        self.near, self.far = store, open_store(far)
+        if isinstance(self.far, LocalStore) and Path(self.far.url).resolve() == Path(store.url).resolve():
+            raise InvalidArgument("TwoTiers.far", expected="another place than the near tier", found=self.far.url, fix="name the place of the copies")  # fmt: skip
+        self._keep_far, self._most_waiting = keep_far, most_waiting
+        self._uploads: Uploads | None = None
+        self._mutex = threading.Lock()
+        self._listener: Callable[[Iterable[Event]], object] | None = None
+        self._events: list[Event] = []
+
+    def __repr__(self) -> str:
+        return f"TwoTiers({self.near.url!r}, {self.far.url!r})"
+
+    @property
+    def url(self) -> str:
+        """See `Store.url`: that of the near tier."""
+        return self.near.url
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The checkpoints that are not in the far tier yet, the oldest first; none while this object does not hold the lock."""
+        return () if self._uploads is None else tuple(name for name in self._uploads.waiting if name != BEST_FILE)
+
+    def wait(self) -> None:
+        """Return when everything is in the far tier. What fails is tried once more; then the run is as it was.
+
+        Raises:
+            SaveFailed: with the names of those that are in the near tier alone.
+        """
+        if self._uploads is not None:
+            self._uploads.wait()
+
+    def report_to(self, listener: Callable[[Iterable[Event]], object]) -> None:
+        """See `HasFarTier`."""
+        with self._mutex:
+            self._listener, events, self._events = listener, self._events, []
+        listener(events)
+
+    # --- both tiers --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """See `Store.lock`: both; and fetches and sends what is missing. At its end everything is sent.
+
+        Raises:
+            RunLocked: if another writer has one of them.
+            CheckpointForeign: if they are of two runs.
+            SaveFailed: if what is fetched cannot be written; or, at the end, with what was not sent.
+        """
+        with self.near.lock(), self.far.lock():
+            uploads = Uploads(
+                self.near, self.far, keep=self._keep_far, most_waiting=self._most_waiting, report=self._report
+            )
+            left = self._catch_up()
+            self._uploads = uploads
+            try:
+                uploads.add(*left)
+                yield
+            except BaseException as error:
+                try:
+                    uploads.wait()
+                except SaveFailed as late:
+                    error.add_note(f"and besides: {error_text(late)}")
+                raise
+            else:
+                uploads.wait()
+            finally:
+                self._uploads = None
+
+    def _catch_up(self) -> list[str]:
+        """Fetch the newest checkpoint if the far tier alone has it; return what the near tier alone has, the oldest first."""
+        far = glimpse(self.far)
+        problem = read_inventory(self.near).problem
+        if problem is not None and problem.error != CheckpointMissing.__name__:
+            return []  # a manager, a save and a load raise it
+        there, here = inventory_in(far, may_be_new=True), inventory_in(self.near, may_be_new=True)
+        if there.run_id is not None:
+            if here.run_id not in {None, there.run_id}:
+                raise CheckpointForeign(self.far.url, expected=f"run {here.run_id}, as in {self.near.url}", found=f"run {there.run_id}",
+                                        fix="name the far tier of this run, or a new place")  # fmt: skip
+            mine = newest_whole(self.near, here)
+            self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine))
+            here = inventory_in(self.near, may_be_new=True)
+            self._report_parted(far, here, there)
+        sent = max((_age(entry.head) for entry in lineage(there) if entry.head is not None), default=_NOWHERE)
+        left = [entry.name for entry in lineage(here) if entry.head is not None and _age(entry.head) > sent]
+        return [*reversed(left), *([BEST_FILE] if best_bytes(self.near) is not None else [])]
+
+    def _report_parted(self, far: Store, here: Inventory, there: Inventory) -> None:
+        """Report the newest checkpoints that are other ones in the two tiers: the run went on in two places."""
+        common = [entry.name for entry in lineage(here) if _age_in(there, entry.name) == _age_in(here, entry.name)]
+        for name in common[:_COMPARED]:
+            if not sees_root(far, name, read_root(self.near, name)):
+                detail = "the far tier has another checkpoint of this step, and both stay: the run was also continued elsewhere"
+                self._report(Event("not_uploaded", self.far.url, step=step_of(name), checkpoint=name, detail=detail))
+
+    def _fetch(self, far: Store, there: Inventory, mine: tuple[int, int, int]) -> None:
+        """Copy the newest checkpoint that is newer, and whole, into the near tier; with what the best names, if that has lost its record."""
+        has_best = best_bytes(self.near) is not None
+        for entry in lineage(there):
+            if entry.head is None or _age(entry.head) <= mine:
+                return
+            best = None if has_best else read_best(far)
+            kept = [step_of(name) for name in (() if best is None else best.names) if there.entry(name) is not None]
+            if self._has_fetched(entry.name, *(step for step in kept if step is not None)):
+                return
+
+    def mend(self, name: str) -> bool:
+        """See `HasFarTier`."""
+        return self._uploads is not None and self._has_fetched(name)
+
+    def _has_fetched(self, name: str, *others: int) -> bool:
+        """Copy a checkpoint into the near tier, and those of other steps; whether that succeeded.
+
+        Raises:
+            SaveFailed: if the near tier cannot be written.
+        """
+        began, step = time.monotonic(), step_of(name)
+        assert step is not None  # of an entry
+        try:
+            plan = planned_copy(self.far, self.near, steps=sorted({step, *others}), replaces=True)
+            check_copy(plan)
+            for error in carry_out(plan, self.far, self.near):
+                raise error
+        except CheckpointError as error:
+            if isinstance(error, SaveFailed) and not isinstance(error, CommitConflict):
+                raise
+            self._report(Event("not_fetched", self.far.url, step=step, checkpoint=name, detail=error_text(error)))
+            return False
+        detail = f"{plan.size_bytes} bytes to {self.near.url}, which has lost it"
+        secs = time.monotonic() - began
+        self._report(Event("fetched", self.far.url, step=step, checkpoint=name, detail=detail, secs=secs))
+        return True
+
+    def _report(self, event: Event) -> None:
+        with self._mutex:
+            listener = self._listener
+            if listener is None:
+                self._events.append(event)
+        if listener is not None:
+            listener([event])
+
+    def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
+        """See `Store.commit`: in the near tier; a checkpoint is then sent."""
+        self.near.commit(name, data, replaces=replaces)
+        self._committed(name, data, replaces)
+
+    def commit_as_old(self, name: str, data: bytes, *, replaces: str) -> None:
+        """See `KeepsTime`."""
+        self.near.commit_as_old(name, data, replaces=replaces)
+        self._committed(name, data, replaces)
+
+    def _committed(self, name: str, data: bytes, replaces: str | None) -> None:
+        directory, _, last = name.rpartition("/")
+        is_ours = name == BEST_FILE or (last == MANIFEST and step_of(directory) is not None)
+        if self._uploads is not None and is_ours and digest_of(data) != replaces:
+            self._uploads.add(directory or name)
+
+    def pointers(self) -> dict[str, str]:
+        """See `Store.pointers`: with one to each checkpoint that waits for its upload, so that retention keeps it."""
+        return {**self.near.pointers(), **{f"upload-of-{name}": name for name in self.waiting}}
+
+    @property
+    def least_revision(self) -> int:
+        """See `LosesWriters`: a late file of a lost writer in the far tier has no name that a checkpoint has."""
+        return max(least_revision_of(self.near), least_revision_of(self.far))
+
+    # --- the near tier -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_shared(self) -> bool:
+        """See `SharedByRanks`."""
+        return self.near.is_shared
+
+    @property
+    def prefers(self) -> FilePreference:
+        """See `PrefersFiles`."""
+        return self.near.prefers
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """See `Store.write`."""
+        self.near.write(name, parts, size_bytes=size_bytes)
+
+    def written_unsynced(
+        self, name: str, parts: Iterable[Buffer], *, size_bytes: int
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """See `SyncsLater`."""
+        return self.near.written_unsynced(name, parts, size_bytes=size_bytes)
+
+    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Store.read`."""
+        return self.near.read(name, start=start, stop=stop)
+
+    def read_into(self, name: str, buffer: memoryview, *, start: int = 0) -> None:
+        """See `Store.read_into`."""
+        self.near.read_into(name, buffer, start=start)
+
+    def opened(self, name: str) -> AbstractContextManager[Callable[[memoryview, int], None]]:
+        """See `LocalStore.opened`."""
+        return self.near.opened(name)
+
+    def size(self, name: str) -> int | None:
+        """See `Store.size`."""
+        return self.near.size(name)
+
+    def committed_at(self, name: str) -> float | None:
+        """See `Store.committed_at`."""
+        return self.near.committed_at(name)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`."""
+        return self.near.list(prefix)
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        self.near.delete(name)
+
+    def point(self, name: str, target: str) -> None:
+        """See `Store.point`."""
+        self.near.point(name, target)
+
+    def reserve(self, size_bytes: int) -> None:
+        """See `Store.reserve`."""
+        self.near.reserve(size_bytes)
+
+
+def _age(head: Head) -> tuple[int, int, int]:
+    return (*head_order(head), head.revision)
+
+
+def _age_in(inventory: Inventory, name: str) -> tuple[int, int, int]:
+    entry = inventory.entry(name)
+    return _NOWHERE if entry is None or entry.head is None else _age(entry.head)

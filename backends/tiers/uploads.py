@@ -1,0 +1,214 @@
+"""`Uploads`: sends the checkpoints of a near tier to a far one, the oldest first, in a thread; again after a failure."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Final, final
+
+import attrs
+
+from trainfold.backends.job import Job, is_process_ending
+from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.stores.protocol import Store, glimpse
+from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
+from trainfold.backends.tiers.copy_run import carry_out, check_copy
+from trainfold.backends.tiers.pruner import Pruner
+from trainfold.core.errors import CheckpointDamaged, CommitConflict, SaveFailed, TrainfoldError, error_text
+from trainfold.core.format.file_names import step_of
+from trainfold.core.history.inventory import lineage
+from trainfold.core.save.events import Event, EventKind
+from trainfold.core.save.pruning import parts_of
+from trainfold.core.save.retention import Retention, Saved
+
+_LOG: Final = logging.getLogger("trainfold")
+_FIRST_PAUSE_SECS: Final = 1.0
+_LONGEST_PAUSE_SECS: Final = 60.0
+
+
+@final
+@attrs.frozen(eq=False)
+class _Waiting:
+    """A checkpoint that is to be sent. One that is saved again meanwhile is another one.
+
+    Attributes:
+        since: when it was durable, by the monotonic clock.
+    """
+
+    since: float
+
+
+@final
+class Uploads:
+    """Sends checkpoints while their run goes on. The caller holds the locks of both tiers.
+
+    Args:
+        near: the tier that is read.
+        far: the tier that is written.
+        keep: what stays in the far tier; None for all.
+        most_waiting: how many may wait besides the one that is being sent; those before them are given up. None for any number.
+        report: gets each event, from any thread.
+    """
+
+    def __init__(
+        self,
+        near: Store,
+        far: Store,
+        *,
+        keep: Retention | None,
+        most_waiting: int | None,
+        report: Callable[[Event], object],
+    ) -> None:
+        self._near, self._far = near, far
+        self._pruner = None if keep is None else Pruner(far, keep, lock=nullcontext)
+        self._most_waiting = most_waiting
+        self._report_event = report
+        self._mutex = threading.Lock()
+        self._waiting: dict[str, _Waiting] = {}
+        self._job: Job[None] | None = None
+        self._given_up: dict[str, TrainfoldError] = {}
+        self._last_error: TrainfoldError | None = None
+        self._is_closing = threading.Event()
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """What is not in the far tier yet, the oldest first."""
+        with self._mutex:
+            return tuple(self._waiting)
+
+    def add(self, *names: str) -> None:
+        """Send checkpoints, or ``best.json``, after what waits."""
+        with self._mutex:
+            for name in names:
+                self._waiting.pop(name, None)
+                self._waiting[name] = _Waiting(time.monotonic())
+            spare = self._spare()
+            for name in spare:
+                del self._waiting[name]
+        for name in spare:
+            self._report("not_uploaded", name, f"given up for newer ones: more than {self._most_waiting} wait (most_waiting=)")  # fmt: skip
+        self._start()
+
+    def _spare(self) -> list[str]:
+        """Those that need not wait any more; never the first one, which is being sent."""
+        waiting = [name for name in self._waiting if step_of(name) is not None]
+        return [] if self._most_waiting is None else waiting[1 : max(1, len(waiting) - self._most_waiting)]
+
+    def wait(self) -> None:
+        """Return when everything is sent. What fails from now on is tried once more, and not again.
+
+        Raises:
+            SaveFailed: with what is not in the far tier.
+        """
+        self._is_closing.set()
+        try:
+            while (job := self._job) is not None:
+                job.wait()
+        finally:
+            self._is_closing.clear()
+        missing = [*self._given_up, *self.waiting]
+        if missing:
+            error = self._last_error or next(iter(self._given_up.values()))
+            self._given_up.clear()
+            raise SaveFailed(f"{self._far.url}/{missing[0]}", expected="every checkpoint of this run in the far tier",
+                             found=f"{', '.join(missing)} in {self._near.url} alone, because of {error_text(error)}",
+                             fix="start the program again, or trainfold copy the near tier to the far one")  # fmt: skip
+
+    def _start(self) -> None:
+        """Start the thread, unless it works already."""
+        with self._mutex:
+            if self._job is not None or not self._waiting:
+                return
+            job = self._job = Job(self._work, name="trainfold-upload")
+        job.start()  # in this thread, if no other can be started
+
+    def _next(self) -> tuple[str, _Waiting] | None:
+        with self._mutex:
+            found = next(iter(self._waiting.items()), None)
+            if found is None:
+                self._job = None
+            return found
+
+    def _work(self) -> None:
+        pause_secs = _FIRST_PAUSE_SECS
+        while (found := self._next()) is not None:
+            name, waiting = found
+            is_last_try = self._is_closing.is_set() or is_process_ending()
+            try:
+                self._send(name, waiting)
+            except Exception as error:  # noqa: BLE001  # of a store; the run goes on
+                if self._gives_up(name, waiting, error):
+                    continue
+                if is_last_try:
+                    self._report("not_uploaded", name, f"{error_text(error)}; the run ends without it")
+                    with self._mutex:
+                        self._job = None
+                    return
+                self._report("not_uploaded", name, f"{error_text(error)}; tried again in {pause_secs:g} s")
+                self._is_closing.wait(pause_secs)
+                pause_secs = min(2 * pause_secs, _LONGEST_PAUSE_SECS)
+            else:
+                pause_secs = _FIRST_PAUSE_SECS
+
+    def _gives_up(self, name: str, waiting: _Waiting, error: Exception) -> bool:
+        """Whether another try would fail in the same way: the far tier has another checkpoint of the step, or the near one has not all of this one."""
+        if not isinstance(error, TrainfoldError):
+            error = SaveFailed(self._far.url, expected="an upload", found=error_text(error), fix="look at the far tier")
+        self._last_error = error
+        if not (isinstance(error, CommitConflict) or type(error) is CheckpointDamaged or self._has_lost(name)):
+            return False
+        with self._mutex:
+            if self._waiting.get(name) is not waiting:
+                return True  # it was saved again meanwhile
+            del self._waiting[name]
+        self._given_up[name] = error
+        self._report("not_uploaded", name, f"{error_text(error)}; it is not tried again")
+        return True
+
+    def _has_lost(self, name: str) -> bool:
+        """Whether a checkpoint is not whole in the near tier."""
+        if step_of(name) is None:
+            return False
+        try:
+            entry = examine(self._near, read_inventory(self._near), name).entry(name)
+        except TrainfoldError:
+            return False  # such as a disk that cannot be read now
+        return entry is None or entry.problem is not None
+
+    def _send(self, name: str, waiting: _Waiting) -> None:
+        began = time.monotonic()
+        step = step_of(name)
+        plan = planned_copy(self._near, self._far, steps="newest" if step is None else [step], replaces=True)
+        check_copy(plan)
+        for error in carry_out(plan, self._near, self._far):
+            raise error
+        with self._mutex:
+            if self._waiting.get(name) is waiting:
+                del self._waiting[name]
+        if step is None:  # of best.json, which goes with any checkpoint
+            return
+        secs = time.monotonic() - began
+        sent = sum(each.size_bytes for each in plan.checkpoints if each.action != "there")
+        late = time.monotonic() - waiting.since
+        self._report("uploaded", name, f"{sent} bytes, durable here {late:.1f} s before", secs=secs)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Delete what the far tier need not keep. A failure is logged, and the next upload tries again."""
+        if self._pruner is None:
+            return
+        events: list[Event] = []
+        try:
+            newest = next(iter(lineage(inventory_in(glimpse(self._far)))), None)
+            if newest is not None and newest.head is not None:
+                summary = newest.summary
+                parts = None if summary is None else parts_of(summary.fingerprints, summary.omitted)
+                self._pruner.prune(Saved(newest.name, newest.head.step, newest.head.timeline, parts=parts), events)
+        except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule
+            _LOG.warning("%s: old checkpoints could not be deleted, and will be tried again: %s", self._far.url, error)
+        for event in events:
+            self._report_event(event)
+
+    def _report(self, kind: EventKind, name: str, detail: str, *, secs: float | None = None) -> None:
+        self._report_event(Event(kind, self._far.url, step=step_of(name), checkpoint=name, detail=detail, secs=secs))

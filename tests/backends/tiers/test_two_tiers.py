@@ -1,0 +1,280 @@
+"""A run in two tiers: durable on the disk first, then in the far store, in the background; nothing is lost but what was said not to be uploaded."""
+
+import itertools
+import logging
+import shutil
+import time
+
+import pytest
+import torch
+from kit.laws.manager_machine_cases import GatedStore
+
+import trainfold
+from trainfold.adapters.guards.rehearsal import rehearsal_of
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.flight.flight_file import directory_for_log
+from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.tiers import uploads
+from trainfold.backends.tiers.two_tiers import TwoTiers
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import CheckpointForeign, InvalidArgument, RunLocked, SaveFailed
+from trainfold.core.rehearsal.orders import VARIABLE, Orders, encode_orders
+from trainfold.core.save.retention import keep_last
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
+from trainfold.properties import contracts
+from trainfold.retention import load_best, make_best_record, save_best, updated
+
+LIKE = TrainState(ModelState(Leaves({"w": torch.zeros(1000)}), Leaves()), trainer=Progress())
+
+
+def at(step, value=None):
+    weights = torch.full((1000,), float(step if value is None else value))
+    return LIKE.evolve(model=ModelState(Leaves({"w": weights}), Leaves()), trainer=Progress(step=step))
+
+
+def steps_in(store):
+    """The steps that a store has, each as it was saved."""
+    found = [int(name[5:]) for name in store.list() if name.startswith("step-") and store.size(f"{name}/manifest.json")]
+    for step in found:
+        assert trainfold.load(store, like=LIKE, step=step).trainer.step == step
+    return found
+
+
+class Failing(GatedStore):
+    """A store whose writes fail while ``error`` is set."""
+
+    error = None
+
+    def write(self, name, parts, *, size_bytes):
+        if self.error is not None:
+            raise self.error
+        super().write(name, parts, size_bytes=size_bytes)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_SECS", 0.01)
+    return Failing(MemoryStore())
+
+
+@pytest.fixture
+def near(tmp_path):
+    return LocalStore(tmp_path / "near")
+
+
+def until(condition):
+    late = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.002)
+
+
+def test_two_tiers_keep_the_contract_of_a_store(tmp_path):
+    counter = itertools.count()
+    contracts.check_store(lambda: TwoTiers(tmp_path / f"run-{next(counter)}", MemoryStore()))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_is_durable_here_and_then_there_and_each_tier_has_its_retention(near, far, mode):
+    """Both moments are events, in this order, with their durations."""
+    events = []
+    run = TwoTiers(near.url, far, keep_far=keep_last(3))
+    with CheckpointManager(run, keep_last=1, mode=mode, on_event=events.append) as manager:
+        for step in range(1, 6):
+            manager.save(at(step))
+        manager.drain()
+        run.wait()
+        assert run.waiting == ()
+        manager.save(at(6))
+    assert steps_in(far) == [4, 5, 6]
+    assert steps_in(near)[-1:] == [6]
+    assert near.read("step-00000006/manifest.json") == far.read("step-00000006/manifest.json")
+    for step in range(1, 7):
+        kinds = [each.kind for each in events if each.step == step and each.kind in ("committed", "uploaded")]
+        assert kinds == ["committed", "uploaded"]
+    assert all(each.secs > 0 for each in events if each.kind in ("committed", "uploaded"))
+    assert {each.run for each in events if each.kind == "uploaded"} == {far.url}
+    assert {each.checkpoint for each in events if each.kind == "pruned" and each.run == far.url} == {
+        f"step-0000000{step}" for step in (1, 2, 3)
+    }
+
+
+def test_the_loop_goes_on_while_a_checkpoint_is_sent_and_the_disk_keeps_what_waits(near, far):
+    """The gate of the far tier is closed: no save waits for it, and retention deletes nothing that is not there."""
+    run = TwoTiers(near, far)
+    with CheckpointManager(run, keep_last=1) as manager:
+        manager.save(at(1))
+        run.wait()
+        far.gate.clear()
+        for step in (2, 3, 4):
+            manager.save(at(step))
+        assert run.waiting == ("step-00000002", "step-00000003", "step-00000004")
+        assert steps_in(near) == [2, 3, 4]
+        assert steps_in(far) == [1]
+        far.gate.set()
+        run.wait()
+        manager.save(at(5))
+        run.wait()
+        manager.save(at(6))
+        assert steps_in(near)[0] >= 5
+    assert steps_in(far) == [1, 2, 3, 4, 5, 6]
+
+
+def test_those_that_wait_longest_are_given_up_where_the_policy_says_so(near, far, caplog):
+    """Loudly: each is an event and a warning, and the others are sent."""
+    run, events = TwoTiers(near, far, most_waiting=1), []
+    with CheckpointManager(run, keep_last=1, on_event=events.append) as manager:
+        far.gate.clear()
+        manager.save(at(1))
+        until(lambda: far.is_waiting)
+        for step in (2, 3, 4):
+            manager.save(at(step))
+        assert run.waiting == ("step-00000001", "step-00000004")
+        far.gate.set()
+    assert steps_in(far) == [1, 4]
+    assert [each.step for each in events if each.kind == "not_uploaded"] == [2, 3]
+    assert sum(record.levelno == logging.WARNING and "most_waiting" in record.message for record in caplog.records) == 2
+
+
+def test_an_upload_that_fails_is_tried_again_and_the_end_names_what_is_not_there(near, far, caplog):
+    run, events = TwoTiers(near, far), []
+    broken = SaveFailed("far", expected="bytes", found="a network that is down", fix="look at it")
+    manager = CheckpointManager(run, on_event=events.append)
+    far.error = broken
+    manager.save(at(1))
+    until(lambda: manager.poll() or "tried again" in caplog.text)
+    far.error = None
+    run.wait()
+    assert steps_in(far) == [1]
+    far.error = broken
+    for step in (2, 3):
+        manager.save(at(step))
+    with pytest.raises(SaveFailed, match=r"step-00000002, step-00000003 in .*near alone, because of .*down"):
+        manager.close()
+    assert [each.step for each in events if each.kind == "uploaded"] == [1]
+    assert {each.step for each in events if each.kind == "not_uploaded"} >= {1, 2}
+    far.error = None
+    with CheckpointManager(TwoTiers(near, far), on_event=events.append):
+        pass
+    assert steps_in(far) == [1, 2, 3], "the next program sends what was left"
+    assert [each.step for each in events if each.kind == "uploaded"] == [1, 2, 3]
+
+
+def test_a_resume_takes_the_newest_that_can_be_had_from_both(near, far, tmp_path):
+    """The disk is lost; the far tier is behind; files of the newest are lost here, or it was damaged; the newest there is damaged."""
+
+    def resumed():
+        events = []
+        with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
+            found = manager.load(LIKE)
+        assert torch.equal(found.model.params["w"], at(found.trainer.step).model.params["w"])
+        return found.trainer.step, sorted(each.kind for each in events)
+
+    record = make_best_record(metric="loss", direction="min")
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (1, 2, 3):
+            manager.save(at(step))
+        save_best(manager._saves._store, updated(record, {"loss": 0.1}, step=1))
+    shutil.rmtree(near.url)
+    assert resumed() == (3, ["fetched", "restored"])
+    assert steps_in(near) == [1, 3], "and the best"
+    assert load_best(near, record).step == 1
+    trainfold.save(at(4), near)
+    assert resumed() == (4, ["restored", "uploaded"])
+    data = next(iter((tmp_path / "near/step-00000004").glob("model*")))
+    data.unlink()
+    assert resumed() == (4, ["fetched", "restored"])
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + b"\1")
+    assert resumed() == (4, ["fetched", "restored"]), "the load finds that"
+    assert data.read_bytes() == whole
+    (tmp_path / "near/step-00000004/manifest.json").write_bytes(b"torn")
+    assert resumed() == (4, ["fetched", "restored"])
+    shutil.rmtree(near.url)
+    far.write(f"step-00000004/{data.name}", [whole[:-1] + b"\1"], size_bytes=len(whole))
+    with pytest.warns(CheckpointPassedOver, match="did not finish"):  # what came of step 4 is not a checkpoint
+        assert resumed() == (3, ["fetched", "not_fetched", "restored"])
+
+
+def test_a_step_that_is_saved_again_replaces_the_one_there(near, far):
+    """After a rewind; its files of the earlier revision go."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (1, 2, 3):
+            manager.save(at(step))
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        state = manager.load(LIKE, manager.should_load(LIKE, step=1))
+        assert state.trainer.step == 1
+        manager.save(at(2))
+    assert {name: near.read(f"step-00000002/{name}") for name in near.list("step-00000002")} == {
+        name: far.read(f"step-00000002/{name}") for name in far.list("step-00000002")
+    }
+    assert trainfold.load(far, like=LIKE).trainer.step == 2
+
+
+def test_another_checkpoint_of_a_step_in_the_far_tier_is_never_overwritten(near, far):
+    """Two machines went on from step 1; the second one comes back with its own step 2."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        manager.save(at(1))
+    other = LocalStore(f"{near.url}-other")
+    shutil.copytree(near.url, other.url, symlinks=True)
+    trainfold.save(at(2, value=7), other)
+    trainfold.save(at(3, value=7), other)
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        manager.load(LIKE)
+        manager.save(at(2))
+    before = digest_of(far.read("step-00000002/manifest.json"))
+    events = []
+    manager = CheckpointManager(TwoTiers(other, far), on_event=events.append)
+    assert manager.load(LIKE).trainer.step == 3
+    assert [each.step for each in events if each.kind == "not_uploaded"] == [2]
+    manager.save(at(4))
+    run = LocalStore(f"{near.url}-third")
+    shutil.copytree(other.url, run.url, symlinks=True)
+    trainfold.save(at(5, value=8), run)
+    far.inner.commit("step-00000005/manifest.json", run.read("step-00000005/manifest.json"))  # without the lock
+    manager.save(at(5))
+    with pytest.raises(SaveFailed, match=r"step-00000005 in .*other alone, because of CommitConflict"):
+        manager.close()
+    assert "it is not tried again" in next(
+        each.detail for each in events if each.step == 5 and each.kind == "not_uploaded"
+    )
+    assert digest_of(far.read("step-00000002/manifest.json")) == before
+    assert far.read("step-00000005/manifest.json") == run.read("step-00000005/manifest.json")
+
+
+def test_files_have_the_revision_that_the_far_tier_demands(near, far):
+    """A late file of a writer that has lost the far tier has the name of no file there."""
+    far.least_revision = 2
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        manager.save(at(1))
+    assert "model-00000-of-00001.r2.safetensors" in far.list("step-00000001")
+
+
+def test_a_flight_log_and_a_rehearsal_know_the_near_tier_alone(near, far, tmp_path):
+    """Nothing of a rehearsal is uploaded."""
+    run = TwoTiers(near, far)
+    assert directory_for_log(run) == tmp_path / "near"
+    orders = Orders(str(tmp_path), str(tmp_path / "notes"), every=1, steps=2, linger_after=2)
+    rehearsal = rehearsal_of({VARIABLE: encode_orders(orders)}, rank=0)
+    assert rehearsal.place(run) is near
+
+
+def test_tiers_of_two_runs_and_places_that_cannot_be_tiers_are_refused(near, far, tmp_path):
+    trainfold.save(at(1), near)
+    trainfold.save(at(1), far)
+    with pytest.raises(CheckpointForeign, match="the far tier of this run"):
+        CheckpointManager(TwoTiers(near, far))
+    for arguments, given in (
+        ((near, near), {}),
+        ((MemoryStore(), far), {}),
+        ((near, far), {"keep_far": 3}),
+        ((near, far), {"most_waiting": 0}),
+    ):
+        with pytest.raises(InvalidArgument):
+            TwoTiers(*arguments, **given)
+    other = MemoryStore()
+    with other.lock(), pytest.raises(RunLocked):
+        CheckpointManager(TwoTiers(tmp_path / "new", other))
