@@ -15,7 +15,7 @@ from trainfold.core.format.manifest import TensorRecord
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.described import Described
 from trainfold.core.json_values import Json, canonical_json
-from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.resume.reads import ComponentReads, tensor_reads
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import CONVERTED
@@ -128,11 +128,12 @@ def _described(
     described, _ = describe(ModelState(Leaves({}), Leaves({}), tuple(ties.items())), "model")
     node: Any = described.node
     specs, paths = dict[str, LeafSpec](), dict[str, str]()
+    few = leaf_specs({**params, **buffers})  # equal ones are one object, which a plan makes use of
     for field, table in (("params", params), ("buffers", buffers)):
         node["fields"][field]["leaves"] = {name: {"t": len(specs) + number} for number, name in enumerate(table)}
-        for name, each in table.items():
+        for name in table:
             path = f"model.{field}[{name!r}]"
-            specs[path], paths[path] = LeafSpec(each.dtype, each.shape), name
+            specs[path], paths[path] = few[name], name
     return Described(node, specs), paths
 
 

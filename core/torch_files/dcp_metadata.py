@@ -1,15 +1,16 @@
 """`read_dcp_metadata`: the `.metadata` of a directory of torch's distributed checkpoints as checked values: which tensors it has, and where each chunk is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias, TypeGuard, final
 
 import attrs
 
-from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, InvalidState
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, InvalidState, TrainfoldError
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.layout.slices import Box, check_cover, volume, whole_box
 from trainfold.core.printable import printable
-from trainfold.core.torch_files.pickle_machine import Made, Name, read_pickle
+from trainfold.core.torch_files.pickle_machine import Made, Name, Rows, read_pickle
+from trainfold.core.torch_files.text_rows import DIMENSIONS, PlaceRows
 
 _Kind: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[tuple[int, ...], Box], ...]]
 """The dtype and the shape of a tensor, and the first index and the box of each of its chunks that has elements."""
@@ -34,6 +35,7 @@ _FULL: Final = {
     kind: frozenset(each for each in NAMES if each.endswith(f".{kind}")) for kind in (*_CLASSES, "_StorageInfo")
 }
 _ALIKE: Final = _FULL["TensorStorageMetadata"]
+_ROW: Final = "row"  # what an index is called that was read together with its place
 _LIMIT: Final = 2**62
 _FIX: Final = "copy the directory again from where it was written"
 
@@ -101,7 +103,14 @@ def read_dcp_metadata(data: bytes, where: str) -> DcpMetadata:
         CheckpointHostile: if it names a class that metadata do not have, or a file outside the directory.
         CheckpointDamaged: if it is cut off, or its chunks do not cover a tensor once.
     """
-    top = _fields(read_pickle(data, NAMES, where, alike=_ALIKE), "Metadata", where)
+    try:
+        return _read(data, where, _rows)
+    except TrainfoldError:  # it is damaged, or refers to the inside of a row
+        return _read(data, where, lambda _, __: {})
+
+
+def _read(data: bytes, where: str, rows: Callable[[bytes, list[Any]], Mapping[str, Rows]]) -> DcpMetadata:
+    top = _fields(read_pickle(data, NAMES, where, alike=_ALIKE, rows=rows), "Metadata", where)
     listed, stored = top.get("state_dict_metadata"), top.get("storage_data")
     if type(listed) is not dict or type(stored) is not dict:
         raise _damaged(where, "metadata of a state and of its storage", f"{_word(listed)} and {_word(stored)}")
@@ -119,17 +128,35 @@ def read_dcp_metadata(data: bytes, where: str) -> DcpMetadata:
         if kind is None:
             kinds[id(entry)] = kind = _kind(entry, f"{where}: {printable(name)}")
         dtype, shape, parts = kind
+        if len(parts) == 1 and (place := found.get((name, parts[0][0]))) is not None:  # most, so without a call
+            tensors[name] = DcpTensor(dtype, shape, ((parts[0][1], place),))
+            continue
         tensors[name] = DcpTensor(
             dtype, shape, tuple([(box, _found(found, (name, first), where)) for first, box in parts])
         )
     return DcpMetadata(tensors, objects, _paths_of(top.get("planner_data"), listed, where))
 
 
+def _rows(data: bytes, memo: list[Any]) -> dict[str, Rows]:
+    """What reads the places of chunks."""
+
+    def places(offset: tuple[int, ...] | None, file: Any, size: int) -> Callable[[str, int], tuple[Made, FileRange]] | None:  # fmt: skip
+        if type(file) is not str or not _is_inside(file):
+            return None
+        return lambda name, start: (Made(_ROW, (name, offset)), FileRange(file, start, size))
+
+    rows = PlaceRows(data, memo, (_FULL["MetadataIndex"], _FULL["_StorageInfo"]), places)
+    return dict.fromkeys(_FULL["MetadataIndex"], rows)
+
+
 def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
     """Name and first index of a chunk -> where it is."""
-    found = {}
+    found: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
     inside: set[str] = set()  # files that were looked at
     for key, info in stored.items():
+        if type(info) is FileRange and type(key) is Made and key.name == _ROW:
+            found[key.args] = info
+            continue
         index = _fields(key, "MetadataIndex", where)
         name, offset = index.get("fqn"), index.get("offset")
         if type(name) is not str:
@@ -220,7 +247,7 @@ def _dtype(properties: Any, where: str) -> str:
 def _sizes(value: Any, where: str) -> tuple[int, ...]:
     if type(value) is Made and value.name == "torch.Size" and len(value.args) == 1:
         inner = value.args[0]
-        if type(inner) is tuple:
+        if type(inner) is tuple and len(inner) <= DIMENSIONS:
             for each in inner:
                 if type(each) is not int or not 0 <= each < _LIMIT:
                     break
@@ -235,10 +262,17 @@ def _paths_of(planned: Any, listed: Mapping[Any, Any], where: str) -> dict[str, 
         return {}
     found = {}
     for name, path in planned.items():
-        if type(path) is tuple and {type(key) for key in path} <= {str, int} and name in listed:
-            if ".".join(map(str, path)) != name:
-                raise _damaged(where, f"the keys of {printable(name)}", "those of another name")
-            found[name] = path
+        if type(path) is not tuple or name not in listed:
+            continue
+        try:
+            text = ".".join(path)
+        except TypeError:  # of some keys that are not text
+            if not {type(key) for key in path} <= {str, int}:
+                continue
+            text = ".".join(map(str, path))
+        if text != name:
+            raise _damaged(where, f"the keys of {printable(name)}", "those of another name")
+        found[name] = path
     return found
 
 

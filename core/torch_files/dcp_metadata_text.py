@@ -101,7 +101,14 @@ def _put_paths(text: PickleText, names: Iterable[str], paths: Mapping[str, PathI
                 "plan_dcp.paths", expected=f"keys that are the parts of {name}", found=path, fix="correct the keys"
             )
         text.put(name)
-        text.put(path)
+        if (
+            len(path) == 2 and type(path[1]) is str and type(path[0]) is str
+        ):  # most; the second key is a text of its own
+            text.put(path[0])
+            text.put_once(path[1])
+            text.found.append(0x86)
+        else:
+            text.put(path)
     text.found.extend(b"u")
 
 

@@ -125,9 +125,14 @@ def step_of_value(found: Any) -> int | None:
 
 def _usual_key(listed: list[str], paths: Mapping[str, PathInState], where: str) -> str:
     """The key of the model, if there is one answer."""
-    loose = [name for name in listed if _is_loose(name, paths)]
-    tops = {_top(name, paths) for name in loose}
-    held = {_top(name, paths) for name in listed if not _is_loose(name, paths)}
+    loose, keys = list[str](), set[str | int]()
+    for name in listed:  # there may be many
+        path = paths.get(name)
+        if path is None or len(path) == 1:
+            loose.append(name)
+        else:
+            keys.add(path[0])
+    tops, held = {_top(name, paths) for name in loose}, set(map(str, keys))
     usual = [each for each in MODEL_KEYS if each in held]
     if len(usual) == 1 and usual[0] not in tops:
         return usual[0]

@@ -1,8 +1,8 @@
 """`read_pickle`: reads a pickle as values. No class is looked up, nothing is called, and a name outside a closed list is refused."""
 
 import struct
-from collections.abc import Collection
-from typing import Any, Final, TypeAlias, final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import attrs
 
@@ -62,8 +62,36 @@ Value: TypeAlias = Any
 """None, a bool, int, float, str, bytes, list, dict, tuple or set of these, a `Name` or a `Made`. A list may hold itself."""
 
 
-def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call of a function would cost more than the opcode
-    data: bytes, names: Collection[str], where: str, *, persistent: bool = False, alike: Collection[str] = ()
+class Rows(Protocol):
+    """What knows a form in which values are often written, and reads those as a whole; see `text_rows`.
+
+    Attributes:
+        after: the opcode that is between the class or the function and them: EMPTY_TUPLE or MARK.
+    """
+
+    @property
+    def after(self) -> int: ...  # noqa: D102 - see above
+
+    def at(self, at: int) -> tuple[tuple[Any, ...], int, int] | None:
+        """Read values, and remember what is remembered in them.
+
+        Args:
+            at: where their opcodes begin.
+
+        Returns:
+            The values in the place of the class on the stack, where the next opcode is, and how many lists, dicts, tuples and objects they are made of.
+            None for another form, which is read opcode by opcode.
+        """
+
+
+def read_pickle(  # noqa: C901, PLR0912, PLR0913, PLR0915 - one loop, because each call of a function would cost more than the opcode
+    data: bytes,
+    names: Collection[str],
+    where: str,
+    *,
+    persistent: bool = False,
+    alike: Collection[str] = (),
+    rows: Callable[[bytes, list[Any]], Mapping[str, Rows]] = lambda _, __: {},
 ) -> Value:
     r"""Read a pickle of protocol 2 to 5. Time and memory are linear in its length.
 
@@ -73,6 +101,7 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
         where: the file, for messages.
         persistent: whether it may refer to objects outside of itself, as a pickle of tensors does.
         alike: classes of which many objects are written with the same bytes. Those bytes are read once, and the objects are one.
+        rows: for the pickle and the list of its remembered values, a class or a function -> what reads its values as a whole.
 
     Raises:
         CheckpointHostile: for a name that is not in the list, which the message has, and an opcode that no pickle of this kind needs.
@@ -94,7 +123,7 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
     memo: list[Any] = []
     known: dict[str, Name] = {}
     seen = SeenTexts(data, memo, alike)
-    closed = seen.closed
+    closed, forms = seen.closed, dict(rows(data, memo))
     put, pop, remember = stack.append, stack.pop, memo.append
     unpack_size, unpack_long, unpack_long_size = _SIZE.unpack_from, _LONG.unpack_from, _LONG_SIZE.unpack_from
     at, end, budget = 0, len(data), len(data) // _BYTES_FOR_A_NODE + 64
@@ -128,6 +157,12 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
                 if type(made) is not Name:
                     raise _hostile(where, "a call of a known name", _kind(made))
                 name = made.text
+                if name in forms and forms[name].after == op and (taken := forms[name].at(at)) is not None:
+                    stack[-1:], at, objects = taken
+                    budget -= objects
+                    if budget < 0:
+                        raise _too_many(where)
+                    continue
                 if name in alike and (again := seen.at(at, name)) is not None:
                     stack[-1], at = again
                     continue
@@ -219,6 +254,13 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
                     remember(made)
                     at += 5
             elif op == 0x28:  # MARK
+                made = stack[-1] if stack else None
+                if type(made) is Name and made.text in forms and forms[made.text].after == op and (taken := forms[made.text].at(at)) is not None:  # fmt: skip
+                    stack[-1:], at, objects = taken
+                    budget -= objects
+                    if budget < 0:
+                        raise _too_many(where)
+                    continue
                 marks.append(len(stack))
             elif op == 0x62:  # BUILD
                 state = pop()
@@ -245,11 +287,11 @@ def read_pickle(  # noqa: C901, PLR0912, PLR0915 - one loop, because each call o
                 at += 4
             elif op == 0x71:  # BINPUT
                 if data[at] < len(memo):
-                    alike = ()  # a number means another value from here on
+                    alike, forms = (), {}  # a number means another value from here on
                 at = _remember(memo, stack[-1], data[at], at + 1, where)
             elif op == 0x72:  # LONG_BINPUT
                 if unpack_size(data, at)[0] < len(memo):
-                    alike = ()
+                    alike, forms = (), {}
                 at = _remember(memo, stack[-1], unpack_size(data, at)[0], at + 4, where)
             elif op == 0x4E:  # NONE
                 put(None)

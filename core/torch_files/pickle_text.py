@@ -119,6 +119,12 @@ class PickleText:
             raise UnsupportedLeaf(kind.__qualname__, expected="numbers, text, lists, tuples and dicts", found=kind.__qualname__,
                                   fix="leave it out")  # fmt: skip
 
+    def put_once(self, value: str) -> None:
+        """Add a text that does not come again."""
+        data = value.encode("utf-8", "surrogatepass")
+        self.found += _LONG_PUT.pack(0x58, len(data))
+        self.found += data
+
     def _made(self, value: Made) -> None:
         if value.name == "persistent":
             self.put(value.args)

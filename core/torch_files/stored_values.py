@@ -1,16 +1,17 @@
 """`read_values`: the pickle of a file of `torch.save` as plain values, in which a tensor is where its bytes are and how they are seen."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Final, TypeGuard, final
 
 import attrs
 
-from trainfold.core.errors import CheckpointDamaged, CheckpointHostile
+from trainfold.core.errors import CheckpointDamaged, CheckpointHostile, TrainfoldError
 from trainfold.core.format.dtypes import STORED
 from trainfold.core.printable import printable
 from trainfold.core.torch_files.other_tensors import OTHER_NAMES, OtherTensor, other_tensor
-from trainfold.core.torch_files.pickle_machine import Made, Name, read_pickle
+from trainfold.core.torch_files.pickle_machine import Made, Name, Rows, read_pickle
+from trainfold.core.torch_files.text_rows import DIMENSIONS, InsideRow, TensorRows
 
 _STORAGES: Final = {
     "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16", "BFloat16": "bfloat16",
@@ -18,6 +19,7 @@ _STORAGES: Final = {
 }  # fmt: skip
 _UNTYPED: Final = "torch.storage.UntypedStorage"
 _REBUILT: Final = {f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}  # fmt: skip
+_TENSOR: Final = "torch._utils._rebuild_tensor_v2"
 _KIND_AT: Final = len("torch._utils._rebuild_")
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
@@ -108,7 +110,26 @@ def read_values(data: bytes, where: str) -> Any:
         CheckpointHostile: if it names a class or a function that is not one of those by which torch writes such values.
         CheckpointDamaged: if it is cut off, or a tensor is not inside its memory.
     """
-    return _Values(where).of(read_pickle(data, NAMES_OF_VALUES, where, persistent=True), 0)
+    try:
+        return _Values(where).of(read_pickle(data, NAMES_OF_VALUES, where, persistent=True, rows=_rows), 0)
+    except TrainfoldError:  # it is damaged, or refers to the inside of a row
+        return _Values(where).of(read_pickle(data, NAMES_OF_VALUES, where, persistent=True), 0)
+
+
+def _rows(data: bytes, memo: list[Any]) -> dict[str, Rows]:
+    """What reads tensors that are whole in their memory."""
+
+    def tensors(kind: Name, count: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Callable[[str], StoredTensor] | None:  # fmt: skip
+        dtype = _STORAGES.get(kind.text.removeprefix("torch.").removesuffix("Storage"))
+        if dtype is None or len(shape) != len(strides):
+            return None
+        memory_bytes = count * STORED[dtype].itemsize
+        first, stop = StoredTensor("", dtype, shape, strides, start, memory_bytes).elements
+        if (stop > first and stop > count) or prod(shape) > count:
+            return None
+        return lambda storage: StoredTensor(storage, dtype, shape, strides, start, memory_bytes)
+
+    return {_TENSOR: TensorRows(data, memo, _TENSOR, tensors)}
 
 
 class _Values:
@@ -124,6 +145,8 @@ class _Values:
 
     def of(self, value: Any, depth: int) -> Any:
         if type(value) not in (dict, list, tuple, Made):
+            if type(value) is InsideRow:
+                raise CheckpointDamaged(self._where, expected="a value", found="the inside of another one", fix=_FIX)
             return value.text.removeprefix("torch.") if type(value) is Name else value
         key = id(value)
         if key in self._made:
@@ -240,7 +263,7 @@ class _Values:
         """Sizes or strides; None if they are others."""
         if type(value) is Made and value.name == "torch.Size" and type(value.args) is tuple and len(value.args) == 1:
             value = value.args[0]
-        if type(value) is not tuple:
+        if type(value) is not tuple or len(value) > DIMENSIONS:
             return None
         for each in value:
             if type(each) is not int or not 0 <= each < _LIMIT:

@@ -88,7 +88,10 @@ def model_in_torch(path: Path, key: str | None) -> FoundModel:
     """
     file = TorchFile(path)
     tensors = file.tensor_names()
-    paths = {".".join(map(str, keys)): keys for keys in keys_of_values(file.at(""))}
+    paths = {
+        f"{keys[0]}.{keys[1]}" if len(keys) == 2 else ".".join(map(str, keys)): keys
+        for keys in keys_of_values(file.at(""))
+    }
     place = model_place(tensors, paths, key=key, where=str(path))
     model = TorchFile(path, prefix=place.key) if place.key else file.part(place.names)
     return _found(
