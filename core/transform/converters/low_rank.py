@@ -1,6 +1,8 @@
 """`LowRank` and `Decomposed`: what a weight and its adapter make together, as expressions whose parts have the bits of the whole."""
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, final
 
 import attrs
@@ -12,7 +14,8 @@ from trainfold.core.transform.rounding import check_in_range
 if TYPE_CHECKING:
     import torch
 
-_AT_ONCE: Final = 1 << 16  # elements, which stay in a cache while the terms are added
+_ROWS: Final = 32  # of a tile: all products have one shape
+_COLUMNS: Final = 1024
 
 
 @final
@@ -20,7 +23,8 @@ _AT_ONCE: Final = 1 << 16  # elements, which stay in a cache while the terms are
 class LowRank:
     """A matrix plus the scaled product of two thin ones, rounded once.
 
-    Each element is summed over the rank in order, so a part has the bits that it has in the whole; a matrix product sums large and small ones in other orders.
+    The product is made in tiles of one size, at places that the whole matrix gives them, with zeros where a part has nothing. So each element comes out of the same
+    computation in every part: a product of another shape would sum in another order. It is in float64, so that no setting of the process makes it less exact.
 
     Attributes:
         of: the matrix.
@@ -58,38 +62,40 @@ class LowRank:
 
         from trainfold.core.format.codec import torch_dtype
 
-        base, bands = self.bands(box, read)
+        base, tiles = self.tiles(box, read)
         found = torch.empty(base.shape, dtype=torch_dtype(self.dtype), device=base.device)
         by_row = found.T if self.is_transposed else found
-        for start, part in bands:
-            rows = by_row[start : start + part.shape[0]]
-            check_in_range(rows.copy_(part), part, lambda: sources_of(self.of, box))
+        for start, left, part in tiles:
+            rounded = by_row[start : start + part.shape[0], left : left + part.shape[1]].copy_(part)
+            check_in_range(rounded, part, lambda: sources_of(self.of, box))
         return found
 
-    def bands(self, box: Box, read: Read) -> "tuple[torch.Tensor, Iterator[tuple[int, torch.Tensor]]]":
-        """The matrix itself, and a part before it is rounded, some rows at once, each with the first: in float32, or float64 for such a matrix.
+    def tiles(self, box: Box, read: Read) -> "tuple[torch.Tensor, Iterator[tuple[int, int, torch.Tensor]]]":
+        """The matrix itself, and a part before it is rounded, in float64: what is in each tile, until the next one, with its first row and column; the tiles of some rows, then of the next.
 
         A row is what leads to one output.
         """
         import torch
 
         base = self.of.computed(box, read)
-        dtype = torch.float64 if self.dtype == "float64" else torch.float32
-        b, a = (part.computed(inner, read).to(dtype) for part, inner in self._thin(box))
-        rows = max(1, _AT_ONCE // a.shape[1])
+        b, a = (part.computed(inner, read) for part, inner in self._thin(box))
+        (first_row, _), (first_column, _) = reversed(box) if self.is_transposed else box
+        sides = [
+            (start, stop, at, _padded(a[:, start:stop].T, at, _COLUMNS).T)
+            for start, stop, at in _tiles(first_column, a.shape[1], _COLUMNS)
+        ]
 
-        def each() -> "Iterator[tuple[int, torch.Tensor]]":
+        def each() -> "Iterator[tuple[int, int, torch.Tensor]]":
             by_row = base.T if self.is_transposed else base
-            for start in range(0, b.shape[0], rows):
-                thin = b[start : start + rows]
-                part = torch.zeros(thin.shape[0], a.shape[1], dtype=dtype, device=base.device)
-                term = torch.empty_like(part)
-                for number in range(a.shape[0]):
-                    torch.mul(thin[:, number, None], a[None, number], out=term)
-                    part.add_(term)  # rounded apart: a fused operation would depend on the place in the row
-                part *= self.scale
-                part += by_row[start : start + rows].to(dtype)
-                yield start, part
+            product = torch.empty(_ROWS, _COLUMNS, dtype=torch.float64, device=base.device)
+            for start, stop, at in _tiles(first_row, b.shape[0], _ROWS):
+                thin = _padded(b[start:stop], at, _ROWS)
+                for left, right, inside, side in sides:
+                    torch.mm(thin, side, out=product)
+                    part = product[at : at + stop - start, inside : inside + right - left]
+                    part *= self.scale
+                    part += by_row[start:stop, left:right]
+                    yield start, left, part
 
         return base, each()
 
@@ -138,11 +144,12 @@ class Decomposed:
         if not volume(box):
             return self.of.computed(box, read)
         rows, (start, stop), whole = self._rows(box)
-        base, bands = self.of.bands(whole, read)
+        base, tiles = self.of.tiles(whole, read)
         magnitude = self.magnitude.computed((rows,), read)
         found = torch.empty([high - low for low, high in box], dtype=torch_dtype(self.dtype), device=base.device)
         by_row = found.T if self.of.is_transposed else found
-        for first, part in bands:
+        for first, group in groupby(tiles, key=itemgetter(0)):
+            part = torch.cat([each.clone() for _, _, each in group], dim=1)
             last = first + part.shape[0]
             factor = magnitude[first:last].to(part.dtype) / _lengths(part)
             scaled = part[:, start:stop] * factor[:, None]
@@ -164,3 +171,32 @@ def _lengths(rows: "torch.Tensor") -> "torch.Tensor":
         squares[:, : size - half] += squares[:, half:].clone()
         squares = squares[:, :half]
     return squares[:, 0].sqrt()
+
+
+def _tiles(first: int, size: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """The parts of a side that lie in one tile each, with their places in the tiles.
+
+    Args:
+        first: where the side begins in the whole, whose tiles begin at multiples of a step.
+        size: of the side.
+        step: the size of a tile.
+
+    Examples:
+        >>> list(_tiles(30, 40, 32))
+        [(0, 2, 30), (2, 34, 0), (34, 40, 0)]
+    """
+    at = first % step
+    start = 0
+    while start < size:
+        stop = min(size, start + step - at)
+        yield start, stop, at
+        start, at = stop, 0
+
+
+def _padded(rows: "torch.Tensor", at: int, count: int) -> "torch.Tensor":
+    """So many rows in float64, with these at their place, in memory of their own."""
+    import torch
+
+    found = torch.zeros(count, rows.shape[1], dtype=torch.float64, device=rows.device)
+    found[at : at + rows.shape[0]] = rows
+    return found

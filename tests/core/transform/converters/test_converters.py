@@ -203,11 +203,11 @@ def test_a_part_of_a_large_merge_has_the_bits_of_the_whole(decomposed):
     """K03: wherever it begins in a row; a matrix product has others, and so has a norm of rows."""
     torch.manual_seed(0)
     tensors = {
-        "q.base_layer.weight": torch.randn(70, 1100),
-        "q.lora_A.default.weight": torch.randn(9, 1100),
-        "q.lora_B.default.weight": torch.randn(70, 9),
+        "q.base_layer.weight": torch.randn(70, 1100, dtype=torch.float64),
+        "q.lora_A.default.weight": torch.randn(9, 1100, dtype=torch.float64),
+        "q.lora_B.default.weight": torch.randn(70, 9, dtype=torch.float64),
     }
-    tensors |= {"q.lora_magnitude_vector.default.weight": torch.rand(70)} if decomposed else {}
+    tensors |= {"q.lora_magnitude_vector.default.weight": torch.rand(70, dtype=torch.float64)} if decomposed else {}
     converter = lora(alpha=9, decomposed=decomposed)
     check_converter(converter, tensors)
     (each,) = table_of(converter, _specs(tensors)).values()
@@ -215,9 +215,14 @@ def test_a_part_of_a_large_merge_has_the_bits_of_the_whole(decomposed):
     def computed(box):
         return each.computed(box, lambda name, part: tensors[name][tuple(slice(*span) for span in part)])
 
-    whole = computed(((0, 70), (0, 1100)))
-    for rows, columns in (((1, 70), (3, 1099)), ((67, 69), (1, 2)), ((5, 5), (0, 1100))):
-        assert torch.equal(computed((rows, columns)), whole[slice(*rows), slice(*columns)])
+    whole, threads = computed(((0, 70), (0, 1100))), torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        try:
+            for rows, columns in (((0, 70), (0, 1100)), ((1, 70), (3, 1099)), ((31, 65), (511, 1025)), ((67, 69), (1, 2)), ((5, 5), (0, 1100))):  # fmt: skip
+                assert torch.equal(computed((rows, columns)), whole[slice(*rows), slice(*columns)])
+        finally:
+            torch.set_num_threads(threads)
 
 
 def test_lengths_of_rows_that_are_missing_are_not_taken_for_those_of_the_base():
