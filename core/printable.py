@@ -1,4 +1,4 @@
-"""Text for people: what comes from files is made safe for a terminal, and a name gets its article."""
+"""Text for people: what comes from files is made safe for a terminal, a name gets its article, and a size its unit."""
 
 _SPELLED = frozenset("AEFHILMNORSX")  # capitals whose names start with a vowel: "an SGD"
 
@@ -46,3 +46,18 @@ def with_article(name: str) -> str:
     is_spelled = read[:2].isupper()
     starts = read[:1] in _SPELLED if is_spelled else read[:1].lower() in tuple("aeiou")
     return f"an {name}" if starts and not read.lower().startswith(("uni", "use", "uti")) else f"a {name}"
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size.
+
+    Examples:
+        >>> bytes_text(999), bytes_text(61_234_567)
+        ('999 B', '61.2 MB')
+    """
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -8,11 +8,12 @@ from typing import Any
 import attrs
 
 from trainfold.adapters.cli.locate import narrowed, open_checkpoint
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.core.format.leaf_texts import labelled
 from trainfold.core.format.manifest import ComponentRecord, FileRecord, Manifest, TensorRecord
 from trainfold.core.format.structure.places import places
+from trainfold.core.printable import bytes_text
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import ORDERS, RATES
 
@@ -60,7 +61,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False, components: Sequenc
             "Components",
             ("component", "tensors", "size", "fingerprint"),
             tuple(
-                (each.name, str(sum(map(len, each.tensors))), size_text(_size(each)), each.fingerprint)
+                (each.name, str(sum(map(len, each.tensors))), bytes_text(_size(each)), each.fingerprint)
                 for each in manifest.components
             ),
         ),
@@ -119,10 +120,10 @@ def file_rows(files: Sequence[FileRecord], *, damaged: Collection[str] = ()) -> 
     rows: dict[str, tuple[str, str, str]] = {}
     for file in files:
         if file.label in damaged or counts[_group(file)] <= _LISTED_FILES:
-            rows[file.label] = (file.label, size_text(file.size_bytes), file.digest)
+            rows[file.label] = (file.label, bytes_text(file.size_bytes), file.digest)
         else:
             title = f"{_group(file)}: {counts[_group(file)]} files"
-            rows[title] = (title, size_text(sizes[_group(file)]), "each in --json")
+            rows[title] = (title, bytes_text(sizes[_group(file)]), "each in --json")
     return list(rows.values())
 
 

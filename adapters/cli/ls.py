@@ -11,7 +11,7 @@ import attrs
 
 from trainfold.adapters.cli.locate import known_names, nothing_complete, open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine
@@ -23,6 +23,7 @@ from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.format.manifest import Summary
 from trainfold.core.history.inventory import Entry, Inventory, head_order, lineage
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.printable import bytes_text
 
 _COLUMNS = ("checkpoint", "step", "timeline", "after", "date", "age", "size", "kind", "components", "status")
 _MOST = 16  # checkpoints that are proved; the others are listed by the first lines of their manifests
@@ -191,7 +192,7 @@ def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
         head.parent or "",
         date,
         age,
-        "" if summary is None else size_text(summary.size_bytes),
+        "" if summary is None else bytes_text(summary.size_bytes),
         ", ".join(each.kinds),
         "" if summary is None else " ".join(summary.fingerprints),
         status,

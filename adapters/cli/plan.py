@@ -9,7 +9,7 @@ from trainfold.adapters.cli.inspect import NOT_SAVED
 from trainfold.adapters.cli.loader_table import loader_places, loaders_table
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.terminal.duration import duration_text
-from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError
 from trainfold.backends.library_versions import library_versions
 from trainfold.backends.runs.one_view import examined
 from trainfold.backends.runs.quarantine_file import quarantined
@@ -19,6 +19,7 @@ from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.structure.described import Described
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.printable import bytes_text
 from trainfold.core.problem import Problem, error_from
 from trainfold.core.resume.choose import behind_with, choose, chosen_manifest
 from trainfold.core.resume.planner import plan_resume
@@ -179,12 +180,12 @@ def _with_left_behind(target: Target, inventory: Inventory, request: ResumeReque
 
 def _planned(plan: ResumePlan) -> Answer:
     actions = tuple(
-        (each.name, each.verb, str(each.tensors), size_text(each.size_bytes), each.note) for each in plan.actions
+        (each.name, each.verb, str(each.tensors), bytes_text(each.size_bytes), each.note) for each in plan.actions
     )
     facts = [
         ("resumes from", plan.checkpoint),
         ("step", str(plan.step)),
-        ("reads", size_text(plan.size_bytes)),
+        ("reads", bytes_text(plan.size_bytes)),
         *([("left out", ", ".join(plan.manifest.omitted))] if plan.manifest.omitted else []),
         *(("note", note) for note in (*plan.notes, _CAVEAT)),
     ]

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import attrs
 
 from trainfold.adapters.cli.locate import nothing_complete, open_run
-from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError
 from trainfold.adapters.cli.verify import verify_checkpoint
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
@@ -21,6 +21,7 @@ from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.errors import CheckpointError, InvalidArgument, TrainfoldError
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.printable import bytes_text
 from trainfold.core.problem import problem_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import UNFINISHED, Pruning, held_back, newest_complete, newest_to_examine
@@ -213,20 +214,20 @@ def _answer(  # noqa: PLR0913 - of one call
     verb = "goes" if dry_run else "gone"
     again = dict.fromkeys(alone, f"; {'would be' if dry_run else 'was'} written again, without references")
     rows = [(name, "stays", "", "; ".join(why) + again.get(name, "")) for name, why in kept.items()]
-    rows += [(name, verb, size_text(sizes[name]), "nothing keeps it") for name in deleted]
-    rows += [(name, verb, size_text(sizes[name]), UNFINISHED) for name in plan.torn]
+    rows += [(name, verb, bytes_text(sizes[name]), "nothing keeps it") for name in deleted]
+    rows += [(name, verb, bytes_text(sizes[name]), UNFINISHED) for name in plan.torn]
     rows += [(name, "stays", "", why + again.get(name, "")) for name, why in plan.left_alone.items()]
     rows += [
-        (name, verb, size_text(sum(files.values())), f"{len(files)} files: {UNFINISHED}")
+        (name, verb, bytes_text(sum(files.values())), f"{len(files)} files: {UNFINISHED}")
         for name, files in left.items()
     ]
     freed = (
         sum(sizes[name] for name in (*deleted, *plan.torn)) + sum(sum(each.values()) for each in left.values()) - grown
     )
     what = (
-        f"{'would free' if dry_run else 'freed'} {size_text(freed)}"
+        f"{'would free' if dry_run else 'freed'} {bytes_text(freed)}"
         if freed >= 0
-        else f"{'would take' if dry_run else 'takes'} {size_text(-freed)} more than before"
+        else f"{'would take' if dry_run else 'takes'} {bytes_text(-freed)} more than before"
     )
     title = f"{inventory.run}: {what}"
     data = {

@@ -57,21 +57,6 @@ def secs_text(secs: float) -> str:
     return f"{whole} s"
 
 
-def bytes_text(size_bytes: float) -> str:
-    """A size.
-
-    Examples:
-        >>> bytes_text(999), bytes_text(61_234_567)
-        ('999 B', '61.2 MB')
-    """
-    size = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def number_text(number: float) -> str:
     """A measured number in four digits, or a count in full.
 

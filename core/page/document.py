@@ -5,11 +5,12 @@ from typing import Final
 from trainfold.core.history.inventory import lineage
 from trainfold.core.markup.html_table import safe
 from trainfold.core.markup.style import CLASS, page_style
-from trainfold.core.markup.texts import bytes_text, count_text, moment_text, number_text, secs_text
+from trainfold.core.markup.texts import count_text, moment_text, number_text, secs_text
 from trainfold.core.page.charts import lineage_name
 from trainfold.core.page.run_page import RunPage
 from trainfold.core.page.sections import SECTIONS
 from trainfold.core.page.sessions import IN_WORDS, saves_of, sessions_of
+from trainfold.core.printable import bytes_text
 
 OFFLINE: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 BEGIN: Final = '<!doctype html>\n<html lang="en"><!-- a page of trainfold -->'

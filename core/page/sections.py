@@ -7,7 +7,7 @@ from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Entry, lineage
 from trainfold.core.markup.chart import chart_html
 from trainfold.core.markup.html_table import safe
-from trainfold.core.markup.texts import bytes_text, moment_text, number_text, secs_text
+from trainfold.core.markup.texts import moment_text, number_text, secs_text
 from trainfold.core.markup.timelines import lineage_chart
 from trainfold.core.page.charts import save_chart, time_line
 from trainfold.core.page.kept import changes_between, few_names, policy_of, why_kept
@@ -16,6 +16,7 @@ from trainfold.core.page.page_parts import RECORD, SHOWN, long_table, note
 from trainfold.core.page.run_page import RunPage
 from trainfold.core.page.sessions import IN_WORDS, SaveTimes, saves_of, sessions_of
 from trainfold.core.page.sizes import size_section
+from trainfold.core.printable import bytes_text
 from trainfold.core.state.audit import unsaved_of
 
 

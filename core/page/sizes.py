@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import lineage
 from trainfold.core.markup.chart import bars_html
-from trainfold.core.markup.texts import bytes_text, count_text
+from trainfold.core.markup.texts import count_text
 from trainfold.core.page.page_parts import note, scrolling
 from trainfold.core.page.run_page import RunPage
+from trainfold.core.printable import bytes_text
 
 
 def size_section(page: RunPage) -> str:

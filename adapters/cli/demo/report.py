@@ -7,8 +7,9 @@ import attrs
 
 from trainfold.adapters.cli.demo.kill import Attempt, Kill
 from trainfold.adapters.cli.demo.losses import Losses, losses_of
-from trainfold.adapters.cli.terminal.output import Table, size_text
+from trainfold.adapters.cli.terminal.output import Table
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.printable import bytes_text
 from trainfold.core.rehearsal.entry import RecordedLine
 
 
@@ -241,7 +242,7 @@ def _left_text(kill: Kill) -> str:
     if not kill.leftovers:
         return "nothing: it had not written a file yet"  # ranks compare what they have first
     files = "1 file" if len(kill.leftovers) == 1 else f"{len(kill.leftovers)} files"
-    return f"torn: {size_text(sum(kill.leftovers.values()))} in {files}, no manifest"
+    return f"torn: {bytes_text(sum(kill.leftovers.values()))} in {files}, no manifest"
 
 
 def _exact(value: float) -> str:

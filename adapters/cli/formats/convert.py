@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from trainfold.adapters.cli.formats.own_rules import rules_named
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.adapters.cli.terminal.reading import reading
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.layout.leaf_spec import LeafSpec
+from trainfold.core.printable import bytes_text
 from trainfold.core.transform.conversion import Conversion
 
 
@@ -100,14 +101,14 @@ def _tables(plan: Conversion, written: str | None) -> list[Table]:
         ("holds", ", ".join(plan.components)),
         ("left out", ", ".join(plan.left_out) or "nothing"),
         *(("left out", f"{name}: {reason}") for name, reason in plan.tensors_left_out.items()),
-        ("room", f"{size_text(plan.needed_bytes)} needed, {size_text(plan.free_bytes)} free"),
+        ("room", f"{bytes_text(plan.needed_bytes)} needed, {bytes_text(plan.free_bytes)} free"),
     ]
     if plan.is_there:
         facts[-1] = ("there", f"already: it is {'compared' if written is None else 'the same'}, and left as it is")
     title = "Would be converted" if written is None else f"{'Complete' if plan.is_there else 'Converted'}: {written}"
-    files = tuple((name, size_text(size)) for name, size in plan.files.items())
+    files = tuple((name, bytes_text(size)) for name, size in plan.files.items())
     return [Table(title, ("", ""), tuple(facts)), Table("Files", ("file", "size"), files)]
 
 
 def _size(specs: Mapping[str, LeafSpec]) -> str:
-    return size_text(sum(size_bytes(each.dtype, each.shape) for each in specs.values()))
+    return bytes_text(sum(size_bytes(each.dtype, each.shape) for each in specs.values()))

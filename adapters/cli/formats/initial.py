@@ -4,11 +4,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.convert.opened_source import open_source
 from trainfold.backends.runs.scan import check_place
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.format.dtypes import size_bytes
+from trainfold.core.printable import bytes_text
 
 _CAVEAT: Final = (
     "which tensor of your model comes from where is planned when your program calls trainfold.plan(run, like=state, initial=source); "
@@ -37,7 +38,7 @@ def plan_initial(run: Path, source: Path) -> Answer:
         ("step", "0"),
         ("initial", f"{source} ({opened.format})"),
         *(("shown by", each) for each in opened.detected.seen),
-        ("tensors", f"{len(specs)}, {size_text(total)}"),
+        ("tensors", f"{len(specs)}, {bytes_text(total)}"),
         *(("dtype", f"{dtype}: {count}") for dtype, count in dtypes.items()),
         *(("not taken", name) for name in opened.others),
         ("note", _CAVEAT),

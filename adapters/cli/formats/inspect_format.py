@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.convert.opened_source import has_keys, open_source
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import size_bytes
+from trainfold.core.printable import bytes_text
 
 
 def inspect_format(path: Path, *, tensors: bool = False, key: str | None = None) -> Answer:
@@ -34,7 +35,7 @@ def inspect_format(path: Path, *, tensors: bool = False, key: str | None = None)
         *((("model", f"not known: {unclear.found}; {unclear.fix}"),) if unclear is not None else ()),
         ("step", "not known" if opened.step is None else str(opened.step)),
         ("beside the model", ", ".join(opened.others) or "nothing that is known"),
-        ("tensors", f"{len(specs)}, {size_text(sum(sizes.values()))}"),
+        ("tensors", f"{len(specs)}, {bytes_text(sum(sizes.values()))}"),
         *(("dtype", f"{dtype}: {count}") for dtype, count in _dtypes([each.dtype for each in specs.values()]).items()),
     ]
     rows = tuple((name, each.dtype, str(list(each.shape)), str(sizes[name])) for name, each in specs.items())

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.adapters.cli.terminal.reading import reading
 from trainfold.backends.convert.conversion_run import like_of
 from trainfold.backends.convert.link_hub import link_to_hub, refused
@@ -10,6 +10,7 @@ from trainfold.backends.convert.link_native import link_to_run
 from trainfold.backends.convert.opened_source import open_source
 from trainfold.backends.stores.place import free_path
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.core.printable import bytes_text
 
 
 def link_path(source: Path, target: Path, *, like: Path | None = None, dry_run: bool = False) -> Answer:
@@ -36,8 +37,8 @@ def link_path(source: Path, target: Path, *, like: Path | None = None, dry_run: 
             found = link_to_run(opened, path, dry_run=dry_run, advance=advance)
     else:
         raise refused(str(source), opened.format)
-    rows = [(each.name, size_text(each.size_bytes), f"linked to {each.source}") for each in found.files]
-    rows += [(name, size_text(size), "written") for name, size in found.beside.items()]
+    rows = [(each.name, bytes_text(each.size_bytes), f"linked to {each.source}") for each in found.files]
+    rows += [(name, bytes_text(size), "written") for name, size in found.beside.items()]
     data = {
         "source": str(source),
         "source_format": opened.format,

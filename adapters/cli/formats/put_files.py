@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainfold.adapters.cli.locate import known_names, open_checkpoint
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.core.errors import CheckpointMissing
+from trainfold.core.printable import bytes_text
 from trainfold.core.side.side_file import files_left_out, side_files_in
 
 
@@ -45,7 +46,7 @@ def files_of_checkpoint(
         ],
         "left_out": left_out,
     }
-    rows = tuple((each.path, size_text(each.size_bytes), each.digest) for each in files)
+    rows = tuple((each.path, bytes_text(each.size_bytes), each.digest) for each in files)
     rows += tuple((each, "", "not in this checkpoint: it was saved without") for each in left_out)
     title = checkpoint.url if directory is None else f"{checkpoint.url}, written to {directory}"
     return Answer(data, (Table(title, ("file", "size", "digest"), rows),))

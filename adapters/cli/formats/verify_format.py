@@ -5,14 +5,14 @@ from pathlib import Path
 import attrs
 import xxhash
 
-from trainfold.adapters.cli.terminal.output import Answer, Table, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.adapters.cli.terminal.reading import Advance, reading
 from trainfold.backends.convert.hub_checks import hub_problems
 from trainfold.backends.convert.opened_source import open_source
 from trainfold.backends.convert.torch_checks import size_to_read, torch_problems
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.core.digest import DIGEST_PREFIX
-from trainfold.core.printable import printable
+from trainfold.core.printable import bytes_text, printable
 from trainfold.core.problem import Problem, error_from
 
 _CHUNK_BYTES = 16 << 20
@@ -68,7 +68,7 @@ def verify_format(path: Path, *, key: str | None = None) -> Answer:
             Table(
                 "Files",
                 ("file", "size", "digest"),
-                tuple((name, size_text(size), digest) for name, size, digest in files),
+                tuple((name, bytes_text(size), digest) for name, size, digest in files),
             )
         )
     if problems:

@@ -9,9 +9,9 @@ from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError
 from trainfold.backends.stores.place import free_path
 from trainfold.core.errors import InvalidArgument, NotWritable
-from trainfold.core.markup.texts import bytes_text
 from trainfold.core.page.document import BEGIN, page_html
 from trainfold.core.page.sessions import sessions_of
+from trainfold.core.printable import bytes_text
 
 
 def write_page(run: Path, target: Path | None) -> Answer:

@@ -7,8 +7,8 @@ from typing import final
 from trainfold.adapters.cli.rehearse.errors import NoDiskSpace
 from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints
 from trainfold.adapters.cli.rehearse.options import RehearsalSettings
-from trainfold.adapters.cli.terminal.output import size_text
 from trainfold.backends.stores.place import free_bytes_at
+from trainfold.core.printable import bytes_text
 
 
 def most_kept(settings: RehearsalSettings) -> int:
@@ -55,12 +55,12 @@ class DiskSpace:
             return
         needed, free = most_kept(self._settings) * size_bytes, free_bytes_at(self._directory) + size_bytes
         self.facts = {"checkpoint_bytes": size_bytes, "needed_bytes": needed, "free_bytes": free}
-        a, b = size_text(size_bytes), size_text(needed)
-        self._say(f"  a checkpoint has {a}: the rehearsal needs about {b} of {size_text(free)}")
+        a, b = bytes_text(size_bytes), bytes_text(needed)
+        self._say(f"  a checkpoint has {a}: the rehearsal needs about {b} of {bytes_text(free)}")
         if free < needed:
             raise NoDiskSpace(
                 str(self._directory),
                 expected=f"about {b} for {most_kept(self._settings)} checkpoints of {a}",
-                found=f"{size_text(free)} free",
+                found=f"{bytes_text(free)} free",
                 fix="name a directory on another disk: --dir; or save less often: --every, half of --steps at most",
             )

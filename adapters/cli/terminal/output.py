@@ -245,21 +245,6 @@ def error_fields(error: TrainfoldError) -> dict[str, Any]:
     }
 
 
-def size_text(size_bytes: int) -> str:
-    """A size as text.
-
-    Examples:
-        >>> size_text(999), size_text(61_234_567)
-        ('999 B', '61.2 MB')
-    """
-    size = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def _drawn(table: Table, console: Console) -> RichTable:
     if table.spare:
         return _fitted(table, console)

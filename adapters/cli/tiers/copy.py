@@ -5,12 +5,13 @@ from pathlib import Path
 
 import attrs
 
-from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError, size_text
+from trainfold.adapters.cli.terminal.output import Answer, Table, UsageError
 from trainfold.adapters.cli.terminal.reading import Advance, reading
 from trainfold.backends.stores.local import open_store
 from trainfold.backends.tiers.compare_runs import Steps
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
 from trainfold.core.history.copy_plan import CopyPlan
+from trainfold.core.printable import bytes_text
 from trainfold.core.problem import error_from
 
 
@@ -84,5 +85,5 @@ def carried_out_or_shown(
         "refused": [attrs.asdict(each) for each in plan.refused],
         "best": plan.best,
     }
-    rows = tuple((name, action, size_text(size), why) for name, action, size, why in plan.rows())
+    rows = tuple((name, action, bytes_text(size), why) for name, action, size, why in plan.rows())
     return Answer(data, (Table(title, ("checkpoint", "action", "size", "why"), rows),), error)
