@@ -131,7 +131,7 @@ class CheckpointWeights:
         manifest = self._manifest()
         table, others = self._table(manifest), self._other_names(manifest)
         found = zip(table, self._names(manifest, table), strict=True)
-        return leaf_specs({name: each for each, first in found if first for name in (first, *others.get(first, ()))})
+        return leaf_specs({name: each for each, first in found if first is not None for name in (first, *others.get(first, ()))})
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:
@@ -144,7 +144,7 @@ class CheckpointWeights:
         table = self._table(manifest)
         directory = f"step-{manifest.head.step:08d}"
         reader = PlanReader(self._store, directory, manifest)
-        index_of = {name: index for index, name in enumerate(self._names(manifest, table)) if name}
+        index_of = {name: index for index, name in enumerate(self._names(manifest, table)) if name is not None}
 
         def planned(name: str, box: Box) -> dict[int, TensorRead]:
             index = index_of[name]
@@ -201,7 +201,8 @@ class CheckpointWeights:
             InvalidState: if two tensors of a flat dict, or of the model, are one of its names without the prefixes.
         """
         model = manifest.component("model")
-        known = {weight_name(each.path) or "" for each in (() if model is None else model.tensors[0])}
+        named = (weight_name(each.path) for each in (() if model is None else model.tensors[0]))
+        known = {name for name in named if name is not None}
         known.update(_ties(manifest, "model"))
         full: dict[str, list[str]] = {}
         for name in sorted(known):
@@ -224,7 +225,7 @@ class CheckpointWeights:
 
         names = [weight_name(each.path) for each in table]
         is_flat = [each.path.startswith(f"{self._component}[") for each in table]
-        return [of_flat(name, each.path) if name and flat else name for name, flat, each in zip(names, is_flat, table, strict=True)]  # fmt: skip
+        return [of_flat(name, each.path) if name is not None and flat else name for name, flat, each in zip(names, is_flat, table, strict=True)]  # fmt: skip
 
     def _fix(self, where: str) -> str:
         """What reads the place instead."""
