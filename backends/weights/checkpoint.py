@@ -200,6 +200,11 @@ class CheckpointWeights:
         Raises:
             InvalidState: if two tensors of a flat dict, or of the model, are one of its names without the prefixes.
         """
+        names = [weight_name(each.path) for each in table]
+        flat = f"{self._component}["
+        are_flat = [each.path.startswith(flat) for each in table]
+        if not any(are_flat):
+            return names  # nearly always
         model = manifest.component("model")
         named = (weight_name(each.path) for each in (() if model is None else model.tensors[0]))
         known = {name for name in named if name is not None}
@@ -223,9 +228,7 @@ class CheckpointWeights:
                     fix="save the module itself under extra, in place of its state_dict()")  # fmt: skip
             return first
 
-        names = [weight_name(each.path) for each in table]
-        is_flat = [each.path.startswith(f"{self._component}[") for each in table]
-        return [of_flat(name, each.path) if name is not None and flat else name for name, flat, each in zip(names, is_flat, table, strict=True)]  # fmt: skip
+        return [of_flat(name, each.path) if name is not None and is_flat else name for name, is_flat, each in zip(names, are_flat, table, strict=True)]  # fmt: skip
 
     def _fix(self, where: str) -> str:
         """What reads the place instead."""
