@@ -131,7 +131,9 @@ class CheckpointWeights:
         manifest = self._manifest()
         table, others = self._table(manifest), self._other_names(manifest)
         found = zip(table, self._names(manifest, table), strict=True)
-        return leaf_specs({name: each for each, first in found if first is not None for name in (first, *others.get(first, ()))})
+        return leaf_specs(
+            {name: each for each, first in found if first is not None for name in (first, *others.get(first, ()))}
+        )
 
     @contextmanager
     def opened(self) -> Iterator[OpenWeights]:
