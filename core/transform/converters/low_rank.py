@@ -14,7 +14,7 @@ from trainfold.core.transform.rounding import check_in_range
 if TYPE_CHECKING:
     import torch
 
-_ROWS: Final = 32  # of a tile: all products have one shape
+_ROWS: Final = 128  # of a tile: all products have one shape, and threads of torch meet seldom
 _COLUMNS: Final = 1024
 
 
