@@ -14,7 +14,7 @@ from trainfold.backends.library_versions import library_versions
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out, warn_of_nothing
 from trainfold.backends.runs.alike.stages import ruled, united_run
-from trainfold.backends.runs.one_view import examine_for_all, view_for_all
+from trainfold.backends.runs.one_view import RunView, examine_for_all, view_for_all
 from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
 from trainfold.backends.runs.restore import run_resume
 from trainfold.backends.runs.shared_reads import SharedReads, may_share
@@ -214,10 +214,11 @@ def load_run(  # noqa: PLR0913 - keywords
                 left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
                 descent = ParentCheckpoint(head.timeline, head.step, head.forks)
                 return Loaded(state, descent, outcome.checkpoint, left_out, outcome.manifest)
-            if outcome.checkpoint not in mended and quarantine is not None and _mends(store, outcome.checkpoint, world):
-                mended.add(outcome.checkpoint)
-                continue
             without = after_failure(inventory, request, outcome.checkpoint, failures)
+            if quarantine is not None and outcome.checkpoint not in mended:
+                mended.add(outcome.checkpoint)
+                look = partial(view_for_all, store, request, world, wanted=wanted, needs=needs)
+                without = _with_fetched(store, outcome.checkpoint, inventory, without, world, look=look)
             if without is None:
                 first = next(rank for rank, each in enumerate(told) if each is not None)
                 reason = failure or _elsewhere(store, first, failures[0].problem)
@@ -226,9 +227,32 @@ def load_run(  # noqa: PLR0913 - keywords
         inventory = examine_for_all(store, without, request, world, wanted=wanted, needs=needs)
 
 
-def _mends(store: Store, name: str, world: Collectives) -> bool:
-    """Whether a checkpoint that did not load has been fetched again from another tier; every rank calls."""
-    return isinstance(store, HasFarTier) and on_rank_zero(world, lambda: store.mend(name), doing="fetch it again")
+def _with_fetched(  # noqa: PLR0913 - of one call
+    store: Store,
+    name: str,
+    inventory: Inventory,
+    without: Inventory | None,
+    world: Collectives,
+    *,
+    look: Callable[[], RunView],
+) -> Inventory | None:
+    """The inventory to plan with after a checkpoint did not load, and another tier was asked for it, or for an older one; every rank calls.
+
+    Args:
+        store: the run.
+        name: the checkpoint.
+        inventory: in which it is whole.
+        without: in which it has its problem; None if no older one is tried.
+        world: the ranks.
+        look: lists the run again.
+    """
+    if not isinstance(store, HasFarTier):
+        return without
+    fetched = on_rank_zero(world, lambda: store.mend(name, or_older=without is not None), doing="fetch it again")
+    if fetched == name:
+        return inventory
+    failed = None if without is None else without.entry(name)
+    return without if fetched is None or failed is None else look().inventory.with_entry(failed)
 
 
 def _needs(like: TrainState, request: ResumeRequest, world: Collectives) -> Needs | None:

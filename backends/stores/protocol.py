@@ -150,11 +150,15 @@ class HasFarTier(Protocol):
             SaveFailed: if something cannot be sent, with its name.
         """
 
-    def mend(self, name: str) -> bool:
+    def mend(self, name: str, *, or_older: bool = False) -> str | None:
         """Fetch again what is damaged or lost of a checkpoint. The caller holds the lock.
 
+        Args:
+            name: the checkpoint.
+            or_older: whether the newest before it is fetched where it cannot be had, unless the newest whole one before it is here.
+
         Returns:
-            Whether all of it is there now.
+            The checkpoint that was fetched, all of which is there now; None if nothing was.
         """
 
 

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, final
 
+import attrs
+
 from trainfold.backends.runs.best.best_reader import best_bytes, read_best
 from trainfold.backends.runs.scan import read_inventory, read_root, sees_root
 from trainfold.backends.stores.local import LocalStore, Run, open_store
@@ -91,8 +93,11 @@ class TwoTiers:
                 "TwoTiers.most_waiting", most_waiting, fix="pass how many checkpoints may wait, or None for any number"
             )
         self.near, self.far = store, open_store(far)
-        if isinstance(self.far, LocalStore) and Path(self.far.url).resolve() == Path(store.url).resolve():
-            raise InvalidArgument("TwoTiers.far", expected="another place than the near tier", found=self.far.url, fix="name the place of the copies")  # fmt: skip
+        if isinstance(self.far, LocalStore):
+            places = Path(self.far.url).resolve(), Path(store.url).resolve()
+            if places[0].is_relative_to(places[1]) or places[1].is_relative_to(places[0]):
+                raise InvalidArgument("TwoTiers.far", expected="another place than the near tier, and neither inside the other", found=f"{self.far.url}, and {store.url} as the near one",
+                                      fix="name the place of the copies")  # fmt: skip
         self._keep_far, self._most_waiting = keep_far, most_waiting
         self._uploads: Uploads | None = None
         self._mutex = threading.Lock()
@@ -185,20 +190,40 @@ class TwoTiers:
                 detail = "the far tier has another checkpoint of this step, and both stay: the run was also continued elsewhere"
                 self._report(Event("not_uploaded", self.far.url, step=step_of(name), checkpoint=name, detail=detail))
 
-    def _fetch(self, far: Store, there: Inventory, mine: tuple[int, int, int]) -> None:
-        """Copy the newest checkpoint that is newer, and whole, into the near tier; with what the best names, if that has lost its record."""
+    def _fetch(
+        self, far: Store, there: Inventory, mine: tuple[int, int, int], *, before: tuple[int, int, int] | None = None
+    ) -> str | None:
+        """Copy the newest checkpoint that is newer, and whole, into the near tier; with what the best names, if that has lost its record. Returns its name."""
         has_best = best_bytes(self.near) is not None
         for entry in lineage(there):
             if entry.head is None or _age(entry.head) <= mine:
-                return
+                return None
+            if before is not None and _age(entry.head) >= before:
+                continue
             best = None if has_best else read_best(far)
             kept = [step_of(name) for name in (() if best is None else best.names) if there.entry(name) is not None]
             if self._has_fetched(entry.name, *(step for step in kept if step is not None)):
-                return
+                return entry.name
+        return None
 
-    def mend(self, name: str) -> bool:
+    def mend(self, name: str, *, or_older: bool = False) -> str | None:
         """See `HasFarTier`."""
-        return self._uploads is not None and self._has_fetched(name)
+        if self._uploads is None:
+            return None
+        if self._has_fetched(name):
+            return name
+        here = inventory_in(self.near)
+        failed = here.entry(name)
+        if not or_older or failed is None or failed.head is None:
+            return None
+        others = attrs.evolve(here, entries=tuple(each for each in here.entries if each is not failed))
+        mine = newest_whole(self.near, others)
+        far = glimpse(self.far)
+        try:
+            there = inventory_in(far)
+        except CheckpointError:
+            return None  # which was reported
+        return self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine), before=_age(failed.head))
 
     def _has_fetched(self, name: str, *others: int) -> bool:
         """Copy a checkpoint into the near tier, and those of other steps; whether that succeeded.

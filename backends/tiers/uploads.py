@@ -25,6 +25,9 @@ from trainfold.core.save.retention import Retention, Saved
 _LOG: Final = logging.getLogger("trainfold")
 _FIRST_PAUSE_SECS: Final = 1.0
 _LONGEST_PAUSE_SECS: Final = 60.0
+_ELSEWHERE: Final = (
+    "name a new place as far=, which gets all that the near tier has: this one keeps what another machine saved"
+)
 
 
 @final
@@ -109,11 +112,15 @@ class Uploads:
             self._is_closing.clear()
         missing = [*self._given_up, *self.waiting]
         if missing:
-            error = self._last_error or next(iter(self._given_up.values()))
+            error = self._given_up.get(missing[0]) or self._last_error or next(iter(self._given_up.values()))
             self._given_up.clear()
+            fix = (
+                _ELSEWHERE
+                if isinstance(error, CommitConflict)
+                else "start the program again, or trainfold copy the near tier to the far one"
+            )
             raise SaveFailed(f"{self._far.url}/{missing[0]}", expected="every checkpoint of this run in the far tier",
-                             found=f"{', '.join(missing)} in {self._near.url} alone, because of {error_text(error)}",
-                             fix="start the program again, or trainfold copy the near tier to the far one")  # fmt: skip
+                             found=f"{', '.join(missing)} in {self._near.url} alone, because of {error_text(error)}", fix=fix)  # fmt: skip
 
     def _start(self) -> None:
         """Start the thread, unless it works already."""
@@ -184,6 +191,7 @@ class Uploads:
         for error in carry_out(plan, self._near, self._far):
             raise error
         with self._mutex:
+            self._given_up.pop(name, None)  # of an earlier save of the step
             if self._waiting.get(name) is waiting:
                 del self._waiting[name]
         if step is None:  # of best.json, which goes with any checkpoint

@@ -199,6 +199,42 @@ def test_a_resume_takes_the_newest_that_can_be_had_from_both(near, far, tmp_path
         assert resumed() == (3, ["fetched", "not_fetched", "restored"])
 
 
+def flip(store, step):
+    """Other bytes in the file of a model, in the same size."""
+    name = next(each for each in store.list(f"step-{step:08d}") if each.startswith("model"))
+    data = store.read(f"step-{step:08d}/{name}")
+    store.write(f"step-{step:08d}/{name}", [data[:-1] + b"\1"], size_bytes=len(data))
+
+
+@pytest.mark.parametrize("there", ["absent", "damaged"])
+def test_a_resume_goes_on_from_an_older_one_there_where_the_newest_can_be_had_from_no_tier(near, far, there):
+    """Here is nothing but damage, and there is it not, or damaged too: the newest of the far tier that loads is fetched, and the other is named."""
+    with CheckpointManager(TwoTiers(near, far), keep_last=1) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(at(step))
+            manager.drain()
+            manager._saves._store.wait()
+    flip(near, 4)
+    flip(far, 3)
+    flip(far, 4)
+    if there == "absent":
+        far.delete("step-00000004/")
+    for name in [each for each in near.list() if each.startswith("step-") and each != "step-00000004"]:
+        near.delete(f"{name}/")
+    events = []
+    with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
+        with pytest.warns(CheckpointPassedOver) as told:  # also of what came of step 3
+            assert manager.load(LIKE).trainer.step == 2
+        assert any("step-00000004" in str(each.message) for each in told)
+        for step in (3, 4, 5):
+            manager.save(at(step, value=step + 0.5))
+    assert [each.step for each in events if each.kind == "fetched"] == [2]
+    assert [each.step for each in events if each.kind == "not_fetched"] == [4, 3]
+    for step in (3, 4, 5):
+        found = trainfold.load(far, like=LIKE, step=step)
+        assert found.model.params["w"][0] == step + 0.5
+
+
 def test_a_step_that_is_saved_again_replaces_the_one_there(near, far):
     """After a rewind; its files of the earlier revision go."""
     with CheckpointManager(TwoTiers(near, far)) as manager:
@@ -236,13 +272,19 @@ def test_another_checkpoint_of_a_step_in_the_far_tier_is_never_overwritten(near,
     trainfold.save(at(5, value=8), run)
     far.inner.commit("step-00000005/manifest.json", run.read("step-00000005/manifest.json"))  # without the lock
     manager.save(at(5))
-    with pytest.raises(SaveFailed, match=r"step-00000005 in .*other alone, because of CommitConflict"):
+    with pytest.raises(
+        SaveFailed, match=r"step-00000005 in .*other alone, because of CommitConflict.*new place as far="
+    ):
         manager.close()
     assert "it is not tried again" in next(
         each.detail for each in events if each.step == 5 and each.kind == "not_uploaded"
     )
     assert digest_of(far.read("step-00000002/manifest.json")) == before
     assert far.read("step-00000005/manifest.json") == run.read("step-00000005/manifest.json")
+    place = MemoryStore()
+    with CheckpointManager(TwoTiers(other, place)):
+        pass
+    assert steps_in(place) == [1, 2, 3, 4, 5], "what the error names helps"
 
 
 def test_files_have_the_revision_that_the_far_tier_demands(near, far):
@@ -269,6 +311,8 @@ def test_tiers_of_two_runs_and_places_that_cannot_be_tiers_are_refused(near, far
         CheckpointManager(TwoTiers(near, far))
     for arguments, given in (
         ((near, near), {}),
+        ((near, f"{near.url}/far"), {}),
+        ((f"{near.url}/near", near), {}),
         ((MemoryStore(), far), {}),
         ((near, far), {"keep_far": 3}),
         ((near, far), {"most_waiting": 0}),
