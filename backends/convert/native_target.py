@@ -7,6 +7,7 @@ import attrs
 import torch
 
 from trainfold.backends.convert.continued_files import ContinuedWrites, Kept
+from trainfold.backends.formats.native.file_digest import digest_in
 from trainfold.backends.formats.native.later_leaf import LaterLeaf
 from trainfold.backends.formats.native.writer import write_file
 from trainfold.backends.gc_pause import without_collecting
@@ -16,7 +17,7 @@ from trainfold.backends.runs.commit import after_commit, proved_bytes
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import MARGIN_BYTES, LocalStore
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import CheckpointDamaged, InvalidArgument
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE
 from trainfold.core.format.indexes.contributions import contributions_of
@@ -85,6 +86,7 @@ def write_native(contents: NativeContents, path: str) -> str:
 
     Raises:
         InvalidArgument: if there is something else at the path.
+        CheckpointDamaged: if an earlier process has written all of it, and its bytes have changed since.
         CheckpointError: the matching subclass, if something cannot be read; what was written stays, and is used when this runs again.
         SaveFailed: or its matching subclass, if something cannot be written; so too.
     """
@@ -92,7 +94,8 @@ def write_native(contents: NativeContents, path: str) -> str:
     identity = _identity(contents, plan)
     contract = {**contents.contract, CONVERTED: {**_note(contents), "plan": identity}}
     _check_target(store, plan, identity)
-    if _is_done(store, plan, identity):
+    if (done := _done(store, plan, identity)) is not None:
+        _check_bytes(store, plan.directory, done)
         return plan.directory
     with store.lock():
         _check_target(store, plan, identity)
@@ -137,7 +140,7 @@ def check_native_target(contents: NativeContents, path: str) -> bool:
     plan = contents.plan
     identity = _identity(contents, plan)
     _check_target(store, plan, identity)
-    return _is_done(store, plan, identity)
+    return _done(store, plan, identity) is not None
 
 
 def _identity(contents: NativeContents, plan: SavePlan) -> str:
@@ -161,21 +164,34 @@ def _check_target(store: LocalStore, plan: SavePlan, identity: str) -> None:
     inventory = read_inventory(store)
     committed = [each.name for each in inventory.entries if each.head is not None]
     is_run = RUN_FILE in present and inventory.problem is None
-    if others or (present and not is_run) or (committed and not _is_done(store, plan, identity)):
+    if others or (present and not is_run) or (committed and _done(store, plan, identity) is None):
         found = others[:3] or committed or [str(inventory.problem)]
         raise InvalidArgument(store.url, expected="a directory that does not exist yet, is empty, or was begun by this conversion",
                               found=f"one with {', '.join(found)}", fix="name another directory; a run is never written into")  # fmt: skip
 
 
-def _is_done(store: LocalStore, plan: SavePlan, identity: str) -> bool:
-    """Whether an earlier process has committed all of this."""
+def _done(store: LocalStore, plan: SavePlan, identity: str) -> Manifest | None:
+    """The manifest, if an earlier process has committed all of this."""
     if store.size(f"{plan.directory}/{MANIFEST}") is None:
-        return False
+        return None
     entry = examine(store, read_inventory(store), plan.directory).entry(plan.directory)
     if entry is None or entry.manifest is None or entry.problem is not None:
-        return False
+        return None
     note = entry.manifest.contract.get(CONVERTED)
-    return isinstance(note, dict) and note.get("plan") == identity
+    return entry.manifest if isinstance(note, dict) and note.get("plan") == identity else None
+
+
+def _check_bytes(store: LocalStore, directory: str, manifest: Manifest) -> None:
+    """Compare the files with their digests.
+
+    Raises:
+        CheckpointDamaged: if one has other bytes.
+    """
+    for file in manifest.files:
+        path = file.path(directory)
+        if (found := digest_in(store, path, file.size_bytes)) != file.digest:
+            raise CheckpointDamaged(f"{store.url}/{path}", expected=file.digest, found=found,
+                                    fix="remove the directory, or name another one, and convert again")  # fmt: skip
 
 
 def _leaves(file: FilePlan, contents: NativeContents, kept: Kept) -> dict[str, LaterLeaf]:

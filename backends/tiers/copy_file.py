@@ -1,17 +1,14 @@
 """`copy_file`: sends one file from a store to another, and compares its bytes with their digest while they pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Final
 
 import xxhash
 
-from trainfold.backends.stores.protocol import Buffer, ReadsAhead, Store
+from trainfold.backends.formats.native.file_digest import digest_in, parts_in
+from trainfold.backends.stores.protocol import Buffer, Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointDamaged, CheckpointMissing, CheckpointTorn
 from trainfold.core.history.copy_plan import CopiedFile
-
-_PART_BYTES: Final = 8 << 20
 
 
 def copy_file(source: Store, target: Store, file: CopiedFile, advance: Callable[[int], object]) -> bool:
@@ -37,7 +34,7 @@ def copy_file(source: Store, target: Store, file: CopiedFile, advance: Callable[
     passing = xxhash.xxh3_128()
 
     def parts() -> Iterator[Buffer]:
-        for part in _parts(source, file):
+        for part in parts_in(source, file.path, file.size_bytes):
             passing.update(part)
             yield part
             advance(len(part))
@@ -50,32 +47,9 @@ def copy_file(source: Store, target: Store, file: CopiedFile, advance: Callable[
     return True
 
 
-def digest_in(store: Store, path: str, size_bytes: int) -> str:
-    """The digest of the bytes of a file, read in parts."""
-    found = xxhash.xxh3_128()
-    for part in _parts(store, CopiedFile(path, size_bytes, "")):
-        found.update(part)
-    return DIGEST_PREFIX + found.hexdigest()
-
-
 def _has(store: Store, file: CopiedFile) -> bool:
     """Whether a store has a file with these bytes. What cannot be read is not there."""
     try:
         return store.size(file.path) == file.size_bytes and digest_in(store, file.path, file.size_bytes) == file.digest
     except (CheckpointMissing, CheckpointTorn):
         return False
-
-
-def _parts(store: Store, file: CopiedFile) -> Iterator[memoryview]:
-    """The bytes of a file, in one buffer that serves each part."""
-    spans = [(0, file.size_bytes)]
-    ahead = store.reading(file.path, spans) if isinstance(store, ReadsAhead) else nullcontext(None)
-    buffer = memoryview(bytearray(min(_PART_BYTES, file.size_bytes)))
-    with ahead as read_into:
-        for start in range(0, file.size_bytes, _PART_BYTES):
-            part = buffer[: min(_PART_BYTES, file.size_bytes - start)]
-            if read_into is None:
-                store.read_into(file.path, part, start=start)
-            else:
-                read_into(part, start)
-            yield part

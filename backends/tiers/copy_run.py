@@ -7,6 +7,7 @@ from typing import Final
 
 import attrs
 
+from trainfold.backends.formats.native.file_digest import digest_in
 from trainfold.backends.runs.best.best_reader import BEST_POINTER, best_bytes, parsed_best
 from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.reuse.leftovers import leftovers
@@ -16,7 +17,7 @@ from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.compare_runs import Steps, planned_copy
-from trainfold.backends.tiers.copy_file import copy_file, digest_in
+from trainfold.backends.tiers.copy_file import copy_file
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Never, final
 
+from trainfold.backends.formats.native.file_digest import digest_in
 from trainfold.backends.runs.scan import examine, read_manifest, read_root, read_run_id
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.tiers.copy_file import digest_in
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointError,

@@ -180,7 +180,9 @@ class HubDirectory:
 
     def _all_places(self) -> Iterator[tuple[str, _Place]]:
         files: dict[str, Path] = {}
-        for file, names in self._files().items():
+        listed = self._files()
+        indexed = {name for names in listed.values() for name in names or ()}
+        for file, names in listed.items():
             places = self._header(file).places
             for name in places if names is None else names:
                 if (other := files.setdefault(name, file)) is not file:
@@ -198,6 +200,13 @@ class HubDirectory:
                         fix="download it again",
                     )
                 yield name, places[name]
+            if names is not None and (more := next((name for name in places if name not in indexed), None)) is not None:
+                raise CheckpointDamaged(
+                    str(file),
+                    expected=f"no tensor that {HUB_INDEX} does not have",
+                    found=more,
+                    fix=f"download {HUB_INDEX} again; or remove it, then all tensors of all files are read",
+                )
 
     def _header(self, file: Path) -> "_Header":
         """What a file says that it has. It is read again if the file is another one."""

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 _LAST: Final = {"float8_e4m3fn": 464.0}
 """The last number that is rounded to the largest one, where torch gives that for all beyond too, and for infinities: it does so on the CPU."""
 
-_FIX: Final = (
-    "cast to bfloat16, which has the range of float32, or leave this tensor as it is: cast(dtype, without=name)"
-)
+_FIX: Final = "cast to a dtype of a larger range, as bfloat16 has beside float16, or leave this tensor as it is: cast(dtype, without=name)"
 
 
 def rounded_to(

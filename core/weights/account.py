@@ -100,7 +100,7 @@ def other_dtype(where: str, wanted: Wanted, found: str) -> InvalidState:
         expected=wanted.dtype or "a floating dtype",
         found=found,
         fix=_DEQUANTISE if is_quantised(found) and not is_quantised(wanted.dtype)
-        else "build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values may be rounded",
+        else "build the model with that dtype; or wrap the source in trainfold.weights.Cast(...), if the values are floats and may be rounded to floats",
     )  # fmt: skip
 
 

@@ -90,6 +90,10 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
         state = state.evolve(trainer=attrs.evolve(state.trainer or Progress(), step=training.step))
     if training.scheduler is not None and isinstance(state.scheduler, Opaque):
         state = state.evolve(scheduler=Opaque(dict(training.scheduler)))
+    elif training.scheduler is not None:
+        warn_user(
+            f"{training.where}: the scheduler that was saved is not taken: there is none here that is an object of torch"
+        )
     return state
 
 

@@ -195,14 +195,9 @@ def torch_training(
     source = TorchFile(path, prefix=model)
     source.specs()
     found, schedule = file.at(optimizer), file.at(scheduler)
-    _check_there(str(path), "optimizer", optimizer, [optimizer] if isinstance(found, Mapping) else list(map(str, top)))
-    groups = tuple(
-        SavedGroup(
-            tuple(group.get("params", ())),
-            {key: each for key, each in group.items() if key not in ("params", "param_names")},
-        )
-        for group in found.get("param_groups", ())
-    )
+    if found is None and optimizer.partition(".")[0] not in top:
+        _check_there(str(path), "optimizer", optimizer, list(map(str, top)))
+    groups = _groups(str(path), optimizer, found)
     known = {
         each.partition(".")[0]
         for each in (model, optimizer, step, *((scheduler,) if isinstance(schedule, Mapping) else ()))
@@ -266,13 +261,7 @@ def accelerate_training(path: str | Path) -> Training:
         TorchFile(top / one) if one == "pytorch_model.bin" else HubDirectory(top if one is None else top / one)
     )
     file = TorchFile(top / "optimizer.bin")
-    groups = tuple(
-        SavedGroup(
-            tuple(group.get("params", ())),
-            {key: each for key, each in group.items() if key not in ("params", "param_names")},
-        )
-        for group in file.at("param_groups") or ()
-    )
+    groups = _groups(str(top / "optimizer.bin"), "", file.at(""))
     slots = TorchFile(top / "optimizer.bin", prefix="state")
     counters = [name for name in slots.specs() if name.endswith(".step")]
     wanted = {
@@ -316,6 +305,32 @@ def _step(found: Any) -> int | None:
     if type(found) is float and found.is_integer():
         found = int(found)
     return found if type(found) is int and found >= 0 else None
+
+
+def _groups(where: str, key: str, found: object) -> tuple[SavedGroup, ...]:
+    """The groups of an optimizer's state dict.
+
+    Raises:
+        CheckpointForeign: if it is none.
+    """
+    groups: Any = found.get("param_groups", ()) if isinstance(found, Mapping) else None
+    is_list = isinstance(groups, list | tuple)
+    if not is_list or not all(
+        isinstance(each, Mapping) and isinstance(each.get("params", ()), list | tuple) for each in groups
+    ):
+        is_dict = isinstance(found, Mapping)
+        kind = "a dict whose param_groups are of another form" if is_dict else type(found).__qualname__
+        several = isinstance(found, list | tuple) and found
+        raise CheckpointForeign(
+            f"{where}: {key}" if key else where, expected="the state_dict() of one optimizer", found=kind,
+            fix=f"name one of them, such as optimizer={key + '.0'!r}" if several else "take the model alone, with take_weights and TorchFile(path, prefix=...)")  # fmt: skip
+    return tuple(
+        SavedGroup(
+            tuple(group.get("params", ())),
+            {key: each for key, each in group.items() if key not in ("params", "param_names")},
+        )
+        for group in groups
+    )
 
 
 def _check_there(where: str, argument: str, key: str, names: Iterable[str]) -> None:

@@ -269,6 +269,7 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
     **dict.fromkeys(("use_qalora", "use_bdlora", "lora_bias"), (False, None)),
     **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "arrow_config"), (None,)),
+    "bias": ("none", None),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
 }

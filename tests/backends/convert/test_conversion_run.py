@@ -17,6 +17,7 @@ from trainfold.backends.convert import continued_files
 from trainfold.backends.convert.conversion_run import plan_conversion, run_conversion
 from trainfold.backends.convert.opened_source import open_source
 from trainfold.backends.formats import staged_directory
+from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.tensor_memory import tensor_bytes
@@ -501,3 +502,17 @@ def test_experts_in_one_tensor_go_to_the_hub_apart_and_come_back(tmp_path):
     )
     converted(tmp_path / "hub", tmp_path / "back", rules="transformers")
     assert weights(CheckpointWeights(tmp_path / "back")) == bytes_of(fused)
+
+
+def test_a_complete_run_whose_bytes_have_changed_is_not_the_same(tmp_path):
+    """The same conversion again compares each file with its digest, as it compares those of a hub and of torch with SRC."""
+    hub = a_hub_directory(tmp_path / "hub", {"w": torch.randn(8)})
+    converted(hub, tmp_path / "run")
+    assert converted(hub, tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("step-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match=file.name) as refused:
+        converted(hub, tmp_path / "run")
+    assert "convert again" in refused.value.fix

@@ -192,6 +192,11 @@ def test_a_directory_of_a_hub_is_confined_to_its_own_files(tmp_path):
     index.write_text(json.dumps({"weight_map": {"h.weight": "model-1.safetensors"}}))
     with pytest.raises(CheckpointDamaged, match=r"the tensor h\.weight"):
         list(HubDirectory(folder).supply(wanted))
+    every = dict.fromkeys(HubDirectory(folder / "model-0.safetensors").specs(), "model-0.safetensors")
+    left = every.popitem()[0]
+    index.write_text(json.dumps({"weight_map": every}))
+    with pytest.raises(CheckpointDamaged, match=f"found {left}"):
+        HubDirectory(folder).specs()
     index.unlink()
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"h.weight": "model-0.safetensors"}}))
     index.symlink_to("../index.json")
