@@ -311,7 +311,7 @@ def _groups(where: str, key: str, found: object) -> tuple[SavedGroup, ...]:
     """The groups of an optimizer's state dict.
 
     Raises:
-        CheckpointForeign: if it is none.
+        CheckpointForeign: if it is not one.
     """
     groups: Any = found.get("param_groups", ()) if isinstance(found, Mapping) else None
     is_list = isinstance(groups, list | tuple)
