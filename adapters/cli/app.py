@@ -254,7 +254,7 @@ def page(
     if serve:
         from trainfold.adapters.cli.page.serve import serve_page
 
-        return deliver(lambda: serve_page(run, port), as_json=json)
+        return deliver(lambda: serve_page(run, port, output), as_json=json)
     from trainfold.adapters.cli.page.write_page import write_page
 
     return deliver(lambda: write_page(run, output), as_json=json)

@@ -84,6 +84,7 @@ def files_below(directory: Path) -> dict[str, Path]:
 
     Raises:
         CheckpointHostile: for a link that leads out of it.
+        InvalidState: for a link to a directory, or to nothing.
     """
     home, found = directory.resolve(), dict[str, Path]()
     for above, folders, names in os.walk(directory):
@@ -92,6 +93,9 @@ def files_below(directory: Path) -> dict[str, Path]:
             if path.is_symlink() and not path.resolve().is_relative_to(home):
                 raise CheckpointHostile(str(path), expected="a file in its directory", found=f"a link to {path.resolve()}",
                                         fix='name the files that are meant one by one: SideFiles({"name": path})')  # fmt: skip
+            if path.is_symlink() and not path.is_file():
+                raise InvalidState(str(path), expected="a file, a directory, or a link to a file", found=f"a link to {'a directory' if path.is_dir() else 'nothing'}",
+                                   fix='remove the link, or name the files that are meant: SideFiles({"name": path})')  # fmt: skip
         for name in names:
             path = Path(above, name)
             if path.is_file():

@@ -103,6 +103,11 @@ def test_what_is_not_a_file_of_the_run_is_refused_by_name(tmp_path):
     assert set(held(SideFiles(tmp_path / "in"))) == {"a", "same"}
     with pytest.raises(InvalidState, match=r"same: expected at most 1 bytes.*found 3.*max_bytes="):
         SideFiles(tmp_path / "in", max_bytes=4).capture()
+    for to, found in (("nowhere", "a link to nothing"), (".", "a link to a directory")):
+        (tmp_path / "in" / "odd").symlink_to(to)
+        with pytest.raises(InvalidState, match=f"odd: .*{found}"):
+            SideFiles(tmp_path / "in").capture()
+        (tmp_path / "in" / "odd").unlink()
     (tmp_path / "out").write_bytes(b"secret")
     (tmp_path / "in" / "link").symlink_to("../out")
     with pytest.raises(CheckpointHostile, match=r"link: .*a link to .*out"):

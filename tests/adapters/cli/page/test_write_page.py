@@ -71,6 +71,8 @@ def test_a_page_is_replaced_and_nothing_else_is(recorded, tmp_path, call, answer
         assert error["where"] == "trainfold page -o"
     _, error = answered("page", recorded, code=2)
     assert "--serve" in error["expected"]
+    _, error = answered("page", recorded, "--serve", "-o", tmp_path / "new.html", code=2)
+    assert error["found"] == "both"
     answered("page", recorded, "-o", tmp_path / "no" / "run.html", code=32)
     answered("page", tmp_path / "no", "-o", page, code=11)
     assert page.read_text().startswith(BEGIN)
