@@ -1,10 +1,11 @@
 """`FlightLog`: the flight log of a loop of pure steps; `replay`: runs such steps again, and compares them with a log."""
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 import xxhash
@@ -23,6 +24,7 @@ from trainfold.core.rehearsal.orders import orders_of
 from trainfold.core.state.components import select
 from trainfold.core.state.state import TrainState
 
+_LOG: Final = logging.getLogger("trainfold")
 S = TypeVar("S", bound=TrainState)
 B = TypeVar("B")
 PureStep: TypeAlias = Callable[[S, B], tuple[S, Mapping[str, Any]]]
@@ -154,6 +156,8 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: Flight | s
         found, difference = number, step_difference(log, flight_of(lines), number)
         if difference is not None:
             break
+    if difference is None and found and found + 1 not in log.steps and found < max(log.steps):
+        _LOG.warning("the replay ended after step %d, as the log has no record of the next one%s", found, f": {log.damage.text_of('the log')}" if log.damage else "")  # fmt: skip
     if not found:
         raise InvalidArgument("replay", expected=f"a record of step {first} in the log, and a batch for it",
                               found=f"a log of {log}" if first not in log.steps else "no batch",

@@ -97,12 +97,19 @@ class FlightFile:
         if self._last is None or (line.step <= self._last and not is_more):
             kept = lines_before(line.step, os.fstat(file).st_size // LINE_BYTES,
                                 lambda at: decode_line(os.pread(file, LINE_BYTES, at * LINE_BYTES)))  # fmt: skip
+            if not kept and (size := os.fstat(file).st_size):
+                self._warn_of(os.pread(file, size, 0))
             os.ftruncate(file, kept * LINE_BYTES)
         return file
 
+    def _warn_of(self, data: bytes) -> None:
+        """Warn of a file that goes, if it is another one than a log."""
+        if decode_line(data[:LINE_BYTES]) is None and (damage := decode_lines(data).damage).is_all:
+            _LOG.warning("%s; it is begun again", damage.text_of(str(self._path)))
+
 
 def read_flights(run: Path) -> dict[int, Flight]:
-    """The flight logs of a run by rank, each up to its torn end.
+    """The flight logs of a run by rank, each up to its torn end. `Flight.damage` has what could not be read before that.
 
     Args:
         run: its directory.
@@ -118,4 +125,5 @@ def read_flights(run: Path) -> dict[int, Flight]:
             found="none",
             fix="record the steps of a run with CheckpointManager(..., record=100)",
         )
-    return {rank: flight_of(decode_lines(path.read_bytes())) for rank, path in sorted(found.items())}
+    logs = {rank: decode_lines(path.read_bytes()) for rank, path in sorted(found.items())}
+    return {rank: flight_of(log.lines, log.damage) for rank, log in logs.items()}

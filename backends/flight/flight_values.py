@@ -7,6 +7,7 @@ from array import array
 from pathlib import Path
 from typing import Final, final
 
+from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.log_lines import LINE_BYTES
 
 _CHUNK: Final = LINE_BYTES * 2**14
@@ -28,6 +29,7 @@ class FlightValues:
         norm: the same of the norms.
         first: the first step; None of an empty log.
         last: the last one.
+        damage: what could not be read.
         written_at: when the log was written, in seconds since 1970; None without one.
     """
 
@@ -37,6 +39,8 @@ class FlightValues:
 
     def _forget(self) -> None:
         self._offset, self._last_line = 0, b""
+        self._damaged: list[int] = []  # where damaged lines begin before the offset
+        self.damage = Damage()
         self.loss = array("Q"), array("d")
         self.norm = array("Q"), array("d")
         self.first: int | None = None
@@ -62,8 +66,16 @@ class FlightValues:
             began = self._offset
             self.written_at = status.st_mtime
             file.seek(self._offset)
-            while (data := file.read(_CHUNK)) and self._take(data):
-                pass
+            place, unsure, ends = (
+                self._offset,
+                list[int](),
+                0,
+            )  # damaged lines, or a torn end: the next good line decides
+            while data := file.read(_CHUNK):
+                unsure = self._take(data, place, unsure)
+                ends = place + len(bare) if (bare := data.rstrip(b"\0")) else ends
+                place += len(data)
+            self._note(unsure, ends)
         return self._offset > began
 
     def _was_cut(self, file: int, size: int) -> bool:
@@ -71,13 +83,16 @@ class FlightValues:
             return False
         return size < self._offset or os.pread(file, LINE_BYTES, self._offset - LINE_BYTES) != self._last_line
 
-    def _take(self, data: bytes) -> bool:
-        """Take whole lines; whether all of the bytes were."""
+    def _take(self, data: bytes, place: int, unsure: list[int]) -> list[int]:
+        """Take whole lines, those at this place of the file; returns where lines begin that cannot be read, after the last good one."""
         for start in range(0, len(data) - LINE_BYTES + 1, LINE_BYTES):
             mark, kind, known, step, loss, norm, checksum = _LINE.unpack_from(data, start)
             line = data[start : start + LINE_BYTES]
             if mark != b"TF" or zlib.crc32(line[:-4]) != checksum or kind not in (_STEP, _STATE):
-                return False
+                unsure.append(place + start)
+                continue
+            self._damaged += unsure
+            unsure = []
             if kind == _STEP:
                 self.first = step if self.first is None else self.first
                 self.last = step
@@ -87,6 +102,11 @@ class FlightValues:
                 if known & 2:
                     self.norm[0].append(step)
                     self.norm[1].append(norm)
-            self._offset += LINE_BYTES
+            self._offset = place + start + LINE_BYTES
             self._last_line = line
-        return len(data) % LINE_BYTES == 0
+        return unsure
+
+    def _note(self, unsure: list[int], ends: int) -> None:
+        """Note the damage: lines that cannot be read, up to the zeros of a torn end."""
+        found = [*self._damaged, *(at for at in unsure if at < ends)]
+        self.damage = Damage(len(found), found[0], not self._offset) if found else Damage()

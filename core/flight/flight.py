@@ -1,12 +1,15 @@
 """`Flight`: a flight log as a value: the record of each step, and the digests of the state."""
 
 from collections.abc import Iterable, Mapping
-from typing import final
+from typing import Final, final
 
 import attrs
 
+from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.log_lines import short_name
 from trainfold.core.flight.step_record import LogLine, StateDigest, StepRecord
+
+_WHOLE: Final = Damage()
 
 
 @final
@@ -17,6 +20,7 @@ class Flight:
     Attributes:
         steps: step -> its record, in order.
         states: step -> component -> digest of its bits.
+        damage: what of the log could not be read; false without any.
 
     Examples:
         >>> print(flight_of([StepRecord(1), StepRecord(2), StateDigest(2, "model", bytes(16))]))
@@ -25,6 +29,7 @@ class Flight:
 
     steps: Mapping[int, StepRecord] = attrs.field(factory=dict)
     states: Mapping[int, Mapping[str, bytes]] = attrs.field(factory=dict)
+    damage: Damage = _WHOLE
 
     def __str__(self) -> str:
         if not self.steps:
@@ -34,7 +39,7 @@ class Flight:
         return f"{count}, {min(self.steps)} to {max(self.steps)}{states}"
 
 
-def flight_of(lines: Iterable[LogLine]) -> Flight:
+def flight_of(lines: Iterable[LogLine], damage: Damage = _WHOLE) -> Flight:
     """The flight that these lines record; of two lines about the same thing the later one counts."""
     steps: dict[int, StepRecord] = {}
     states: dict[int, dict[str, bytes]] = {}
@@ -43,7 +48,7 @@ def flight_of(lines: Iterable[LogLine]) -> Flight:
             states.setdefault(line.step, {})[line.component] = line.digest
         else:
             steps[line.step] = line
-    return Flight(steps, states)
+    return Flight(steps, states, damage)
 
 
 def state_digests(step: int, fingerprints: Mapping[str, str]) -> tuple[StateDigest, ...]:

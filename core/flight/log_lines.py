@@ -1,23 +1,34 @@
-"""The bytes of a flight log: lines of 64 bytes, each with its own checksum, so that a torn end is seen and cut."""
+"""The bytes of a flight log: lines of 64 bytes, each with its own checksum, so that a torn end is cut, and a damaged line costs no other."""
 
 import struct
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, final
 
+import attrs
 import xxhash
 
+from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.step_record import LogLine, StateDigest, StepRecord
 
 LINE_BYTES: Final = 64
 _MARK: Final = b"TF"
-_STEP, _STATE = 1, 2  # kinds of lines; a kind that a reader does not know ends what it can read
+_STEP, _STATE = 1, 2  # kinds of lines; one of another kind counts as a line that cannot be read
 _OF_STEP: Final = struct.Struct("<2sBBQ8s8s8s8s4sQI")  # mark, kind, which are known, step, `_KNOWN`, samples, epoch
 _OF_STATE: Final = struct.Struct("<2sBBQ24s16s")
 _SUM: Final = struct.Struct("<I")
 _KNOWN: Final = ("loss", "norm", "batch", "streams", "host_streams")
 _NAME_BYTES: Final = 24
 _MOST: Final = (1 << 64) - 1
+
+
+@final
+@attrs.frozen
+class DecodedLog:
+    """What is read of a log: its lines in order, and what could not be read."""
+
+    lines: tuple[LogLine, ...]
+    damage: Damage
 
 
 def encode_line(line: LogLine) -> bytes:
@@ -60,22 +71,29 @@ def encode_lines(lines: Iterable[LogLine]) -> bytes:
     return b"".join(map(encode_line, lines))
 
 
-def decode_lines(data: bytes) -> tuple[LogLine, ...]:
-    """The lines of a log up to its torn end, or up to its first damaged line.
+def decode_lines(data: bytes) -> DecodedLog:
+    """The lines of a log: all that can be read, up to its torn end, which a kill leaves incomplete, and a power cut full of zeros.
 
-    Law: a log that is cut anywhere gives the first of its lines, whole ones.
+    Law: a log that is cut anywhere gives the first of its lines, whole ones; one of which lines are damaged gives the others.
     """
     found: list[LogLine] = []
-    for start in range(0, len(data), LINE_BYTES):
+    damaged: list[int] = []
+    end = len(data.rstrip(b"\0"))  # a checksum may end with zeros
+    for start in range(0, len(data) - LINE_BYTES + 1, LINE_BYTES):
         line = decode_line(data[start : start + LINE_BYTES])
-        if line is None:
-            break
-        found.append(line)
-    return tuple(found)
+        if line is not None:
+            found.append(line)
+        elif start < end:
+            damaged.append(start)
+    if not found and not damaged and not _MARK.startswith(data[:end][: len(_MARK)]):
+        damaged.append(0)
+    return DecodedLog(tuple(found), Damage(len(damaged), damaged[0], not found) if damaged else Damage())
 
 
 def lines_before(step: int, count: int, line: Callable[[int], LogLine | None]) -> int:
     """How many lines a log keeps when the next one is of ``step``: those of earlier steps, without a torn end.
+
+    Lines are found by halves, as steps never fall; where that meets a damaged line, one after the other.
 
     Args:
         step: of the next line.
@@ -90,14 +108,21 @@ def lines_before(step: int, count: int, line: Callable[[int], LogLine | None]) -
     while count and line(count - 1) is None:
         count -= 1
     low, high = 0, count
-    while low < high:  # steps never fall
+    while low < high:
         middle = (low + high) // 2
         found = line(middle)
-        if found is None or found.step >= step:
+        if found is None:
+            return _first_of(step, count, line)
+        if found.step >= step:
             high = middle
         else:
             low = middle + 1
     return low
+
+
+def _first_of(step: int, count: int, line: Callable[[int], LogLine | None]) -> int:
+    found = ((at, line(at)) for at in range(count))
+    return next((at for at, each in found if each is not None and each.step >= step), count)
 
 
 def short_name(component: str) -> str:

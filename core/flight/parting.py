@@ -19,13 +19,15 @@ Cause: TypeAlias = Literal[
     "bit",
     "state",
     "fault",
+    "unrecorded",
     "environment",
     "arithmetic",
 ]
 """``position``: other counts of samples or epochs, as after a lost window. ``seed``: the program was seeded otherwise. ``batch``: other data at the same
 position. ``component``: one of them saves what the other has not. ``setting``: another setting of the contract. ``streams``: other random numbers were
 drawn. ``buffer``: only buffers of modules differ. ``bit``: one element of one tensor differs. ``state``: the state differs while all that the steps
-show is the same. ``fault``: one of them did what the program does not do again. ``environment``: only results differ, and the numerical environment.
+show is the same. ``fault``: one of them did what the program does not do again. ``unrecorded``: they came
+apart in steps of which a log has no record. ``environment``: only results differ, and the numerical environment.
 ``arithmetic``: only results differ."""
 
 _WORDS: Final = {
@@ -40,6 +42,7 @@ _WORDS: Final = {
     "bit": "one element of one tensor differs, and nothing that a step shows: it was changed from outside, as by a fault of the memory",
     "state": "their states differ, and nothing else that a step shows: something beside the steps wrote to it, or the update alone has other arithmetic",
     "fault": "the program does again what one of them did, and not what the other did: a fault, or something outside the program",
+    "unrecorded": "they came apart where a log has no record, so that the cause is not known",
     "environment": "only the arithmetic differs, and so does the numerical environment",
     "arithmetic": "only the arithmetic differs: another kernel, another version of the code, or results that do not repeat",
 }
@@ -78,6 +81,8 @@ class Evidence:
         settings: keys of their contracts that differ: (key, of the first, of the second).
         environment: those of the numerical environment, in the same form.
         seeds: the seeds of their streams, if they differ.
+        unrecorded: the first and the last step just before the difference, and after the last state that is the same, of which a log has no record;
+            None without any.
         repeats: whether the program did again what the first, and the second, did; None where that was not tried.
     """
 
@@ -90,6 +95,7 @@ class Evidence:
     settings: tuple[tuple[str, str, str], ...] = ()
     environment: tuple[tuple[str, str, str], ...] = ()
     seeds: tuple[str, str] | None = None
+    unrecorded: tuple[int, int] | None = None
     repeats: tuple[bool | None, bool | None] = (None, None)
 
 
@@ -148,6 +154,16 @@ def parting_of(evidence: Evidence) -> Parting:
     return Parting(step, cause, names, evidence)
 
 
+def steps_text(first: int, last: int) -> str:
+    """Some steps, in words.
+
+    Examples:
+        >>> steps_text(16, 20), steps_text(4, 4)
+        ('steps 16 to 20', 'step 4')
+    """
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def _is_write(difference: StepDifference) -> bool:
     """Whether only the state after a step differs, and not in both model and optimizer, as after another gradient."""
     return difference.parts == ("state",) and not {"model", "optimizer"} <= {*difference.components}
@@ -160,17 +176,19 @@ def _cause(known: Evidence, parts: Sequence[str], *, by_state: bool) -> tuple[Ca
     drifts = tuple(key for key, *_ in known.environment)
     only_buffers = by_state and bool(paths) and all(".buffers[" in path for path in paths)
     one_element = by_state and len(paths) == 1 and known.leaves[0].differing == 1
+    hole = () if known.unrecorded is None else (steps_text(*known.unrecorded),)
     fault = {*known.repeats} == {True, False}
     rules: tuple[tuple[object, Cause, tuple[str, ...]], ...] = (
-        ({"missing", "samples", "epoch"} & {*parts}, "position", ()),
+        ({"samples", "epoch"} & {*parts}, "position", ()),
         (known.seeds, "seed", known.seeds or ()),
         ("batch" in parts, "batch", ()),
         (known.absent, "component", known.absent),
         (keys, "setting", keys),
-        ({"streams", "host_streams"} & {*parts}, "streams", ()),
+        (not hole and {"streams", "host_streams"} & {*parts}, "streams", ()),
         (only_buffers, "buffer", paths),
         (one_element, "bit", paths),
         (fault, "fault", ("the first" if known.repeats[1] else "the second",)),
+        (hole, "unrecorded", hole),
         (drifts, "environment", drifts),
         (by_state, "state", paths or components),
     )

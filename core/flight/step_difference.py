@@ -13,7 +13,6 @@ _WORDS: Final = {
     "batch": "it read other batches",
     "streams": "the random streams are elsewhere after it",
     "host_streams": "the streams of python or numpy are elsewhere after it",
-    "missing": "one of them has no record of it",
 }
 
 
@@ -24,10 +23,10 @@ class StepDifference:
 
     Attributes:
         step: the step.
-        parts: what differs, of ``missing``, ``samples``, ``epoch``, ``batch``, ``loss``, ``norm``, ``streams``, ``host_streams`` and ``state``. The
+        parts: what differs, of ``samples``, ``epoch``, ``batch``, ``loss``, ``norm``, ``streams``, ``host_streams`` and ``state``. The
             streams of python and numpy count only where other things differ, and they were the same before.
         same: what is known in both, and the same.
-        one: the record of the first flight; None if it has none.
+        one: the record of the first flight; None if it has none, where only the state is compared.
         other: that of the second one.
         components: the components of the state that differ, where both have their digests.
 
@@ -71,7 +70,7 @@ class StepDifference:
 def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int | None = None) -> StepDifference | None:
     """The first step in which two flights differ, of those that both can have; None if they do not.
 
-    A field that only one of them knows is not compared. A flight that ends earlier is not another one.
+    What only one of them knows is not compared: a field, or a step. A flight that ends earlier, or has lost steps, is not another one.
 
     Args:
         one: a flight.
@@ -84,7 +83,7 @@ def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int |
     first = max(min(one.steps), min(other.steps), after + 1)
     last = min(max(one.steps), max(other.steps))
     last = last if until is None else min(last, until)
-    for step in sorted({*one.steps, *other.steps}):
+    for step in sorted((one.steps.keys() & other.steps.keys()) | (one.states.keys() & other.states.keys())):
         if first <= step <= last:
             found = step_difference(one, other, step)
             if found is not None:
@@ -92,15 +91,31 @@ def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int |
     return None
 
 
+def steps_unrecorded(one: Flight, other: Flight) -> tuple[tuple[int, int], ...]:
+    """The steps of which a flight has no record, and another one has, from the first to the last that both can have: (first, last) of each hole.
+
+    Examples:
+        >>> from trainfold.core.flight.flight import flight_of
+        >>> steps_unrecorded(*(flight_of(map(StepRecord, steps)) for steps in ([1, 5, 7], range(1, 9))))
+        ((2, 4), (6, 6))
+    """
+    if not one.steps or not other.steps:
+        return ()
+    first, last = max(min(one.steps), min(other.steps)), min(max(one.steps), max(other.steps))
+    holes: list[tuple[int, int]] = []
+    for step in sorted(step for step in other.steps.keys() - one.steps.keys() if first <= step <= last):
+        begin = holes.pop()[0] if holes and holes[-1][1] == step - 1 else step
+        holes.append((begin, step))
+    return tuple(holes)
+
+
 def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | None:
     """What differs in one step; None if nothing does that both know."""
     mine, theirs = one.steps.get(step), other.steps.get(step)
-    if mine is None or theirs is None:
-        return StepDifference(step, ("missing",), (), mine, theirs)
     parts: list[str] = []
     same: list[str] = []
     for name in (*_POSITION[::-1], "batch", *_NUMBERS, "streams"):
-        a, b = getattr(mine, name), getattr(theirs, name)
+        a, b = (getattr(record, name, None) for record in (mine, theirs))
         if a is not None and b is not None:
             (same if a == b else parts).append(name)
     if parts and _came_apart(one, other, step):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from trainfold.core.markup.chart import chart_html
 from trainfold.core.markup.curve import Curve, curve_of
+from trainfold.core.markup.html_table import safe
 from trainfold.core.markup.texts import count_text, number_text
 from trainfold.core.page.charts import curve_chart
 from trainfold.core.page.page_parts import RECORD, long_table, note
@@ -30,12 +31,12 @@ def _recorded(page: RunPage) -> list[str]:
     """The curves of the flight log."""
     if page.flight is None:
         return [note(f"This run has no flight log, so its losses are not known. {RECORD} and <code>live.record(loss=loss)</code> record them.")]  # fmt: skip
-    drawn = []
+    drawn = [note(f"Not read: {safe(page.flight.damage)}.")] if page.flight.damage else []
     for title, name, curve in (("Loss", "loss", page.flight.loss), ("Norm of the gradient", "norm", page.flight.norm)):
         if curve.points:
             drawn.append(chart_html(curve_chart(title, curve, name=name), f"{name}-curve"))
         drawn += _about(curve)
-    if not page.flight.loss.count:
+    if not page.flight.loss.count and page.flight.last is not None:
         drawn.append(note("The flight log has no losses: <code>live.record(loss=loss)</code> before <code>live.advance</code> records them."))  # fmt: skip
     return drawn
 

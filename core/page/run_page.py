@@ -23,6 +23,7 @@ class FlightFacts:
         last: the last one.
         written_at: when its last line was written, in seconds since 1970; None if that is not known.
         ranks: how many ranks have a log.
+        damage: what of the log cannot be read, in words; empty if all can.
     """
 
     loss: Curve = attrs.field(factory=Curve)
@@ -31,6 +32,7 @@ class FlightFacts:
     last: int | None = None
     written_at: float | None = None
     ranks: int = 1
+    damage: str = ""
 
 
 @final

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks
+from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, log_warnings
 from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,
     check_command,
@@ -17,6 +17,7 @@ from trainfold.adapters.cli.flights.scratch_run import (
 from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.core.errors import CheckpointMissing
+from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_of
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.format.leaf_texts import leaf_texts
@@ -56,13 +57,14 @@ def bisect_runs(a: Path, b: Path, command: tuple[str, ...], *, directory: Path, 
     evidence = _of_checkpoints(a, b, *saved)
     if found is not None:
         evidence = attrs.evolve(evidence, rank=found[0], difference=found[1])
+    evidence = attrs.evolve(evidence, unrecorded=_unrecorded(*flights, evidence))
     parting = parting_of(evidence)
     if command and parting.step is not None:
         with _PLACE.prepared(directory):
             _PLACE.mark(directory, {"command": list(command), "a": str(a), "b": str(b)})
             repeats = _repeats((a, b), parting, command, directory, patience_secs)
         parting = parting_of(attrs.evolve(evidence, repeats=repeats))
-    return _answer(a, b, parting)
+    return _answer(a, b, parting, log_warnings((a, b), flights, ("A", "B")))
 
 
 def _of_checkpoints(a: Path, b: Path, mine: set[int], theirs: set[int]) -> Evidence:
@@ -94,6 +96,18 @@ def _of_checkpoints(a: Path, b: Path, mine: set[int], theirs: set[int]) -> Evide
         environment=tuple((key, *each) for key, each in drifts.items() if key.startswith(ENVIRONMENT)),
         seeds=unlike.get(_SEED) if same_at is None else None,
     )
+
+
+def _unrecorded(one: Mapping[int, Flight], other: Mapping[int, Flight], known: Evidence) -> tuple[int, int] | None:
+    """The steps just before the difference of which the logs say nothing together; None where both have no log."""
+    ends = [] if known.difference is None else [known.difference.step - 1]
+    ends += [] if known.apart_at is None else [known.apart_at]
+    pairs = [(one[rank], other[rank]) for rank in one.keys() & other.keys()]
+    if not ends or not pairs:
+        return None
+    both = [max((step for step in a.steps.keys() & b.steps.keys() if step <= min(ends)), default=0) for a, b in pairs]
+    begin = max(min(both), known.same_at or 0) + 1
+    return (begin, min(ends)) if begin <= min(ends) else None
 
 
 def _complete(run: Path, *, has_log: bool) -> set[int]:
@@ -151,7 +165,7 @@ def _repeated(run: Path, replayed: Path, begin: int, end: int) -> bool | None:
     return True if is_logged else None
 
 
-def _answer(a: Path, b: Path, parting: Parting) -> Answer:
+def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
     known = parting.evidence
     words = {True: "yes", False: "NO", None: "not tried: put the program of A after --"}
     facts = [
@@ -161,7 +175,13 @@ def _answer(a: Path, b: Path, parting: Parting) -> Answer:
         ("other state at", "no step that both have saved" if known.apart_at is None else f"step {known.apart_at}"),
         *((f"the program repeats {name}", words[each]) for name, each in zip("AB", known.repeats, strict=True)),
     ]
-    tables = [Table(f"A = {a}, B = {b}", ("", ""), tuple(facts if parting.step is not None else facts[:2]))]
+    tables = [
+        Table(
+            f"A = {a}, B = {b}",
+            ("", ""),
+            (*(facts if parting.step is not None else facts[:2]), *(("warning", text) for text in warnings)),
+        )
+    ]
     rest = len(known.leaves) - _SHOWN
     rows = [
         *((leaf.path, leaf.text) for leaf in known.leaves[:_SHOWN]),
@@ -193,5 +213,6 @@ def _answer(a: Path, b: Path, parting: Parting) -> Answer:
         "environment": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.environment],
         "seeds": None if known.seeds is None else list(known.seeds),
         "repeats": list(known.repeats),
+        "warnings": warnings,
     }
     return Answer(data, tuple(tables), error)

@@ -15,9 +15,11 @@ from trainfold.adapters.cli.flights.scratch_run import (
 )
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
+from trainfold.backends.flight.flight_file import flight_name
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
-from trainfold.core.flight.step_difference import StepDifference, first_step_apart
+from trainfold.core.flight.parting import steps_text
+from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_unrecorded
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.history.inventory import Inventory
 
@@ -102,8 +104,43 @@ def _nonfinite(request: ReplayRequest, made: ScratchRun, found: Mapping[str, Any
 
 
 def _data(request: ReplayRequest, **found: Any) -> dict[str, Any]:
-    known = {"steps": 0, "same": None, "rank": None, "difference": None, "states": None, "nonfinite": None}
+    known: dict[str, Any] = {
+        "steps": 0,
+        "same": None,
+        "rank": None,
+        "difference": None,
+        "states": None,
+        "nonfinite": None,
+        "warnings": [],
+    }
     return {"run": str(request.run), "from": request.begin, "to": request.end, **known, **found}
+
+
+def log_warnings(
+    runs: tuple[Path, Path],
+    flights: tuple[Mapping[int, Flight], Mapping[int, Flight]],
+    names: tuple[str, str],
+    *,
+    after: int = 0,
+    until: int | None = None,
+) -> list[str]:
+    """What the logs of two runs have not: lines that cannot be read, and steps of which only the other one has a record.
+
+    Args:
+        runs: the runs.
+        flights: their logs by rank.
+        names: of the runs, in a sentence.
+        after: name holes after this step.
+        until: and up to this one; None for all.
+    """
+    found = []
+    for run, own, other, name in zip(runs, flights, flights[::-1], names, strict=True):
+        found += [flight.damage.text_of(str(run / flight_name(rank))) for rank, flight in own.items() if flight.damage]
+        for rank in sorted(own.keys() & other.keys()):
+            where = f" of rank {rank}" if rank else ""
+            holes = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in steps_unrecorded(own[rank], other[rank]))  # fmt: skip
+            found += [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record in {name}{where}" for hole in holes if hole[0] <= hole[1]]  # fmt: skip
+    return found
 
 
 def difference_data(difference: StepDifference | None) -> dict[str, Any] | None:
@@ -134,6 +171,7 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
         if states.error is None
         else "other bits"
     )
+    warnings = log_warnings((run, made.run), (flights, there), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
     rank, difference = (None, None) if found is None else found
     shown = "none" if difference is None else f"{difference}{f' (rank {rank})' if rank else ''}"
     rows = [
@@ -142,6 +180,7 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
         ("first difference", shown),
         (f"state at step {end}", state),
         ("what it said", str(made.output)),
+        *(("warning", text) for text in warnings),
     ]
     is_same = difference is None and (states is None or states.error is None)
     tables = [Table(f"{run}, and its replay", ("", ""), tuple(rows))]
@@ -154,5 +193,5 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
             found=shown if difference is not None else f"another state at step {end}, by the same losses and batches",
             fix="replay again: if that differs too, and from this replay, the program does not repeat itself; else it has changed, or the run had a fault",
         )
-    data = _data(request, steps=steps, same=is_same, rank=rank, difference=difference_data(difference), states=None if states is None else states.data)  # fmt: skip
+    data = _data(request, steps=steps, same=is_same, rank=rank, difference=difference_data(difference), states=None if states is None else states.data, warnings=warnings)  # fmt: skip
     return Answer(data, tuple(tables), error)

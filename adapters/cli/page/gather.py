@@ -86,10 +86,13 @@ class PageReader:
         except OSError as error:
             unread.append(f"the flight log: {error}")
             return None
-        if log.last is None:
+        damage = log.damage.text_of(flight_name(0)) if log.damage else ""
+        if damage:
+            unread.append(damage)
+        if log.last is None and not damage:
             return None
         ranks = len(list(Path(self._store.url).glob("flight-*.log")))
-        return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, ranks)
+        return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, ranks, damage)
 
 
 def _flight_log(store: Store) -> FlightValues | None:

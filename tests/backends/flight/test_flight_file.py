@@ -92,6 +92,27 @@ def test_a_run_without_a_log_and_one_without_a_directory_name_the_next_move(tmp_
     assert directory_for_log(LocalStore(tmp_path / "a")) == tmp_path / "a"
 
 
+def test_a_resume_over_a_damaged_line_keeps_all_others(tmp_path):
+    """R04: the cut is at the step, wherever the damage is."""
+    whole = written(tmp_path / "whole.log", range(1, 14))
+    for at in range(12):
+        path = tmp_path / flight_name(0)
+        path.write_bytes(whole[: at * LINE_BYTES] + b"\xff" * LINE_BYTES + whole[(at + 1) * LINE_BYTES :])
+        written(path, range(11, 14))
+        found, lost = read_flights(tmp_path)[0], at - at // 4 + 1
+        assert {*range(1, 14)} - {*found.steps} <= {lost}
+        assert (found.damage.lines, found.damage.first) == (1, at * LINE_BYTES)
+
+
+def test_a_file_that_is_no_log_is_named_when_a_run_begins_it_again(tmp_path, caplog):
+    (tmp_path / flight_name(0)).write_bytes(bytes(range(1, 250)) * 4)
+    assert read_flights(tmp_path)[0].damage.is_all
+    assert written(tmp_path / flight_name(0), [1, 2]) == written(tmp_path / "b.log", [1, 2])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert flight_name(0) in message
+    assert "not a flight log" in message
+
+
 def test_the_state_of_a_step_follows_it(tmp_path):
     """It comes with a write of its own, at the boundary; it must not cut the step that it is about."""
     file = FlightFile(tmp_path / flight_name(0))

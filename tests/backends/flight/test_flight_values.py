@@ -21,7 +21,7 @@ def bytes_of(first, losses, look):
 
 def values_of(data):
     """The plain model: what `decode_lines` finds."""
-    steps = [line for line in decode_lines(data) if isinstance(line, StepRecord)]
+    steps = [line for line in decode_lines(data).lines if isinstance(line, StepRecord)]
     return [(line.step, float_of_bits(line.loss)) for line in steps if line.loss is not None], [
         line.step for line in steps
     ]
@@ -31,23 +31,33 @@ LOSSES = st.lists(st.none() | st.floats(allow_nan=False), max_size=12)
 
 
 @settings(max_examples=40)
-@given(looks=st.lists(st.tuples(st.integers(0, 12), LOSSES, st.integers(0, 63)), min_size=1, max_size=4))
+@given(
+    looks=st.lists(
+        st.tuples(st.integers(0, 12), LOSSES, st.integers(0, 63), st.none() | st.integers(0, 900)),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_what_is_read_in_pieces_is_what_is_in_the_log(tmp_path_factory, looks):
-    """R04: each look finds the log as it is then: longer, cut where a run resumed, or with a torn end."""
+    """R04: each look finds the log as it is then: longer, cut where a run resumed, with a torn end, or with a damaged line."""
     path = tmp_path_factory.mktemp("flight") / "flight-00000.log"
     values = FlightValues(path)
     assert not values.read()
     data = b""
-    for look, (kept, losses, torn) in enumerate(looks):
+    for look, (kept, losses, torn, damaged) in enumerate(looks):
         data = data[: 64 * kept]
         steps = values_of(data)[1]
-        data += bytes_of(steps[-1] + 1 if steps else 1, losses, look)
+        more = bytearray(bytes_of(steps[-1] + 1 if steps else 1, losses, look))
+        if damaged is not None and damaged < len(more):
+            more[damaged] ^= 1
+        data += bytes(more)
         path.write_bytes(data + b"T" * torn)
         values.read()
         expected, steps = values_of(data)
+        assert values.damage == decode_lines(data).damage
         assert list(zip(*values.loss, strict=True)) == expected
         assert list(values.norm[0]) == steps
         assert (values.first, values.last) == ((steps[0], steps[-1]) if steps else (None, None))
     path.unlink()
-    assert values.read() == bool(data)
+    assert values.read() == bool(decode_lines(data).lines)
     assert values.last is None

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.flight import flight_of
 from trainfold.core.flight.log_lines import (
     LINE_BYTES,
@@ -49,23 +50,41 @@ def test_a_line_is_what_was_written(line):
 def test_a_log_cut_anywhere_is_a_prefix(lines, cut):
     """A process can die inside a write: what is read are the first lines, whole ones."""
     data = encode_lines(lines)[:cut]
-    assert decode_lines(data) == tuple(lines[: len(data) // LINE_BYTES])
+    found = decode_lines(data)
+    assert found.lines == tuple(lines[: len(data) // LINE_BYTES])
+    assert not found.damage
+    assert decode_lines(data[: len(data) // LINE_BYTES * LINE_BYTES] + bytes(cut)) == found, "zeros after a power cut"
 
 
-@given(st.lists(LINES, min_size=1, max_size=4), st.data())
-def test_a_changed_bit_ends_what_is_read(lines, data):
-    """Bits that rot are not shown as what a run did."""
-    bit = data.draw(st.integers(0, len(lines) * LINE_BYTES * 8 - 1))
+@given(st.lists(LINES, min_size=1, max_size=5), st.sets(st.integers(0, 5 * LINE_BYTES * 8 - 1), max_size=3))
+def test_changed_bits_cost_their_lines_alone_and_are_known(lines, bits):
+    """Bits that rot are not shown as what a run did, and the lines after them are read."""
     written = bytearray(encode_lines(lines))
-    written[bit // 8] ^= 1 << bit % 8
-    assert decode_lines(bytes(written)) == tuple(lines[: bit // 8 // LINE_BYTES])
+    hit = {bit // 8 // LINE_BYTES: bit for bit in bits if bit // 8 < len(written)}
+    for bit in hit.values():
+        written[bit // 8] ^= 1 << bit % 8
+    found = decode_lines(bytes(written))
+    assert found.lines == tuple(line for at, line in enumerate(lines) if at not in hit)
+    assert found.damage == Damage(len(hit), min(hit, default=0) * LINE_BYTES, is_all=len(hit) == len(lines))
 
 
-@given(st.lists(st.integers(0, 9), max_size=9), st.integers(0, 10), st.integers(0, 3))
-def test_a_log_keeps_the_lines_before_the_step_that_comes(steps, step, torn):
-    """R04: a resumed run continues its log without a step twice; what a crash left of the end is cut first."""
-    log = [StepRecord(each) for each in sorted(steps)] + [None] * torn
-    assert lines_before(step, len(log), log.__getitem__) == sum(each < step for each in steps)
+def test_what_is_no_log_is_known():
+    assert decode_lines(b"\x93" * 999).damage == Damage(15, 0, is_all=True)
+    assert decode_lines(b"notes").damage.is_all
+    assert not decode_lines(encode_line(StepRecord(1))[:9]).damage
+    assert not decode_lines(bytes(999)).damage
+    assert "not a flight log" in Damage(15, 0, is_all=True).text_of("flight-00000.log")
+
+
+@given(st.lists(st.integers(0, 9), max_size=9), st.integers(0, 10), st.integers(0, 3), st.sets(st.integers(0, 8)))
+def test_a_log_keeps_the_lines_before_the_step_that_comes(steps, step, torn, damaged):
+    """R04: a resumed run continues its log without a step twice; what a crash left of the end is cut first. A damaged line costs no other."""
+    log = [None if at in damaged else StepRecord(each) for at, each in enumerate(sorted(steps))] + [None] * torn
+    while log and log[-1] is None and not torn:
+        log.pop()
+    good = [at for at, line in enumerate(log) if line is not None]
+    late = [at for at in good if log[at].step >= step]
+    assert lines_before(step, len(log), log.__getitem__) == min(late, default=max(good, default=-1) + 1)
 
 
 def test_numbers_are_compared_by_their_bits():

@@ -18,7 +18,11 @@ def logs(*parts, step=5):
 CASES = [
     (Evidence(), None, "nothing"),
     (Evidence(difference=logs("samples", "batch", "loss")), 5, "position"),
-    (Evidence(difference=logs("missing"), settings=RATE), 5, "position"),
+    (Evidence(difference=logs("samples", step=21), unrecorded=(16, 20), settings=RATE), 21, "position"),
+    (Evidence(difference=logs("loss", "streams", step=21), unrecorded=(16, 20), environment=ENV), 21, "unrecorded"),
+    (Evidence(difference=logs("loss", step=21), unrecorded=(16, 20), settings=RATE), 21, "setting"),
+    (Evidence(apart_at=8, unrecorded=(4, 8), leaves=(BUFFER, WEIGHT)), 8, "unrecorded"),
+    (Evidence(apart_at=8, unrecorded=(4, 8), leaves=(WEIGHT,)), 8, "bit"),
     (Evidence(difference=logs("batch", "loss", "streams"), seeds=("1", "2"), environment=ENV), 5, "seed"),
     (Evidence(difference=logs("batch", "loss"), settings=RATE), 5, "batch"),
     (Evidence(difference=logs("loss"), absent=("scheduler",), settings=RATE), 5, "component"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.flight.flight import flight_of
-from trainfold.core.flight.step_difference import first_step_apart
+from trainfold.core.flight.step_difference import first_step_apart, steps_unrecorded
 from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bits_of
 
 FULL = [
@@ -46,14 +46,33 @@ def test_what_only_one_knows_is_no_difference(name):
     assert first_step_apart(flight_of(FULL), flight_of(unknown)) is None
 
 
-def test_a_log_that_ends_earlier_is_no_other_run_and_one_with_a_hole_is():
+def test_a_log_that_ends_earlier_or_has_a_hole_is_no_other_run():
     assert first_step_apart(flight_of(FULL), flight_of(FULL[:3])) is None
     assert first_step_apart(flight_of(FULL), flight_of(FULL[3:])) is None
-    assert (
-        str(first_step_apart(flight_of(FULL), flight_of([*FULL[:3], *FULL[4:]])))
-        == "step 4: one of them has no record of it"
-    )
+    assert first_step_apart(flight_of(FULL), flight_of([*FULL[:3], *FULL[4:]])) is None
     assert first_step_apart(flight_of(FULL), flight_of([])) is None
+
+
+def test_another_position_after_a_hole_is_found_in_the_next_step_that_both_have():
+    found = first_step_apart(flight_of(FULL), flight_of([*FULL[:3], attrs.evolve(FULL[5], samples=99), *FULL[6:]]))
+    assert (found.step, found.parts) == (6, ("samples",))
+
+
+@given(*[st.sets(st.integers(1, 8), min_size=1)] * 2)
+def test_steps_that_only_one_log_has_are_listed(mine, theirs):
+    one, other = (flight_of(FULL[step - 1] for step in sorted(steps)) for steps in (mine, theirs))
+    last = min(max(mine), max(theirs))
+    listed = [step for first, end in steps_unrecorded(one, other) for step in range(first, end + 1)]
+    assert listed == [
+        step for step in range(max(min(mine), min(theirs)), last + 1) if step not in mine and step in theirs
+    ]
+    assert first_step_apart(one, other) is None
+
+
+def test_the_state_of_a_step_without_a_record_is_compared():
+    one, other = (flight_of([*FULL[:3], StateDigest(4, "model", bytes([x] * 16)), *FULL[4:]]) for x in (1, 2))
+    found = first_step_apart(one, other)
+    assert (found.step, found.parts, found.components) == (4, ("state",), ("model",))
 
 
 def test_the_components_that_differ_are_named():

@@ -1,16 +1,18 @@
 """`trainfold bisect`: ten planted causes, each of which is named; and what is said where there is little to go by."""
 
 import random
+import shutil
 
 import pytest
 import torch
 from kit.adapters import replay_cases
-from kit.adapters.cli_cases import fits_its_schema
+from kit.adapters.cli_cases import fits_its_schema, flip
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold import CheckpointManager, Loss, attach, init_state, make_step, optimizer
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
+from trainfold.core.flight.log_lines import decode_line
 from trainfold.ranks import run_threads
 from trainfold.states import FlightLog
 
@@ -219,6 +221,41 @@ def test_two_runs_that_did_the_same_do_not_part(plain, tmp_path, capsys):
     train(tmp_path / "b")
     assert main(["bisect", str(plain), str(tmp_path / "b")]) == 0
     assert "nothing that is known differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["a flipped bit", "no record", "no log"])
+def test_what_a_log_has_lost_is_named_and_does_not_count(plain, tmp_path, lost):
+    """Neither a damaged line nor those that a power cut took say that the run did something else."""
+    shutil.copytree(plain, tmp_path / "b", symlinks=True)
+    log = tmp_path / "b" / "flight-00000.log"
+    lines = log.read_bytes()
+    at = 6 * 64  # the record of step 4, after three steps with a line for the state of each component
+    while decode_line(lines[at : at + 64]) is None or decode_line(lines[at : at + 64]).step < 4:
+        at += 64
+    kept = {
+        "a flipped bit": lines[:at] + b"\0" + lines[at + 1 :],
+        "no record": lines[:at] + lines[at + 64 :],
+        "no log": b"x" * 999,
+    }
+    log.write_bytes(kept[lost])
+    found = named(plain, tmp_path / "b")
+    assert (found["step"], found["cause"]) == (None, "nothing"), found["text"]
+    words = {
+        "a flipped bit": ["1 line cannot be read", "step 4 has no record in B"],
+        "no record": ["step 4 has no record in B"],
+        "no log": ["is not a flight log"],
+    }
+    assert len(found["warnings"]) == len(words[lost])
+    assert all(word in each for word, each in zip(words[lost], found["warnings"], strict=True)), found["warnings"]
+
+
+def test_a_difference_after_a_damaged_line_is_not_called_arithmetic(plain, tmp_path):
+    """Another batch, whose record is lost, gives other losses after it."""
+    train(tmp_path / "b", swaps=True, record=0)
+    log = tmp_path / "b" / "flight-00000.log"
+    flip(log, 2 * 64 + 9)
+    found = named(plain, tmp_path / "b")
+    assert (found["step"], found["cause"], found["names"]) == (3, "unrecorded", ["step 3"]), found["text"]
 
 
 def test_a_replay_shows_which_run_the_program_repeats(ran, replayed):

@@ -5,7 +5,7 @@ import shutil
 import time
 
 from kit.adapters import replay_cases
-from kit.adapters.cli_cases import fits_its_schema
+from kit.adapters.cli_cases import fits_its_schema, flip
 
 from trainfold.adapters.cli import main
 
@@ -26,8 +26,13 @@ def test_a_program_is_replayed_from_a_checkpoint_and_its_run_is_only_read(ran, r
     fits_its_schema("replay", found)
     assert (code, found["same"], found["steps"], found["difference"]) == (0, True, 4, None)
     assert found["states"]["same"]
+    assert found["warnings"] == []
+    assert contents(tmp_path / "runs/a") == before
+    flip(tmp_path / "runs/a/flight-00000.log", 9)
+    before = contents(tmp_path / "runs/a")
     code, found = replayed("replay", "runs/a", "--from", 0, command=[*command[:-1], "{run}"])
-    assert (code, found["same"], found["steps"], found["to"]) == (0, True, 12, 12)
+    assert (code, found["same"], found["steps"], found["to"]) == (0, True, 11, 12)
+    assert "1 line cannot be read, at byte 0" in found["warnings"][0]
     assert contents(tmp_path / "runs/a") == before
 
 

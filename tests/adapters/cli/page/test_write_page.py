@@ -101,3 +101,13 @@ def test_a_damaged_run_has_a_page_that_names_the_damage(recorded, tmp_path, call
     shown = text_of(tmp_path / "run.html")
     assert "step-00000004/manifest.json: expected a manifest" in shown
     assert "best.json: expected" in shown
+    assert "flight-00000.log is not a flight log" in shown
+    assert "This run has no flight log" not in shown
+
+
+def test_a_damaged_line_of_the_flight_log_is_named_and_costs_no_other(recorded, tmp_path, answered):
+    cli_cases.flip(recorded / flight_name(0), 3 * 64 + 20)
+    found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
+    assert found["losses"] == 5
+    shown = text_of(tmp_path / "run.html")
+    assert shown.count("flight-00000.log: 1 line cannot be read") == 2, "with the losses, and among the findings"
