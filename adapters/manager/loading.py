@@ -1,6 +1,7 @@
 """`RunLoader`: loads a run's checkpoints into a live run or a state; `LoadRunner`: does so for a manager."""
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -350,6 +351,7 @@ class LoadRunner:
         self.saves.settle()
         if self.rehearsal is not None:
             self.rehearsal.watch(run)
+        began = time.monotonic()
         try:
             state = self.loader.load(run, step=step, reset=reset, in_place=in_place, transform=transform)
         except ResumeRefused as refused:
@@ -364,7 +366,7 @@ class LoadRunner:
         if self.saves.base is not None:
             rank = self.loader.collectives.rank
             self.saves.base = NO_BASE if manifest is None else without_collecting(base_from)(manifest, checkpoint, rank)
-        self.events.report("restored", step=step)
+        self.events.report("restored", step=step, secs=time.monotonic() - began)
         names = self.loader.names_of(run)
         if names is not None and "trainer" not in names:
             self._warn(

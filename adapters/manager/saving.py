@@ -105,6 +105,7 @@ class SaveRunner:
         self._first = first
         self._pruner = pruner
         self._events = events
+        self._called_at = 0.0
         self._rehearsal = rehearsal
         self._flight = flight
         self._journal = None if flight is None else flight.journal
@@ -180,7 +181,7 @@ class SaveRunner:
         Raises:
             SaveFailed: if this save failed.
         """
-        began = time.monotonic()
+        self._called_at = began = time.monotonic()
         if self._rehearsal is not None:
             self._rehearsal.begins_save(run)
         with self._due.until_all_come(_step_of(run)):
@@ -422,7 +423,8 @@ class SaveRunner:
         except BaseException:
             hold.release()  # the save fails: unannounced leaves may change from now on, and are not read
             raise
-        self._events.report("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held")
+        self._events.report("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held",
+                            secs=time.monotonic() - self._called_at)  # fmt: skip
         return SaveOutcome("staged", step)
 
     def _start(

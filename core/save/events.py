@@ -27,7 +27,7 @@ class Event:
         step: the step of the save when it was requested, or of the checkpoint; None if the event has none.
         checkpoint: the directory of the checkpoint, or None.
         detail: more, in words.
-        secs: how long it took: ``committed``, from the beginning of the save to the moment when it was durable; ``uploaded`` and ``fetched``, the transfer. Else None.
+        secs: how long it took: ``saved``, the call, for which the loop stood still; ``restored``, the load; ``committed``, from the beginning of the save to the moment when it was durable; ``uploaded`` and ``fetched``, the transfer. Else None.
     """
 
     kind: EventKind

@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 import weakref
 from contextlib import ExitStack
 
@@ -345,3 +346,23 @@ def test_a_rank_that_cannot_save_is_told_to_all_others_and_the_next_save_succeed
 
 
 # --- what a review found ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_saves_and_loads_are_events_with_their_durations(mode):
+    """R05: what a loop stood still for can be left out of a throughput: the call of an async save, a whole sync save, a load."""
+    taken, job, store = {}, Job(), MemoryStore()
+
+    def listen(event):
+        taken[event.kind] = event.secs
+
+    began = time.monotonic()
+    with CheckpointManager(store, mode=mode, on_event=listen) as manager:
+        job.train()
+        manager.save(job.live)
+        manager.drain()
+        manager.restore(job.live)
+    whole = time.monotonic() - began
+    timed = {"committed", "restored", *(["saved"] if mode == "async" else [])}
+    assert {kind for kind, secs in taken.items() if secs is not None} == timed
+    assert all(0 < taken[kind] < whole for kind in timed)
