@@ -6,14 +6,13 @@ import attrs
 
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.tiers.compare_runs import Steps, planned_copy
+from trainfold.backends.tiers.compare_runs import Steps, planned_copy, unless_empty
 from trainfold.backends.tiers.copy_run import carried_out
 from trainfold.backends.tiers.node_folders import NodeFolders
-from trainfold.core.errors import CheckpointDamaged, InvalidArgument, RunEmpty, TrainfoldError
+from trainfold.core.errors import CheckpointDamaged, InvalidArgument, TrainfoldError
 from trainfold.core.format.file_names import step_of
 from trainfold.core.history.copy_plan import CopyPlan
 from trainfold.core.json_values import shown
-from trainfold.core.problem import problem_of
 
 
 def plan_collect(nodes: Sequence[Run], target: Run, *, steps: Steps = "all") -> CopyPlan:
@@ -94,10 +93,9 @@ def _planned(folders: NodeFolders, target: Store, steps: Steps) -> CopyPlan:
     asked = folders.steps() if isinstance(steps, str) else [name for name in folders.steps() if step_of(name) in steps]
     left_out = {**plan.left_out, **{name: f"incomplete: lacks {', '.join(texts)}" for name, texts in lacking.items()}}
     refused = (*(problem for name, problem in folders.conflicts.items() if name in asked), *plan.refused)
-    if not plan.checkpoints and not refused:  # no run is begun for none
-        lost = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-        refused = (problem_of(RunEmpty(folders.url, expected="a complete checkpoint", found=lost or "none", fix="name the folders of all nodes")),)  # fmt: skip
-    return attrs.evolve(plan, left_out={**left_out, **folders.unlike}, refused=refused)
+    plan = unless_empty(attrs.evolve(plan, left_out=left_out, refused=refused), fix="name the folders of all nodes")
+    # what folders of lost disks lack is expected, the newest as the others
+    return attrs.evolve(plan, left_out={**left_out, **folders.unlike}, newest_lost=None)
 
 
 def _opened(nodes: Sequence[Run], target: Run) -> tuple[NodeFolders, Store]:

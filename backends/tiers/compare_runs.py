@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
+import attrs
+
 from trainfold.backends.runs.best.best_reader import best_bytes, parsed_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import check_place, examine, read_inventory, read_root
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store, glimpse
+from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.checks import count
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
@@ -18,6 +21,7 @@ from trainfold.core.errors import (
     CheckpointTorn,
     InvalidArgument,
     RunEmpty,
+    error_text,
 )
 from trainfold.core.format.file_names import MANIFEST, directory_of, is_data_file
 from trainfold.core.format.manifest import FileRecord, IndexRecord, Manifest
@@ -65,10 +69,8 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
         for file in (*each.beside, *(file for file in each.files if file.directory != name))
     ]
     sizes = side_by_side([partial(target.size, path) for path in looked_at])
-    best = best_bytes(source)
-    if best is not None and (old := best_bytes(target)) is not None and (old == best or not replaces):
-        best = None
-    return decide_copy(
+    best_names, best_problem = _best_in(source, target, replaces=replaces)
+    plan = decide_copy(
         here,
         there,
         {**order, **dict.fromkeys(problems.keys() - order.keys(), "asked for")},
@@ -78,8 +80,34 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
         sizes=dict(zip(looked_at, sizes, strict=True)),
         asked=None if steps == "all" else names,
         replaces=replaces,
-        best_names=None if best is None else parsed_best(source, best).names,
+        best_names=best_names,
     )
+    return plan if best_problem is None else attrs.evolve(plan, left_out={**plan.left_out, BEST_FILE: best_problem})
+
+
+def unless_empty(plan: CopyPlan, *, fix: str) -> CopyPlan:
+    """The plan, refused if there is no checkpoint in it: no run is begun for none.
+
+    Args:
+        plan: the plan.
+        fix: the next move.
+    """
+    if plan.checkpoints or plan.refused:
+        return plan
+    lost = "; ".join(f"{name}: {why}" for name, why in plan.left_out.items())
+    error = RunEmpty(plan.source, expected="a complete checkpoint", found=lost or "none", fix=fix)
+    return attrs.evolve(plan, refused=(problem_of(error),))
+
+
+def _best_in(source: Store, target: Store, *, replaces: bool) -> tuple[tuple[str, ...] | None, str | None]:
+    """The checkpoints that the source's best names, if it is to go along; and what is wrong with its record."""
+    best, old = best_bytes(source), best_bytes(target)
+    if best is None or (old is not None and (old == best or not replaces)):
+        return None, None
+    try:
+        return tuple(parsed_best(source, best).names), None
+    except CheckpointError as error:
+        return None, error_text(error)
 
 
 def inventory_in(store: Store, *, may_be_new: bool = False) -> Inventory:

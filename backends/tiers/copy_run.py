@@ -1,6 +1,6 @@
 """`plan_copy` and `copy_run`: copy checkpoints of a run into another store, verified, and continued where a copy before was cut off."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -16,11 +16,12 @@ from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store, glimpse
-from trainfold.backends.tiers.compare_runs import Steps, planned_copy
+from trainfold.backends.tiers.compare_runs import Steps, planned_copy, unless_empty
 from trainfold.backends.tiers.copy_file import copy_file
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
+    CheckpointMissing,
     CheckpointTorn,
     CommitConflict,
     InvalidArgument,
@@ -34,6 +35,7 @@ from trainfold.core.history.inventory import lineage
 from trainfold.core.problem import error_from
 
 _AT_ONCE: Final = 4  # files: a request to a bucket waits longer than it works
+_DELETED: Final = "deleted from the source meanwhile"
 _ROOM_BYTES: Final = 1 << 20  # for a manifest
 
 
@@ -62,7 +64,7 @@ def plan_copy(source: Run, target: Run, *, steps: Steps = "all") -> CopyPlan:
         >>> [(each.name, each.action) for each in plan_copy(run, MemoryStore(), steps="newest").checkpoints]
         [('step-00000002', 'copied')]
     """
-    return planned_copy(*_opened(source, target), steps=steps)
+    return _planned(*_opened(source, target), steps)
 
 
 def copy_run(
@@ -73,7 +75,7 @@ def copy_run(
     Each byte is compared with the digest in its manifest while it passes. A checkpoint is there when all of its files are: by one commit, as a save. A copy that was cut
     off, or killed, is continued by the same call: files that are there and have their digests are not sent again. Nothing that the target has is overwritten.
 
-    The source is not locked: if a program deletes a checkpoint meanwhile, that one is an error. The target is, so nothing else may save there.
+    The source is not locked: a checkpoint that a program deletes meanwhile is left out and named, and it is planned again once. The target is, so nothing else may save there.
 
     Args:
         source: see `plan_copy`.
@@ -86,7 +88,9 @@ def copy_run(
 
     Raises:
         InvalidArgument, CheckpointError: as `plan_copy` does.
+        RunEmpty: if no checkpoint is whole; then nothing is made.
         CommitConflict: if the target has another checkpoint of a step; then nothing is copied.
+        CheckpointMissing: if a checkpoint that was asked for was deleted meanwhile, or one after which nothing newer could be copied.
         CheckpointDamaged: if bytes of the source have another digest, or CheckpointTorn, if they are gone. The other checkpoints are copied all the same.
         RunLocked: if another program saves into the target.
         SaveFailed: if it cannot be written; what is there stays, and the same call goes on.
@@ -102,7 +106,7 @@ def copy_run(
         2
     """
     first, second = _opened(source, target)
-    return carried_out(lambda: planned_copy(first, second, steps=steps), first, second, advance=advance)
+    return carried_out(lambda: _planned(first, second, steps), first, second, advance=advance)
 
 
 def carried_out(
@@ -131,13 +135,57 @@ def carried_out(
     check_copy(planned())
     with locked(target, lambda _: "wait until it ends, or stop it: a copy is the only writer of its target"):
         first = plan = planned()  # another writer was there until now
+        deleted: dict[str, str] = {}
         while True:
             check_copy(plan)
             wrong = carry_out(plan, source, target, advance=advance)
-            if not [error for error in wrong if again(error)]:
-                _raise_all(wrong)
-                return first
+            gone = {name: _DELETED for name in wrong if source.size(f"{name}/{MANIFEST}") is None}
+            _tidy(target, plan, gone)
+            is_again = bool([error for error in wrong.values() if again(error)]) or (bool(gone) and not deleted)
+            deleted |= gone
+            if gone:
+                first = attrs.evolve(
+                    first, checkpoints=tuple(each for each in first.checkpoints if each.name not in wrong)
+                )
+            if not is_again:
+                _raise_all([error for name, error in wrong.items() if name not in deleted])
+                return _without(deleted, first, plan)
             plan = planned()
+            if deleted and plan.refused:
+                raise _deleted_error(source.url, deleted)
+
+
+def _without(deleted: Mapping[str, str], first: CopyPlan, last: CopyPlan) -> CopyPlan:
+    """The plan that was carried out, in two parts if checkpoints were deleted meanwhile.
+
+    Raises:
+        CheckpointMissing: if nothing newer than those was copied.
+    """
+    if not deleted:
+        return first
+    both = {each.name: each for each in (*last.checkpoints, *first.checkpoints) if each.name not in deleted}
+    if max(both, default="") < max(deleted):
+        raise _deleted_error(first.source, deleted)
+    copies = tuple(both[name] for name in sorted(both))
+    return attrs.evolve(last, makes_run=first.makes_run, checkpoints=copies, left_out={**last.left_out, **deleted})
+
+
+def _deleted_error(source: str, deleted: Mapping[str, str]) -> CheckpointMissing:
+    names = ", ".join(sorted(deleted))
+    return CheckpointMissing(source, expected="checkpoints that stay until they are copied", found=f"{names}: {_DELETED}",
+                             fix="run it again: it copies what is there then")  # fmt: skip
+
+
+def _tidy(target: Store, plan: CopyPlan, gone: Collection[str]) -> None:
+    """Delete from the target what was sent of checkpoints that no source has any more."""
+    if not gone:
+        return
+    referred = {other for entry in read_inventory(glimpse(target)).entries for other in entry.refers}
+    for each in plan.checkpoints:
+        if each.name in gone and each.action == "copied" and each.name not in referred:
+            sent = {file.path for file in each.files}
+            if sent.issuperset(f"{each.name}/{name}" for name in target.list(each.name)):
+                target.delete(f"{each.name}/")
 
 
 def check_copy(plan: CopyPlan) -> None:
@@ -151,7 +199,7 @@ def check_copy(plan: CopyPlan) -> None:
 
 def carry_out(
     plan: CopyPlan, source: Store, target: Store, *, advance: Callable[[int], object] = lambda _: None
-) -> list[TrainfoldError]:
+) -> dict[str, TrainfoldError]:
     """Carry out a plan that refuses nothing. The caller holds the lock of the target.
 
     Args:
@@ -161,7 +209,7 @@ def carry_out(
         advance: gets the number of bytes that are done.
 
     Returns:
-        What is wrong with checkpoints of the source that could not be copied. The others are there.
+        Name -> what is wrong with it, of checkpoints of the source that could not be copied. The others are there.
 
     Raises:
         SaveFailed: if the target cannot be written.
@@ -187,7 +235,7 @@ def carry_out(
         target.point("latest", newest.name)
     if plan.best and not wrong:
         _copy_best(source, target)
-    return [*wrong.values()]
+    return wrong
 
 
 def _copy(plan: CheckpointCopy, source: Store, target: Store, advance: Callable[[int], object]) -> None:
@@ -218,6 +266,10 @@ def _copy_best(source: Store, target: Store) -> None:
     if data is not None:
         target.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
         target.point(BEST_POINTER, parsed_best(source, data).name)
+
+
+def _planned(source: Store, target: Store, steps: Steps) -> CopyPlan:
+    return unless_empty(planned_copy(source, target, steps=steps), fix=f"see trainfold ls {source.url}")
 
 
 def _opened(source: Run, target: Run) -> tuple[Store, Store]:

@@ -236,7 +236,7 @@ class TwoTiers:
         try:
             plan = planned_copy(self.far, self.near, steps=sorted({step, *others}), replaces=True)
             check_copy(plan)
-            for error in carry_out(plan, self.far, self.near):
+            for error in carry_out(plan, self.far, self.near).values():
                 raise error
         except CheckpointError as error:
             if isinstance(error, SaveFailed) and not isinstance(error, CommitConflict):

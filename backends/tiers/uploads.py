@@ -188,7 +188,7 @@ class Uploads:
         step = step_of(name)
         plan = planned_copy(self._near, self._far, steps="newest" if step is None else [step], replaces=True)
         check_copy(plan)
-        for error in carry_out(plan, self._near, self._far):
+        for error in carry_out(plan, self._near, self._far).values():
             raise error
         with self._mutex:
             self._given_up.pop(name, None)  # of an earlier save of the step

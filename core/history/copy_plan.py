@@ -118,6 +118,7 @@ class CopyPlan:
         left_out: name -> why it is not copied, of checkpoints that were not asked for by name, and of directories in those that are.
         refused: why nothing can be copied; empty if it can.
         best: whether ``best.json`` goes with them.
+        newest_lost: why the newest checkpoint is left out, where all were asked for; None if it is not.
     """
 
     source: str
@@ -127,6 +128,7 @@ class CopyPlan:
     left_out: Mapping[str, str] = attrs.field(factory=dict)
     refused: tuple[Problem, ...] = ()
     best: bool = False
+    newest_lost: Problem | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -265,6 +267,7 @@ def decide_copy(  # noqa: PLR0913 - keywords
         left_out,
         tuple(dict.fromkeys(refused)),
         best_names is not None and there.issuperset(best_names),
+        lost.get(max((*going, *lost), default="")) if asked is None else None,
     )
 
 

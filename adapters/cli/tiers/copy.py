@@ -28,7 +28,7 @@ def copy_path(
         dry_run: whether nothing is written.
 
     Returns:
-        The plan. In a dry run, what refuses it is the error.
+        The plan. What refuses it, in a dry run, is the error; or why the newest checkpoint is left out.
 
     Raises:
         UsageError: for both ``steps`` and ``newest``.
@@ -58,13 +58,15 @@ def carried_out_or_shown(
         dry_run: whether nothing is written.
 
     Returns:
-        The plan. What refuses it is the error.
+        The plan. What refuses it is the error; or why the newest checkpoint is left out.
     """
     plan = plans()
     error = error_from(plan.refused[0]) if plan.refused else None
     if not dry_run and error is None:
         with reading(doing, sum(each.size_bytes for each in plan.checkpoints if each.action != "there")) as advance:
             plan = carries_out(advance)
+    if error is None and plan.newest_lost is not None:
+        error = error_from(plan.newest_lost)  # the others are there, and a program that copies each night has to see it
     title = f"{plan.source} to {plan.target}"
     data = {
         "source": plan.source,

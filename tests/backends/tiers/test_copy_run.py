@@ -25,8 +25,10 @@ from trainfold.core.errors import (
 )
 from trainfold.core.history.quarantine import LoadOutcome
 from trainfold.core.save.reuse.base import NO_BASE
-from trainfold.core.state.state import Progress, TrainState
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import ModelState, Progress, TrainState
 
+LIKE = TrainState(model=ModelState(Leaves({"w": torch.zeros(9)}), Leaves()), trainer=Progress())
 CHANGES = st.lists(st.sets(st.sampled_from(sorted(SHAPES))), min_size=1, max_size=4)
 
 
@@ -234,3 +236,83 @@ def test_a_directory_and_a_torn_save_at_the_target_are_no_obstacle(tmp_path):
     assert torch.equal(
         state.model.params["half"], trainfold.load(run.store, like=TrainState(trainer=Progress())).model.params["half"]
     )
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_nothing_is_made():
+    run, target = chain_of([set()]), MemoryStore()
+    for name in [each for each in run.store.list("step-00000001") if each != "manifest.json"]:
+        run.store.delete(f"step-00000001/{name}")
+    assert [each.error for each in plan_copy(run.store, target).refused] == ["RunEmpty"]
+    with pytest.raises(RunEmpty, match="step-00000001"):
+        copy_run(run.store, target)
+    assert target.list() == []
+
+
+def test_what_refers_to_a_deleted_checkpoint_is_not_said_to_be_copied():
+    run, target = chain_of([set(), {"large"}]), MemoryStore()
+    run.bases = [NO_BASE]
+    run.save(3, dict.fromkeys(SHAPES, 5))
+    read_into = run.store.read_into
+
+    def deletes(name, buffer, *, start=0):
+        run.store.delete("step-00000001/")
+        read_into(name, buffer, start=start)
+
+    run.store.read_into = deletes
+    plan = copy_run(run.store, target)
+    assert actions(plan) == {"3": "copied"}
+    assert sorted(plan.left_out) == ["step-00000001", "step-00000002"]
+    held(run, target).check()
+
+
+def test_a_record_of_the_best_that_cannot_be_read_is_left_out_by_name():
+    run, target = chain_of([set(), {"large"}]), MemoryStore()
+    run.store.commit("best.json", b"{}")
+    assert [*copy_run(run.store, target).left_out] == ["best.json"]
+    held(run, target).check()
+    assert target.size("best.json") is None
+
+
+class Retiring(LocalStore):
+    """A run that saves a checkpoint, and deletes one, when a file of a given one is read."""
+
+    saves = True
+
+    def delete_at(self, *steps):
+        self.steps = list(steps)
+
+    def read_into(self, name, buffer, *, start=0):
+        if self.steps and name.startswith(f"step-{self.steps[0]:08d}/"):
+            if self.saves:
+                trainfold.save(LIKE.evolve(trainer=Progress(step=self.steps[0] + 5)), LocalStore(self.url))
+            self.delete(f"step-{self.steps.pop(0):08d}/")
+        super().read_into(name, buffer, start=start)
+
+
+@pytest.mark.parametrize(
+    ("steps", "deleted", "left"), [("all", (1,), (2, 3, 6)), ("all", (1, 2), (3, 6)), ("newest", (3,), (8,))]
+)
+def test_a_copy_goes_on_with_what_is_newer_where_checkpoints_are_deleted_meanwhile(tmp_path, steps, deleted, left):
+    """As by the retention of a run that trains on: those are named, and leave nothing at the target."""
+    for step in (1, 2, 3):
+        trainfold.save(LIKE.evolve(trainer=Progress(step=step)), tmp_path / "a")
+    run, target = Retiring(tmp_path / "a"), LocalStore(tmp_path / "b")
+    run.delete_at(*deleted)
+    plan = copy_run(run, target, steps=steps)
+    assert plan.left_out == {f"step-{step:08d}": "deleted from the source meanwhile" for step in deleted}
+    assert {each.name for each in plan.checkpoints} == {each for each in target.list() if each[:4] == "step"}
+    assert {f"step-{step:08d}" for step in left} <= {each.name for each in plan.checkpoints}
+    for each in plan.checkpoints:
+        trainfold.load(target, like=LIKE, step=int(each.name[5:]))
+
+
+@pytest.mark.parametrize("steps", ["all", [2, 3]])
+def test_a_deleted_checkpoint_is_an_error_where_it_was_asked_for_or_nothing_newer_was_copied(tmp_path, steps):
+    for step in (1, 2, 3):
+        trainfold.save(LIKE.evolve(trainer=Progress(step=step)), tmp_path / "a")
+    run, target = Retiring(tmp_path / "a"), LocalStore(tmp_path / "b")
+    run.delete_at(3)
+    run.saves = False
+    with pytest.raises(CheckpointMissing, match=r"step-00000003: deleted .*run it again"):
+        copy_run(run, target, steps=steps)
+    assert max(each for each in target.list() if each[:4] == "step") == "step-00000002"

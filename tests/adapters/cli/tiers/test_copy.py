@@ -6,7 +6,7 @@ from kit.adapters import cli_cases
 from kit.adapters.cli_cases import state_at
 
 from trainfold.backends.runs.api import save
-from trainfold.core.errors import CheckpointMissing, CommitConflict
+from trainfold.core.errors import CheckpointHostile, CheckpointMissing, CommitConflict, RunEmpty
 
 saved = cli_cases.saved
 run = cli_cases.run
@@ -41,4 +41,23 @@ def test_another_checkpoint_of_a_step_is_refused_and_so_is_what_is_not_there(run
     answered("copy", run, tmp_path / "c", "--steps", "5", code=CheckpointMissing.exit_code)
     answered("copy", run, tmp_path / "c", "--steps", "4", "--newest", code=2)
     answered("copy", tmp_path / "nothing", tmp_path / "c", code=CheckpointMissing.exit_code)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_newest_checkpoint_that_is_left_out_is_an_error_and_so_is_a_run_without_a_whole_one(run, tmp_path, answered):
+    """Of a copy each night, the exit code is what is looked at. The others are copied all the same; of none, nothing is made."""
+    target = tmp_path / "b"
+    (run / "step-00000006" / "link").symlink_to(run / "run.json")
+    for options in (("--dry-run",), ()):
+        found, error = answered("copy", run, target, *options, code=CheckpointHostile.exit_code)
+        assert error["where"].startswith(f"{run}/step-00000006")
+        assert "step-00000006" in found["left_out"]
+    assert {each["name"] for each in found["checkpoints"]} == {
+        each.name for each in target.iterdir() if each.name[:4] == "step"
+    }
+    for each in run.glob("step-*"):
+        (each / "link").unlink(missing_ok=True)
+        (each / "link").symlink_to(run / "run.json")
+    for options in (("--dry-run",), ()):
+        answered("copy", run, tmp_path / "c", *options, code=RunEmpty.exit_code)
     assert not (tmp_path / "c").exists()
