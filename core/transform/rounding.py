@@ -41,7 +41,7 @@ def rounded_to(
         Traceback (most recent call last):
             ...
         trainfold.core.errors.InvalidState: w: expected numbers that float16 has, up to 65504, found 1 of 2 beyond, such as 70000, which would be inf; \
-cast to bfloat16, which has the range of float32, or leave this tensor as it is: cast(dtype, without=name)
+cast to a dtype of a larger range, as bfloat16 has beside float16, or leave this tensor as it is: cast(dtype, without=name)
     """
     import torch
 
