@@ -19,17 +19,6 @@ from trainfold.core.save.retention import Retention
 from trainfold.core.save.retention_rules import rules_to_json
 
 _LOG: Final = logging.getLogger("trainfold")
-_EVENTS: Final = (
-    "saved",
-    "committed",
-    "skipped",
-    "failed",
-    "pruned",
-    "restored",
-    "restored_best",
-    "refused",
-    "cadence",
-)
 
 
 @final
@@ -67,7 +56,7 @@ class Journal(logging.Filter):
 
     def event(self, event: Event) -> None:
         """Write an event of the manager. The beginning of a save, `called` writes."""
-        if event.kind in _EVENTS and event.kind != "saved":
+        if event.kind != "saved":
             self._write(event.kind, event.step, event.checkpoint, event.detail)
 
     def called(self, step: int, secs: float, outcome: str) -> None:

@@ -93,12 +93,11 @@ def write_native(contents: NativeContents, path: str) -> str:
     store, plan = LocalStore(path), contents.plan
     identity = _identity(contents, plan)
     contract = {**contents.contract, CONVERTED: {**_note(contents), "plan": identity}}
-    _check_target(store, plan, identity)
-    if (done := _done(store, plan, identity)) is not None:
+    if (done := _checked_target(store, plan, identity)) is not None:
         _check_bytes(store, plan.directory, done)
         return plan.directory
     with store.lock():
-        _check_target(store, plan, identity)
+        _checked_target(store, plan, identity)
         with ContinuedWrites(path, identity) as writes:
             kept = {file.name: writes.kept(f"{plan.directory}/{file.name}") for file in plan.files}
             store.reserve(plan.size_bytes - sum(each.size_bytes for each in kept.values()) + _ROOM_BYTES)
@@ -138,9 +137,7 @@ def check_native_target(contents: NativeContents, path: str) -> bool:
     if not store.list():
         return False
     plan = contents.plan
-    identity = _identity(contents, plan)
-    _check_target(store, plan, identity)
-    return _done(store, plan, identity) is not None
+    return _checked_target(store, plan, _identity(contents, plan)) is not None
 
 
 def _identity(contents: NativeContents, plan: SavePlan) -> str:
@@ -153,8 +150,8 @@ def _note(contents: NativeContents) -> dict[str, Json]:
     return found
 
 
-def _check_target(store: LocalStore, plan: SavePlan, identity: str) -> None:
-    """Refuse a place that is not free.
+def _checked_target(store: LocalStore, plan: SavePlan, identity: str) -> Manifest | None:
+    """Refuse a place that is not free. Returns the manifest, if an earlier process has committed all of this.
 
     Raises:
         InvalidArgument: if there is anything that a conversion with this identity has not begun.
@@ -164,10 +161,12 @@ def _check_target(store: LocalStore, plan: SavePlan, identity: str) -> None:
     inventory = read_inventory(store)
     committed = [each.name for each in inventory.entries if each.head is not None]
     is_run = RUN_FILE in present and inventory.problem is None
-    if others or (present and not is_run) or (committed and _done(store, plan, identity) is None):
+    done = _done(store, plan, identity) if committed else None
+    if others or (present and not is_run) or (committed and done is None):
         found = others[:3] or committed or [str(inventory.problem)]
         raise InvalidArgument(store.url, expected="a directory that does not exist yet, is empty, or was begun by this conversion",
                               found=f"one with {', '.join(found)}", fix="name another directory; a run is never written into")  # fmt: skip
+    return done
 
 
 def _done(store: LocalStore, plan: SavePlan, identity: str) -> Manifest | None:

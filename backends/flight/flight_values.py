@@ -1,18 +1,14 @@
 """`FlightValues`: the losses and norms of a flight log that may still grow, each read once."""
 
 import os
-import struct
-import zlib
 from array import array
 from pathlib import Path
 from typing import Final, final
 
 from trainfold.core.flight.damage import Damage
-from trainfold.core.flight.log_lines import LINE_BYTES
+from trainfold.core.flight.log_lines import LINE_BYTES, line_numbers
 
 _CHUNK: Final = LINE_BYTES * 2**14
-_LINE: Final = struct.Struct("<2sBBQdd32xI")  # mark, kind, which are known, step, loss, norm, the rest, checksum
-_STEP, _STATE = 1, 2  # kinds of lines
 
 
 @final
@@ -66,11 +62,8 @@ class FlightValues:
             began = self._offset
             self.written_at = status.st_mtime
             file.seek(self._offset)
-            place, unsure, ends = (
-                self._offset,
-                list[int](),
-                0,
-            )  # damaged lines, or a torn end: the next good line decides
+            place, ends = self._offset, 0
+            unsure: list[int] = []  # damaged lines, or a torn end: the next good line decides
             while data := file.read(_CHUNK):
                 unsure = self._take(data, place, unsure)
                 ends = place + len(bare) if (bare := data.rstrip(b"\0")) else ends
@@ -86,20 +79,21 @@ class FlightValues:
     def _take(self, data: bytes, place: int, unsure: list[int]) -> list[int]:
         """Take whole lines, those at this place of the file; returns where lines begin that cannot be read, after the last good one."""
         for start in range(0, len(data) - LINE_BYTES + 1, LINE_BYTES):
-            mark, kind, known, step, loss, norm, checksum = _LINE.unpack_from(data, start)
             line = data[start : start + LINE_BYTES]
-            if mark != b"TF" or zlib.crc32(line[:-4]) != checksum or kind not in (_STEP, _STATE):
+            found = line_numbers(line)
+            if found is None:
                 unsure.append(place + start)
                 continue
             self._damaged += unsure
             unsure = []
-            if kind == _STEP:
+            is_step, step, loss, norm = found
+            if is_step:
                 self.first = step if self.first is None else self.first
                 self.last = step
-                if known & 1:
+                if loss is not None:
                     self.loss[0].append(step)
                     self.loss[1].append(loss)
-                if known & 2:
+                if norm is not None:
                     self.norm[0].append(step)
                     self.norm[1].append(norm)
             self._offset = place + start + LINE_BYTES

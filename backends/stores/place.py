@@ -110,6 +110,16 @@ def free_bytes_at(path: str | Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def file_state(path: Path) -> tuple[int, int, int, int]:
+    """What is another one when a file was written or replaced: its number, its size, and when it was changed.
+
+    Args:
+        path: of the file.
+    """
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def bytes_on_disk(path: str | Path) -> int:
     """How much of its disk the files below a path take; 0 if nothing is there.
 

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from trainfold.backends.formats.detect import detect_format
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.place import file_state, local_path
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.format.dtypes import size_bytes
@@ -211,10 +211,9 @@ class HubDirectory:
     def _header(self, file: Path) -> "_Header":
         """What a file says that it has. It is read again if the file is another one."""
         try:
-            found = file.stat()
+            state = file_state(file)
         except OSError as error:
             raise _unreadable(file, error) from error
-        state = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         held = self._headers.get(file)
         if held is None or held[0] != state:
             self._headers[file] = held = state, _header_of(file)

@@ -3,7 +3,7 @@
 import struct
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 import attrs
 import xxhash
@@ -16,10 +16,17 @@ _MARK: Final = b"TF"
 _STEP, _STATE = 1, 2  # kinds of lines; one of another kind counts as a line that cannot be read
 _OF_STEP: Final = struct.Struct("<2sBBQ8s8s8s8s4sQI")  # mark, kind, which are known, step, `_KNOWN`, samples, epoch
 _OF_STATE: Final = struct.Struct("<2sBBQ24s16s")
+_NUMBERS: Final = struct.Struct(
+    "<2sBBQdd32xI"
+)  # with the loss and the norm, the first two of `_KNOWN`, and the checksum
 _SUM: Final = struct.Struct("<I")
 _KNOWN: Final = ("loss", "norm", "batch", "streams", "host_streams")
 _NAME_BYTES: Final = 24
 _MOST: Final = (1 << 64) - 1
+
+
+LineNumbers: TypeAlias = tuple[bool, int, float | None, float | None]
+"""Whether a line is of a step, and not of the state after it; the step; its loss and its norm, None if it has none."""
 
 
 @final
@@ -64,6 +71,21 @@ def decode_line(data: bytes) -> LogLine | None:
         _, _, _, step, name, digest = _OF_STATE.unpack(body[: _OF_STATE.size])
         return StateDigest(step, name.rstrip(b"\0").decode(errors="replace"), digest)
     return None
+
+
+def line_numbers(data: bytes) -> LineNumbers | None:
+    """The numbers of a line, several times as fast as `decode_line`, for logs of millions; None where that gives None.
+
+    Examples:
+        >>> line_numbers(encode_line(StepRecord(7, loss=struct.pack("<d", 0.5))))
+        (True, 7, 0.5, None)
+    """
+    if len(data) != LINE_BYTES:
+        return None
+    mark, kind, known, step, loss, norm, checksum = _NUMBERS.unpack(data)
+    if mark != _MARK or checksum != zlib.crc32(data[: -_SUM.size]) or kind not in (_STEP, _STATE):
+        return None
+    return kind == _STEP, step, loss if known & 1 else None, norm if known & 2 else None
 
 
 def encode_lines(lines: Iterable[LogLine]) -> bytes:

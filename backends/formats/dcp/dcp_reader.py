@@ -19,6 +19,7 @@ from trainfold.backends.formats.torch_save.archive import (
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
 from trainfold.backends.gc_pause import without_collecting
+from trainfold.backends.stores.place import file_state
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
 from trainfold.core.layout.slices import Box, intersect
@@ -202,8 +203,7 @@ class DcpReader:
 def _state_of(path: Path) -> list[tuple[str, int, int, int, int]]:
     """Which files say where the tensors are, and as of when."""
     files = [path / METADATA] if (path / METADATA).is_file() else sorted(path.glob("*.safetensors"))
-    found = [(each.name, each.stat()) for each in files]
-    return [(name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found]
+    return [(each.name, *file_state(each)) for each in files]
 
 
 _read = without_collecting(read_dcp_metadata)

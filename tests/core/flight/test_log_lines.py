@@ -14,6 +14,7 @@ from trainfold.core.flight.log_lines import (
     decode_lines,
     encode_line,
     encode_lines,
+    line_numbers,
     lines_before,
     short_name,
 )
@@ -44,6 +45,22 @@ def test_a_line_is_what_was_written(line):
     """Unknown is not zero: a loss of 0.0 differs from no loss."""
     assert decode_line(encode_line(line)) == line
     assert len(encode_line(line)) == LINE_BYTES
+
+
+@given(LINES, st.none() | st.integers(0, LINE_BYTES * 8 - 1))
+def test_the_numbers_of_a_line_are_those_of_its_record(line, flipped):
+    """Bit for bit; and what is damaged has none."""
+    data = bytearray(encode_line(line))
+    if flipped is not None:
+        data[flipped // 8] ^= 1 << flipped % 8
+    record, found = decode_line(bytes(data)), line_numbers(bytes(data))
+    if record is None:
+        assert found is None
+        return
+    is_step, step, *values = found
+    given = [getattr(record, name, None) for name in ("loss", "norm")]
+    assert (is_step, step) == (isinstance(record, StepRecord), record.step)
+    assert [None if value is None else float_bits_of(value) for value in values] == given
 
 
 @given(st.lists(LINES, max_size=6), st.integers(0, 6 * LINE_BYTES))
