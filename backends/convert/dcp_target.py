@@ -11,7 +11,7 @@ from trainfold.backends.convert.native_contents import Advance, contents_of_chec
 from trainfold.backends.convert.opened_source import OpenedSource
 from trainfold.backends.formats.dcp.dcp_writer import write_dcp
 from trainfold.backends.formats.native.later_leaf import LaterLeaf
-from trainfold.backends.weights.foreign.dcp_export import optimizer_entries
+from trainfold.backends.weights.foreign.dcp_optimizer import optimizer_entries
 from trainfold.core.component_names import in_order
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidState

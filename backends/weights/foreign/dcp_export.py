@@ -1,7 +1,7 @@
 """`write_dcp_directory`: what a source or a state has, as a directory that `torch.distributed.checkpoint.load` reads, whatever its number of ranks."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -13,20 +13,25 @@ from trainfold.backends.formats.dcp.dcp_writer import write_dcp
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.ranks.in_process import ALONE
+from trainfold.backends.weights.foreign.dcp_optimizer import optimizer_entries, whole_optimizer
 from trainfold.backends.weights.held_by_ranks import reading_rank_zero
 from trainfold.backends.weights.opened import ReusedMemory, opened_weights
-from trainfold.core.errors import InvalidArgument, InvalidState
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.state import ModelState, OptimizerState, TrainState
+from trainfold.core.state.spec import dtype_name
+from trainfold.core.state.state import ModelState, TrainState
 from trainfold.core.torch_files.dcp_metadata import PathInState
 from trainfold.core.torch_files.dcp_plan import plan_dcp
+from trainfold.core.torch_files.model_place import keys_of_values
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import ListedSource
 
 _FILE_BYTES: Final = 1 << 30
+_TENSORS: Final = (torch.Tensor, Shard, LeafSpec)
 _DOING: Final = "write a directory of torch.distributed.checkpoint"
 
 
@@ -37,6 +42,7 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
     model: str = "model",
     optimizer: str = "optim",
     objects: Mapping[str, Any] | None = None,
+    flatten_optimizer_state_dict: bool = False,
     file_bytes: int = _FILE_BYTES,
     collectives: Collectives | None = None,
 ) -> None:
@@ -49,17 +55,21 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
     Args:
         path: of the directory. It does not exist yet, is empty, or has the very files that are to be written, which are compared.
         contents: a source that lists what it has, such as a hub directory or a checkpoint; or a state, of which this process has everything, or
-            each of several ranks its parts: FSDP2, tensor parallelism, and stages of a pipeline without their optimizer.
+            each of several ranks its parts: FSDP2, tensor parallelism, stages of a pipeline.
         model: the key under which the model is; empty to have its tensors at the top.
         optimizer: the key under which the optimizer of a state is.
-        objects: name -> a number, a text, or lists, tuples and dicts of these, such as ``{"step": 120}``.
+        objects: name -> a number, a text, a tensor, or lists, tuples and dicts of these, such as ``{"train_state": {"step": torch.tensor(120)}}``. A dict
+            is written key by key, as torch writes it.
+        flatten_optimizer_state_dict: whether the optimizer has the form of torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``, which torchtitan and
+            programs with pipelines load: the settings of a group for each of its parameters.
         file_bytes: after which a new file begins.
         collectives: the ranks, all of which call: rank 0 writes, and all leave together. None for this process alone.
 
     Raises:
         InvalidArgument: if there is something else at the path, an object has the name of a tensor, or other ranks that do not call have the rest of a leaf.
-        InvalidState: for what torch has no name for: fp32 masters, the state of an optimizer with more than slots and groups; and for an optimizer
-            of stages. And if the state is written to meanwhile.
+        InvalidState: for what torch has no name for: fp32 masters, the state of an optimizer with more than slots and groups. And if the state is
+            written to meanwhile.
+        RanksDisagree: if the stages of a pipeline do not make one model, or their optimizers not one.
         SaveFailed: if it cannot be written.
         RankFailed: if another rank fails.
 
@@ -74,10 +84,16 @@ def write_dcp_directory(  # noqa: PLR0913 - keywords
         (['model.bias', 'model.weight'], 0)
     """
     world = ALONE if collectives is None else collectives
-    write = partial(_write, path, top=(model,) if model else (), objects=objects, file_bytes=file_bytes)
+    write = partial(_write, path, top=(model,) if model else (), given=_by_key(objects or {}), file_bytes=file_bytes)
     if isinstance(contents, TrainState):
         made: list[_Parts] = []
-        on_all_ranks(world, lambda: made.append(_parts(contents, optimizer)), doing="name its optimizer")
+        entries = partial(_entries, optimizer, is_flat=flatten_optimizer_state_dict)
+        whole = whole_optimizer(world, contents)
+        on_all_ranks(
+            world,
+            lambda: made.append(_parts(contents, entries(contents.optimizer), entries(whole))),
+            doing="name its optimizer",
+        )
         reading_rank_zero(world, made[0].tensors, partial(write, made[0]), doing=_DOING)
         return
 
@@ -110,77 +126,111 @@ def _write(  # noqa: PLR0913 - keywords
     weights: OpenWeights,
     *,
     top: PathInState,
-    objects: Mapping[str, Any] | None,
+    given: Mapping[PathInState, Any],
     file_bytes: int,
 ) -> None:
     slots = {} if parts is None else parts.slots
-    names = [name for name in weights.specs if name not in slots]
-    of = {".".join(map(str, (*top, name))): weights.ties.get(name, name) for name in (*names, *weights.ties)}
-    paths: dict[str, PathInState] = {".".join(map(str, (*top, name))): (*top, name) for name in (*names, *weights.ties)}
-    of |= {name: name for name in slots}
-    paths |= dict(slots)
-    others = dict(objects or {})
-    for keys, value in ({} if parts is None else parts.objects).items():
-        paths[_dotted(keys)] = keys
-        others.setdefault(_dotted(keys), value)
+    every = sorted((*weights.specs, *weights.ties), key=lambda name: name in slots)  # the model comes first
+    paths: dict[str, PathInState] = {}
+    of: dict[str, str] = {}
+    for name in every:
+        keys = slots.get(name, (*top, name))
+        paths[_dotted(keys)], of[_dotted(keys)] = keys, weights.ties.get(name, name)
     specs = {full: weights.specs[name] for full, name in of.items()}
+    others: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for keys, value in {**({} if parts is None else parts.objects), **given}.items():
+        full = _dotted(keys)
+        if len(keys) > 1:
+            paths[full] = keys
+        if not isinstance(value, torch.Tensor):
+            others[full] = value
+        elif full in of:
+            raise _taken("objects", full)
+        else:
+            tensors[full] = value.detach()
+            others.pop(full, None)
+    specs |= {full: LeafSpec(dtype_name(each.dtype), tuple(each.shape)) for full, each in tensors.items()}
     plan = without_collecting(plan_dcp)(specs, others, paths=paths, file_bytes=file_bytes)
-    tensors = (each for file in plan.files for each in file.entries if each.spec is not None)
-    weights.expect((of[each.name], whole_box(each.spec.shape)) for each in tensors if each.spec is not None)
+    read = (each for file in plan.files for each in file.entries if each.name in of)
+    weights.expect((of[each.name], whole_box(each.spec.shape)) for each in read if each.spec is not None)
     memory = ReusedMemory(weights)
 
-    def read(full: str, box: Box) -> torch.Tensor:
-        return memory.read(of[full], box)
+    def read_part(full: str, box: Box) -> torch.Tensor:
+        return memory.read(of[full], box) if full in of else tensors[full]
 
     # values that are not known again are not gone on with
-    write_dcp(plan, read, path, identity=weights.identity or os.urandom(16).hex(), check=weights.check)
+    write_dcp(plan, read_part, path, identity=weights.identity or os.urandom(16).hex(), check=weights.check)
 
 
 def _dotted(keys: PathInState) -> str:
     return ".".join(map(str, keys))
 
 
-def _parts(state: TrainState, optimizer: str) -> _Parts:
+def _by_key(objects: Mapping[str, Any]) -> dict[PathInState, Any]:
+    """The keys of each value in nested dicts -> the value."""
+    found: dict[PathInState, Any] = {}
+    for keys in keys_of_values(objects):
+        value: Any = objects
+        for key in keys:
+            value = value[key]
+        found[keys] = value
+    return found
+
+
+def _entries(key: str, optimizer: Any, *, is_flat: bool) -> dict[PathInState, Any]:
+    """The entries of an optimizer under its key."""
+    if optimizer is None:
+        return {}
+    return {(key, *keys): value for keys, value in optimizer_entries(optimizer, is_flat=is_flat)}
+
+
+def _parts(state: TrainState, mine: Mapping[PathInState, Any], whole: Mapping[PathInState, Any]) -> _Parts:
     """The parts of a state.
 
+    Args:
+        state: of this rank.
+        mine: the entries of its optimizer.
+        whole: those of all stages, with a spec in the place of each tensor; the same for a whole model.
+
     Raises:
-        InvalidState: for what torch has no name for, and for an optimizer of stages, whose groups are those of this rank alone.
         InvalidArgument: for a parameter with the name of a slot.
     """
     found = ModelState(Leaves({}), Leaves({}), ()) if state.model is None else state.model
-    entries = {} if state.optimizer is None else {(optimizer, *keys): value for keys, value in optimizer_entries(state.optimizer)}  # fmt: skip
-    if state.stage is not None and entries:
-        raise InvalidState("optimizer", expected="one that has the groups of the whole model", found=f"that of {state.stage}",
-                           fix="write the model alone: state.evolve(optimizer=None)")  # fmt: skip
-    slots = {_dotted(keys): (keys, value) for keys, value in entries.items() if isinstance(value, torch.Tensor | Shard)}
+    slots = {_dotted(keys): value for keys, value in mine.items() if isinstance(value, torch.Tensor | Shard)}
     if taken := sorted(slots.keys() & {*found.params, *found.buffers}):
-        raise InvalidArgument("write_dcp_directory.optimizer", expected="a key that no tensor of the model has", found=taken[0],
-                              fix="pass another one")  # fmt: skip
-    objects = {keys: value for keys, value in entries.items() if not isinstance(value, torch.Tensor | Shard)}
+        raise _taken("optimizer", taken[0])
+    objects = {keys: value for keys, value in whole.items() if not isinstance(value, _TENSORS)}
     if state.trainer is not None:
         objects["step",] = state.trainer.step
-    every: dict[str, Any] = {**found.params, **{name: value for name, (_, value) in slots.items()}}
+    every: dict[str, Any] = {**found.params, **_apart(slots, [*found.params.values(), *found.buffers.values()])}
     tensors = state.evolve(model=attrs.evolve(found, params=Leaves(every)), optimizer=None)
-    return _Parts(tensors, {name: keys for name, (keys, _) in slots.items()}, objects)
+    return _Parts(
+        tensors, {_dotted(keys): keys for keys, value in whole.items() if isinstance(value, _TENSORS)}, objects
+    )
 
 
-def optimizer_entries(found: Any) -> Iterator[tuple[PathInState, Any]]:
-    """The keys and the value of each entry of an optimizer, as `get_state_dict` has them.
+def _apart(slots: Mapping[str, Any], others: Iterable[Any]) -> dict[str, Any]:
+    """The slots, of which none has the memory of another tensor: a state has one name for such tensors, such as the learning rate of two groups, and a directory both."""
+    seen, found = set(map(_address, others)), dict[str, Any]()
+    for name, value in slots.items():
+        mine = value.tensor if isinstance(value, Shard) else value
+        if _address(mine) in seen:
+            mine = mine.clone()
+        seen.add(_address(mine))
+        found[name] = attrs.evolve(value, tensor=mine) if isinstance(value, Shard) else mine
+    return found
 
-    Args:
-        found: slots and groups.
 
-    Raises:
-        InvalidState: for what torch has no name for.
-    """
-    if not isinstance(found, OptimizerState) or found.masters is not None:
-        what = "fp32 masters beside its slots" if isinstance(found, OptimizerState) else type(found).__qualname__
-        raise InvalidState("optimizer", expected="slots and groups, as torch names them", found=what,
-                           fix="write the model alone: state.evolve(optimizer=None)")  # fmt: skip
-    for name, slots in found.slots.items():
-        for slot, value in slots.items():
-            yield ("state", name, slot), value
-    for number, group in enumerate(found.groups):
-        for key, value in group.hyper.items():
-            yield ("param_groups", number, key), value
-        yield ("param_groups", number, "params"), list(group.params)
+def _address(leaf: Any) -> int:
+    tensor = leaf.tensor if isinstance(leaf, Shard) else leaf
+    return tensor.data_ptr() or id(tensor)
+
+
+def _taken(argument: str, name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"write_dcp_directory.{argument}",
+        expected="a key that no tensor of the model has",
+        found=name,
+        fix="pass another one",
+    )

@@ -1,7 +1,8 @@
 """`take_training`: a state with the model, the optimizer and the step of another program's checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -73,16 +74,18 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
         7
     """
     taken: list[Any] = []
-    optimizer = state.optimizer
+    optimizer, world = state.optimizer, ALONE if collectives is None else collectives
+    whole = _whole(state, world)
     if optimizer is not None and training.slots is not None:
         if not isinstance(optimizer, OptimizerState):
             raise InvalidArgument("take_training.state", expected="an optimizer with slots and groups", found=type(optimizer).__qualname__,
                                   fix="take the model alone: take_weights(state, training.model)")  # fmt: skip
-        world = ALONE if collectives is None else collectives
-        on_all_ranks(world, lambda: taken.append(_optimizer(state, optimizer, training)), doing="take its optimizer")
+        on_all_ranks(
+            world, lambda: taken.append(_optimizer(state, optimizer, training, whole)), doing="take its optimizer"
+        )
         state = state.evolve(optimizer=taken[0])
     state = take_weights(state, training.model, collectives=collectives)
-    if unused := _unused(state, training):
+    if unused := _unused(whole, training):
         warn_user(
             f"{training.where}: the model here has no {', '.join(unused[:_SHOWN])}{' ...' if unused[_SHOWN:] else ''}: {len(unused)} tensors that were saved are not taken"
         )
@@ -97,10 +100,53 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
     return state
 
 
-def _optimizer(state: TrainState, mine: OptimizerState, training: Training) -> OptimizerState:
-    groups = _numbered(mine, training) if training.is_numbered else _named_as_here(mine, training)
+@final
+@attrs.frozen
+class _Names:
+    """The names of the whole model, of which a rank of a pipeline has some.
+
+    Attributes:
+        model: of its tensors.
+        groups: of the parameters in each group of the optimizer.
+        is_in_stages: whether ranks have stages of it.
+    """
+
+    model: frozenset[str]
+    groups: tuple[tuple[str, ...], ...]
+    is_in_stages: bool
+
+
+def _whole(state: TrainState, world: Collectives) -> _Names:
+    """The names that all ranks have.
+
+    Raises:
+        InvalidState: if stages have another number of groups.
+    """
+    groups = state.optimizer.groups if isinstance(state.optimizer, OptimizerState) else ()
+    mine = _Names(
+        frozenset() if state.model is None else frozenset({*state.model.params, *state.model.buffers}),
+        tuple(each.params for each in groups),
+        state.stage is not None,
+    )
+    nothing = _Names(frozenset(), (), is_in_stages=False)
+    told = [
+        each
+        for each in on_all_ranks(world, lambda: mine if mine.is_in_stages else nothing, doing="name its tensors")
+        if each.is_in_stages
+    ]
+    if not told:
+        return mine
+    if len({len(each.groups) for each in told}) > 1:
+        raise InvalidState("optimizer.groups", expected="the groups of the whole model in one order on every stage", found=f"numbers of groups: {[len(each.groups) for each in told]}",
+                           fix="give the optimizer of each stage all of them; one without parameters there is an empty list")  # fmt: skip
+    together = (dict.fromkeys(chain.from_iterable(each)) for each in zip(*(each.groups for each in told), strict=True))
+    return _Names(frozenset().union(*(each.model for each in told)), tuple(map(tuple, together)), is_in_stages=True)
+
+
+def _optimizer(state: TrainState, mine: OptimizerState, training: Training, whole: _Names) -> OptimizerState:
+    groups = _numbered(mine, training, whole) if training.is_numbered else _named_as_here(training, whole)
     hyper = {str(name): group.hyper for group in groups for name in group.params}
-    names = [name for group in mine.groups for name in group.params]
+    names = dict.fromkeys(chain.from_iterable(whole.groups))
     missing, unknown = [each for each in names if each not in hyper], [each for each in hyper if each not in names]
     if missing or unknown:
         raise InvalidState("optimizer", expected=f"the {len(names)} parameters of the optimizer here",
@@ -116,15 +162,13 @@ def _optimizer(state: TrainState, mine: OptimizerState, training: Training) -> O
     return attrs.evolve(
         mine,
         slots=Leaves({name: slots[name] for name in names if name in slots}),
-        groups=tuple(_group(each, hyper) for each in mine.groups),
+        groups=tuple(_group(each, names, hyper) for each, names in zip(mine.groups, whole.groups, strict=True)),
     )
 
 
-def _unused(state: TrainState, training: Training) -> list[str]:
+def _unused(whole: _Names, training: Training) -> list[str]:
     """Tensors of the saved model that the model here has not. Where a directory has the optimizer beside the model, under no name, only what has the model's first names counts."""
-    model = state.model
-    assert model is not None, "weights were taken"
-    mine = {*map(canonical_name, model.params), *map(canonical_name, model.buffers)}
+    mine = {*map(canonical_name, whole.model)}
     found = [name for name in training.model.specs() if canonical_name(name) not in mine]
     slots = () if training.slots is None else tuple(training.slots.specs())
     if slots and any(name.endswith(f".{slots[0]}") for name in found):
@@ -133,9 +177,9 @@ def _unused(state: TrainState, training: Training) -> list[str]:
     return found
 
 
-def _named_as_here(mine: OptimizerState, training: Training) -> tuple[SavedGroup, ...]:
+def _named_as_here(training: Training, whole: _Names) -> tuple[SavedGroup, ...]:
     """The saved groups, whose names have no part that could be the prefix of a wrapper, with the names of the optimizer here."""
-    names = [name for group in mine.groups for name in group.params]
+    names = list(chain.from_iterable(whole.groups))
     full = {canonical_name(name): name for name in names}
     if len(full) < len(names):
         return training.groups
@@ -144,8 +188,11 @@ def _named_as_here(mine: OptimizerState, training: Training) -> tuple[SavedGroup
     )
 
 
-def _numbered(mine: OptimizerState, training: Training) -> tuple[SavedGroup, ...]:
+def _numbered(mine: OptimizerState, training: Training, whole: _Names) -> tuple[SavedGroup, ...]:
     """The saved groups with names: the n-th parameter of a group here is the n-th that was saved."""
+    if whole.is_in_stages:
+        raise InvalidState("optimizer", expected="names of parameters, where each rank has some of them", found=f"their order alone, in {training.where}",
+                           fix="take it in one process that has the whole model, save a run there, and continue from that")  # fmt: skip
     here, there = [len(each.params) for each in mine.groups], [len(each.params) for each in training.groups]
     if here != there:
         raise InvalidState("optimizer.groups", expected=f"groups of {here} parameters, as here", found=f"groups of {there} in {training.where}",
@@ -163,18 +210,22 @@ def _check_class(mine: OptimizerState, groups: Sequence[SavedGroup], training: T
                            fix="make the optimizer of the class that saved, and with the keys that its groups had")  # fmt: skip
 
 
-def _group(mine: ParamGroup, hyper: Mapping[str, Mapping[str, Any]]) -> ParamGroup:
-    """A group with the saved hyperparameters; one that the saved program did not have keeps the value that it has here."""
-    found = (
-        {key: _like(value, hyper[mine.params[0]].get(key, value)) for key, value in mine.hyper.items()}
-        if mine.params
-        else dict(mine.hyper)
-    )
-    for name in mine.params:
+def _group(mine: ParamGroup, names: Sequence[str], hyper: Mapping[str, Mapping[str, Any]]) -> ParamGroup:
+    """A group with the saved hyperparameters; one that the saved program did not have keeps the value that it has here.
+
+    Args:
+        mine: the group on this rank.
+        names: of its parameters on all ranks.
+        hyper: name -> what was saved.
+    """
+    found = dict(mine.hyper)
+    if names:
+        found = {key: _like(value, hyper[names[0]].get(key, value)) for key, value in mine.hyper.items()}
+    for name in names:
         other = {key: _like(value, hyper[name].get(key, value)) for key, value in mine.hyper.items()}
         if other != found:
             keys = [key for key in found if other[key] != found[key]]
-            raise InvalidState(f"optimizer: {name}", expected=f"the {', '.join(keys)} of {mine.params[0]}, which is in the same group here",
+            raise InvalidState(f"optimizer: {name}", expected=f"the {', '.join(keys)} of {names[0]}, which is in the same group here",
                                found=[other[key] for key in keys], fix="make groups of the parameters as they were saved")  # fmt: skip
     return attrs.evolve(mine, hyper=found)
 
@@ -192,6 +243,8 @@ def _slots(
     wanted, owners = {}, {}
     for full, spec in training.slots.specs().items():
         name, slot = _owner(full, order, hyper, training)
+        if name not in params:  # it is of another stage
+            continue
         leaf = params[name]
         is_cut = isinstance(leaf, Shard) and spec.shape == tuple(leaf.shape)
         if spec.shape not in ((), (1,), tuple(leaf.shape)):
@@ -207,7 +260,8 @@ def _slots(
         )
     for full, value in training.values.items():
         name, slot = _owner(full, order, hyper, training)
-        found.setdefault(name, {})[slot] = value
+        if name in params:
+            found.setdefault(name, {})[slot] = value
     return {name: dict(sorted(each.items())) for name, each in found.items()}
 
 
