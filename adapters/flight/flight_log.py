@@ -3,16 +3,16 @@
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 import xxhash
 
 from trainfold.adapters.batches.batch_digest import batch_digest
-from trainfold.adapters.flight.replay_orders import replayed_directory
-from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name, read_flights
+from trainfold.backends.flight.flights import flight_name, flight_writer, read_flights
+from trainfold.backends.flight.replay_place import run_of_replay
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
@@ -37,12 +37,12 @@ class FlightLog:
     Law: a run that was killed and resumed has the log of the run that was never killed.
 
     Args:
-        run: the directory of the run.
+        run: the directory of the run, its URL, or its store.
         states_every: digest the whole state each so many steps; 0 for never.
         rank: whose log it is.
 
     Raises:
-        InvalidArgument: if the run is not in a directory.
+        InvalidArgument: for anything but a run.
 
     Examples:
         >>> import tempfile, torch
@@ -59,12 +59,13 @@ class FlightLog:
 
     def __init__(self, run: Run, *, states_every: int = 0, rank: int = 0) -> None:
         self._states_every = count("FlightLog.states_every", states_every, least=0, fix="0 digests no state")
-        directory = replayed_directory(orders_of(os.environ), directory_for_log(open_store(run)))
-        self._path = directory / flight_name(rank)
-        self._file = FlightFile(self._path)
+        store = open_store(run_of_replay(orders_of(os.environ), open_store(run)))
+        self._file = flight_writer(store, rank)
+        self._where = f"{store.url}/{flight_name(rank)}"
+        weakref.finalize(self, self._file.close)
 
     def __repr__(self) -> str:
-        return f"FlightLog({str(self._path)!r}, states_every={self._states_every})"
+        return f"FlightLog({self._where!r}, states_every={self._states_every})"
 
     def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
         """The same step, which also writes what it did; the log goes back where its state does.
@@ -85,7 +86,7 @@ class FlightLog:
         return run
 
     def close(self) -> None:
-        """Close the file; a later step opens it again."""
+        """Write the rest, as into a bucket, where lines are put each minute; a later step opens the log again."""
         self._file.close()
 
 
@@ -120,7 +121,7 @@ class Replayed:
         return f"{before}{self.difference} (first the log, then the replay)"
 
 
-def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: Flight | str | Path) -> Replayed:
+def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | Run") -> Replayed:
     """Run steps again from a state, and compare each with what a log says that it did.
 
     It ends at the first difference, with the batches, or with the log. Nothing is written. A step that donates consumes the state.
@@ -129,7 +130,7 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: Flight | s
         step: the step.
         state: where to begin, such as what `trainfold.load` returned.
         batches: of the steps that follow.
-        log: the flight, or the directory of a run, of which that of rank 0 is read.
+        log: the flight, or a run, of which that of rank 0 is read.
 
     Raises:
         InvalidArgument: if the log has no record of the step after the state, or there is no batch.
@@ -144,8 +145,7 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: Flight | s
         steps 1 to 1 are those of the log; step 2: the samples are 16 and 17; the loss is 4.0 and 4.5; the same: epoch (first the log, then the replay)
     """
     if not isinstance(log, Flight):
-        run = directory_for_log(open_store(log))
-        log = read_flights(run).get(0, Flight())
+        log = read_flights(log).get(0, Flight())
     first, found, difference = _step_of(state) + 1, 0, None
     for number, batch in zip(itertools.count(first), batches, strict=False):
         if number not in log.steps:

@@ -3,7 +3,6 @@
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, final
 
 import xxhash
@@ -13,8 +12,8 @@ from trainfold.adapters.flight.replay_orders import end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number, with_recorder
-from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name
-from trainfold.backends.flight.journal_file import JOURNAL
+from trainfold.backends.flight.flights import FlightWriter, flight_writer
+from trainfold.backends.flight.journals import journal_writer
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
@@ -34,16 +33,15 @@ def flight_recorder(
     """The recorder that a manager's ``record=`` asks for, or a replay; None without one.
 
     Raises:
-        InvalidArgument: for anything but a number of steps, or for a run that is not in a directory.
+        InvalidArgument: for anything but a number of steps.
     """
     if states_every is None:
         return None
     count("CheckpointManager.record", states_every, least=0,
           fix="pass a number of steps between digests of the whole state, such as record=100; 0 for none of these")  # fmt: skip
-    directory = directory_for_log(store)
-    path = directory / flight_name(rank)
-    journal = Journal(directory / JOURNAL, path) if rank == 0 else None
-    return FlightRecorder(path, states_every, rank=rank, orders=orders, journal=journal)
+    file = flight_writer(store, rank)
+    journal = Journal(journal_writer(store), file) if rank == 0 else None
+    return FlightRecorder(file, states_every, rank=rank, orders=orders, journal=journal)
 
 
 @final
@@ -51,7 +49,7 @@ class FlightRecorder:
     """A `Recorder` of the live runs of a manager.
 
     Args:
-        path: the log.
+        file: the log.
         states_every: digest the state each so many steps; 0 for never.
         rank: of this process.
         orders: of a replay, which ends at a NaN, or lets a loop of states record itself; None without one.
@@ -60,7 +58,7 @@ class FlightRecorder:
 
     def __init__(
         self,
-        path: Path,
+        file: FlightWriter,
         states_every: int,
         *,
         rank: int = 0,
@@ -71,7 +69,7 @@ class FlightRecorder:
         self._orders, self._rank = orders, rank
         self._ends = end_at_nonfinite(orders, rank, lambda: self._under_way)
         self._under_way: int | None = None
-        self._file = FlightFile(path)
+        self._file = file
         self._states_every = states_every
         self._streams = StreamDigest()
         self._watched: weakref.ref[Live] | None = None
@@ -107,6 +105,12 @@ class FlightRecorder:
         if self._states_every and step == self._step and step % self._states_every == 0:
             self._step = None
             self._file.append(state_digests(step, fingerprint(run.read(view=True, is_saved=False).state)))
+
+    def put(self) -> None:
+        """Make what is recorded so far outlive this process, where the run is in a store that cannot append. It makes requests."""
+        self._file.put()
+        if self.journal is not None:
+            self.journal.put()
 
     def close(self) -> None:
         """Close the log, and end the journal."""

@@ -7,13 +7,12 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, final
 
-from trainfold.backends.flight.journal_file import JournalFile
+from trainfold.backends.flight.flights import FlightWriter
+from trainfold.backends.flight.journals import JournalWriter
 from trainfold.backends.user_warning import WARNED
 from trainfold.core.flight.journal_line import JournalLine
-from trainfold.core.flight.log_lines import LINE_BYTES, decode_line
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention
 from trainfold.core.save.retention_rules import rules_to_json
@@ -29,13 +28,13 @@ class Journal(logging.Filter):
     everything, because with a handler Python would no longer print warnings where a program has not set up `logging`.
 
     Args:
-        path: the journal.
+        file: where the lines go.
         flight: the flight log of the same rank.
     """
 
-    def __init__(self, path: Path, flight: Path) -> None:
+    def __init__(self, file: JournalWriter, flight: FlightWriter) -> None:
         super().__init__()
-        self._file = JournalFile(path)
+        self._file = file
         self._flight = flight
         self._kept_back: list[JournalLine] | None = []
         self._rules: dict[str, Any] = {}
@@ -49,10 +48,15 @@ class Journal(logging.Filter):
 
     def started(self, step: int) -> None:
         """Write that a process trains from this step on; before its first step, so that the flight log still shows how far the one before came."""
-        reached = _reached(self._flight)
         kept_back, self._kept_back = self._kept_back or [], None
-        lines = [JournalLine(time.time(), "started", step, data={"pid": os.getpid(), **reached, **self._rules})]
-        self._file.append([*lines, *kept_back])
+        line = JournalLine(time.time(), "started", step, data={"pid": os.getpid(), **self._rules})
+        self._file.start(line, self._flight.reached)
+        if kept_back:
+            self._file.append(kept_back)
+
+    def put(self) -> None:
+        """Make what is written so far outlive this process, if the run is in a store that cannot append."""
+        self._file.put()
 
     def event(self, event: Event) -> None:
         """Write an event of the manager. The beginning of a save, `called` writes."""
@@ -94,6 +98,7 @@ class Journal(logging.Filter):
         kind = sys.exc_info()[0]
         if self._kept_back is None:
             self._write("closed", detail="" if kind is None else kind.__name__, data={"pid": os.getpid()})
+            self._file.close()
 
     def _write(  # noqa: PLR0913 - fields of a line
         self, kind: str, step: int | None = None, checkpoint: str | None = None, detail: str = "", *, at: float | None = None, data: Mapping[str, Any] | None = None
@@ -103,17 +108,3 @@ class Journal(logging.Filter):
             self._file.append([line])
         else:
             self._kept_back.append(line)
-
-
-def _reached(flight: Path) -> dict[str, Any]:
-    """The last step that the flight log has, and when it was written: how far the process before came."""
-    try:
-        with flight.open("rb") as file:
-            status = os.fstat(file.fileno())
-            for at in reversed(range(status.st_size // LINE_BYTES)):
-                line = decode_line(os.pread(file.fileno(), LINE_BYTES, at * LINE_BYTES))
-                if line is not None:
-                    return {"reached": line.step, "reached_at": status.st_mtime}
-    except OSError:
-        pass
-    return {}

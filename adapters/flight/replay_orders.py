@@ -1,4 +1,4 @@
-"""What a replay changes in a program that it runs: where its log is written, and that it ends at a NaN."""
+"""What a replay changes in a program that it runs: it ends at a NaN."""
 
 import json
 import os
@@ -14,20 +14,6 @@ from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.rehearsal.orders import RECORD_NAME, Orders
 
 NONFINITE_NAME: Final = "nonfinite.json"
-
-
-def replayed_directory(orders: Orders | None, directory: Path) -> Path:
-    """Where the log of a run is written: beside the run, or beside its replay.
-
-    Examples:
-        >>> replayed_directory(None, Path("runs/a"))
-        PosixPath('runs/a')
-    """
-    if orders is None or orders.replay is None:
-        return directory
-    given, home = os.path.realpath(directory), os.path.realpath(orders.home)
-    is_inside = f"{given}/".startswith(f"{home}/")
-    return directory if is_inside or given != os.path.realpath(orders.replay.source) else Path(orders.home, "run")
 
 
 def end_at_nonfinite(orders: Orders | None, rank: int, step: Callable[[], int | None]) -> bool:

@@ -12,9 +12,10 @@ from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.live.recorder import plain_number, with_recorder
+from trainfold.backends.flight.replay_place import run_place
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
-from trainfold.backends.stores.local import LocalStore, Run, local_store
+from trainfold.backends.stores.local import Run, local_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.digest import digest_of
@@ -74,18 +75,15 @@ class Rehearsal:
         if not isinstance(run, str | Path | Store):
             return run  # the manager refuses it by name
         run = local_store(run) or run  # nothing of a rehearsal goes to a far tier
-        is_local = isinstance(run, str | Path | LocalStore)
-        url = run if isinstance(run, str | Path) else run.url
-        given = os.path.abspath(url) if is_local else str(url)  # noqa: PTH100 - as a store does
+        place = run_place(self.orders, run)
+        given, stays = place.location, place.is_inside
         home = os.path.realpath(self.orders.home)
-        stays = is_local and f"{os.path.realpath(given)}/".startswith(f"{home}/")
-        replay = self.orders.replay
-        replays = replay is not None and not stays and os.path.realpath(given) == os.path.realpath(replay.source)
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.rstrip("/").rpartition("/")[2]).strip(".-") or "run"
         self._name = f"{slug}-{digest_of(given.encode()).removeprefix('xxh3:')[:8]}"
         if stays:  # a name that does not depend on the home
             self._name = os.path.relpath(os.path.realpath(given), home).replace("/", "-")
-        self._place = given if stays else os.path.join(home, *(["run"] if replays else ["managers", self._name]))  # noqa: PTH118
+        below = ["run"] if place.is_replayed else ["managers", self._name]
+        self._place = given if stays else os.path.join(home, *below)  # noqa: PTH118
         _LOG.warning(
             "REHEARSAL (%s is set): this manager saves into %s%s, every %s steps, and its run ends at step %s",
             VARIABLE, self._place, "" if stays else f" and not into {given}", self.orders.every, self.orders.steps,

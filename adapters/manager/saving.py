@@ -375,7 +375,7 @@ class SaveRunner:
         """Save in the caller's thread."""
         self._events.expects = step
         try:
-            result = save_snapshot(lambda: self._contents.whole_snapshot(run), self._store, collectives=self._world, lock=False,
+            result = save_snapshot(lambda: self._recorded(self._contents.whole_snapshot(run)), self._store, collectives=self._world, lock=False,
                                    descends_from=self.descends_from, base=self.base)  # fmt: skip
         except Exception as error:
             self._failed(step, error)
@@ -412,7 +412,7 @@ class SaveRunner:
             if isinstance(run, TrainState):
                 for each in leaves_in(run):
                     each.lease.add_reader(hold)
-            self._start(lambda: self._contents.with_streams(made[0], streams), hold, step)
+            self._start(lambda: self._recorded(self._contents.with_streams(made[0], streams)), hold, step)
         except BaseException:
             if self._under_way is None:  # else the interrupt came when the save had started
                 hold.release()
@@ -426,6 +426,12 @@ class SaveRunner:
         self._events.report("saved", step=step, detail=f"{hold.copied_bytes} bytes copied, the others held",
                             secs=time.monotonic() - self._called_at)  # fmt: skip
         return SaveOutcome("staged", step)
+
+    def _recorded(self, snapshot: Snapshot) -> Snapshot:
+        """The same snapshot, when the logs up to its step are in the store: a kill after the commit must leave no hole in them."""
+        if self._flight is not None:
+            self._flight.put()
+        return snapshot
 
     def _start(
         self, take: Callable[[], Snapshot], hold: Hold, step: int, *, raised: BaseException | None = None

@@ -1,47 +1,16 @@
-"""`FlightFile`: the flight log of one rank, a file that only grows, except where a run goes back."""
+"""`FlightFile`: the flight log of one rank in a directory, a file that only grows, except where a run goes back."""
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
-from trainfold.backends.stores.local import local_store
-from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import CheckpointMissing, InvalidArgument
-from trainfold.core.flight.flight import Flight, flight_of
-from trainfold.core.flight.log_lines import LINE_BYTES, decode_line, decode_lines, encode_lines, lines_before
-from trainfold.core.flight.step_record import LogLine, StateDigest
+from trainfold.core.flight.line_scanner import other_file
+from trainfold.core.flight.log_lines import LINE_BYTES, decode_line, encode_lines, goes_back, last_line, lines_before
+from trainfold.core.flight.step_record import LogLine
 
 _LOG: Final = logging.getLogger("trainfold")
-_NAME: Final = re.compile(r"flight-(\d{5,})\.log")
-
-
-def flight_name(rank: int) -> str:
-    """The name of a rank's flight log in the run's directory.
-
-    Examples:
-        >>> flight_name(3)
-        'flight-00003.log'
-    """
-    return f"flight-{rank:05d}.log"
-
-
-def directory_for_log(store: Store) -> Path:
-    """The directory of a run that can hold a flight log.
-
-    Raises:
-        InvalidArgument: if it has no directory, where a file cannot grow.
-    """
-    if (near := local_store(store)) is not None:
-        return Path(near.url).absolute()
-    raise InvalidArgument(
-        "record",
-        expected="None, or a run in a directory, where a file can grow",
-        found=store.url,
-        fix="leave record out",
-    )
 
 
 @final
@@ -78,6 +47,19 @@ class FlightFile:
             if left:
                 self._give_up(f"the disk took all but {left} bytes of a step")
 
+    def reached(self) -> dict[str, Any]:
+        """The last step that the log has, and when it was written: how far the process before came. Empty without one."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                found = last_line(status.st_size // LINE_BYTES, lambda at: decode_line(os.pread(file.fileno(), LINE_BYTES, at * LINE_BYTES)))  # fmt: skip
+                return {} if found is None else {"reached": found.step, "reached_at": status.st_mtime}
+        except OSError:
+            return {}
+
+    def put(self) -> None:
+        """Nothing: each line is in the file already."""
+
     def close(self) -> None:
         """Close the file; the next line opens it again."""
         if self._file is not None:
@@ -91,10 +73,9 @@ class FlightFile:
     def _opened(self, line: LogLine) -> int:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         file = self._file
-        is_more = line.step == self._last and isinstance(line, StateDigest)  # about a step that is there
-        if self._last is None or (line.step <= self._last and not is_more):
+        if goes_back(self._last, line):
             kept = lines_before(line.step, os.fstat(file).st_size // LINE_BYTES,
                                 lambda at: decode_line(os.pread(file, LINE_BYTES, at * LINE_BYTES)))  # fmt: skip
             if not kept and (size := os.fstat(file).st_size):
@@ -104,26 +85,5 @@ class FlightFile:
 
     def _warn_of(self, data: bytes) -> None:
         """Warn of a file that goes, if it is another one than a log."""
-        if decode_line(data[:LINE_BYTES]) is None and (damage := decode_lines(data).damage).is_all:
+        if damage := other_file(data):
             _LOG.warning("%s; it is begun again", damage.text_of(str(self._path)))
-
-
-def read_flights(run: Path) -> dict[int, Flight]:
-    """The flight logs of a run by rank, each up to its torn end. `Flight.damage` has what could not be read before that.
-
-    Args:
-        run: its directory.
-
-    Raises:
-        CheckpointMissing: if it has none.
-    """
-    found = {int(name[1]): path for path in sorted(run.glob("flight-*.log")) if (name := _NAME.fullmatch(path.name))}
-    if not found:
-        raise CheckpointMissing(
-            str(run),
-            expected=f"a flight log, such as {flight_name(0)}",
-            found="none",
-            fix="record the steps of a run with CheckpointManager(..., record=100)",
-        )
-    logs = {rank: decode_lines(path.read_bytes()) for rank, path in sorted(found.items())}
-    return {rank: flight_of(log.lines, log.damage) for rank, log in logs.items()}

@@ -1,14 +1,19 @@
 """`FlightValues`: the losses and norms of a flight log that may still grow, each read once."""
 
-import os
 from array import array
-from pathlib import Path
-from typing import Final, final
+from collections.abc import Iterator
+from functools import partial
+from typing import Final, TypeAlias, final
 
+from trainfold.backends.flight.log_parts import PART_BYTES, part_name, part_numbers
+from trainfold.backends.side_by_side import side_by_side
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.flight.damage import Damage
+from trainfold.core.flight.line_scanner import LineScanner
 from trainfold.core.flight.log_lines import LINE_BYTES, line_numbers
 
-_CHUNK: Final = LINE_BYTES * 2**14
+Span: TypeAlias = tuple[str, int, int]
+_AT_ONCE: Final = 16  # pieces of `PART_BYTES` that are in memory
 
 
 @final
@@ -18,7 +23,7 @@ class FlightValues:
     A log that a resume has cut is read again from its start, unless its last line is as it was: then the run has done again what it did before.
 
     Args:
-        path: the log.
+        name: of the log.
 
     Attributes:
         loss: (steps, values) of the losses.
@@ -26,16 +31,15 @@ class FlightValues:
         first: the first step; None of an empty log.
         last: the last one.
         damage: what could not be read.
-        written_at: when the log was written, in seconds since 1970; None without one.
+        written_at: when the log was written, in seconds since 1970; None if that is not known.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._forget()
 
     def _forget(self) -> None:
-        self._offset, self._last_line = 0, b""
-        self._damaged: list[int] = []  # where damaged lines begin before the offset
+        self._lines = LineScanner(line_numbers)
         self.damage = Damage()
         self.loss = array("Q"), array("d")
         self.norm = array("Q"), array("d")
@@ -43,50 +47,42 @@ class FlightValues:
         self.last: int | None = None
         self.written_at: float | None = None
 
-    def read(self) -> bool:
+    def read(self, store: Store) -> bool:
         """Read what is new, up to a torn end; whether there was anything.
 
+        Args:
+            store: the run, as it is now.
+
         Raises:
-            OSError: if the log is there and cannot be read.
+            CheckpointError: the matching subclass, if the log is there and cannot be read.
         """
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            had_some = self._offset > 0
+        names = [part_name(self._name, number) for number in part_numbers(self._name, store.list())]
+        if not names:
+            had_some = self._lines.offset > 0
             self._forget()
             return had_some
-        with file:
-            status = os.fstat(file.fileno())
-            if self._was_cut(file.fileno(), status.st_size):
-                self._forget()
-            began = self._offset
-            self.written_at = status.st_mtime
-            file.seek(self._offset)
-            place, ends = self._offset, 0
-            unsure: list[int] = []  # damaged lines, or a torn end: the next good line decides
-            while data := file.read(_CHUNK):
-                unsure = self._take(data, place, unsure)
-                ends = place + len(bare) if (bare := data.rstrip(b"\0")) else ends
-                place += len(data)
-            self._note(unsure, ends)
-        return self._offset > began
+        sizes = [(name, store.size(name) or 0) for name in names]
+        if self._was_cut(store, sizes):
+            self._forget()
+        began = self._lines.offset
+        self.written_at = store.committed_at(names[-1])
+        self._lines.go_on()
+        spans = [piece for span in _spans(sizes, began) for piece in _pieces(span)]
+        for at in range(0, len(spans), _AT_ONCE):
+            for data in side_by_side([partial(_read, store, *span) for span in spans[at : at + _AT_ONCE]]):
+                self._take(data)
+        self.damage = self._lines.damage
+        return self._lines.offset > began
 
-    def _was_cut(self, file: int, size: int) -> bool:
-        if not self._offset:
+    def _was_cut(self, store: Store, sizes: list[tuple[str, int]]) -> bool:
+        offset = self._lines.offset
+        if not offset:
             return False
-        return size < self._offset or os.pread(file, LINE_BYTES, self._offset - LINE_BYTES) != self._last_line
+        span = next(iter(_spans(sizes, offset - LINE_BYTES)), None)
+        return span is None or _read(store, span[0], span[1], span[1] + LINE_BYTES) != self._lines.last
 
-    def _take(self, data: bytes, place: int, unsure: list[int]) -> list[int]:
-        """Take whole lines, those at this place of the file; returns where lines begin that cannot be read, after the last good one."""
-        for start in range(0, len(data) - LINE_BYTES + 1, LINE_BYTES):
-            line = data[start : start + LINE_BYTES]
-            found = line_numbers(line)
-            if found is None:
-                unsure.append(place + start)
-                continue
-            self._damaged += unsure
-            unsure = []
-            is_step, step, loss, norm = found
+    def _take(self, data: bytes) -> None:
+        for is_step, step, loss, norm in self._lines.take(data):
             if is_step:
                 self.first = step if self.first is None else self.first
                 self.last = step
@@ -96,11 +92,21 @@ class FlightValues:
                 if norm is not None:
                     self.norm[0].append(step)
                     self.norm[1].append(norm)
-            self._offset = place + start + LINE_BYTES
-            self._last_line = line
-        return unsure
 
-    def _note(self, unsure: list[int], ends: int) -> None:
-        """Note the damage: lines that cannot be read, up to the zeros of a torn end."""
-        found = [*self._damaged, *(at for at in unsure if at < ends)]
-        self.damage = Damage(len(found), found[0], not self._offset) if found else Damage()
+
+def _spans(sizes: list[tuple[str, int]], start: int) -> Iterator[Span]:
+    """The bytes from ``start`` on, by the parts in which they are."""
+    for name, size in sizes:
+        if start < size:
+            yield name, max(0, start), size
+        start -= size
+
+
+def _pieces(span: Span) -> Iterator[Span]:
+    name, start, stop = span
+    for at in range(start, stop, PART_BYTES):
+        yield name, at, min(stop, at + PART_BYTES)
+
+
+def _read(store: Store, name: str, start: int, stop: int) -> bytes:
+    return store.read(name, start=start, stop=stop)

@@ -1,18 +1,15 @@
-"""`JournalFile`: the journal of a run, a file beside its checkpoints that only grows."""
+"""`JournalFile`: the journal of a run in a directory, a file beside its checkpoints that only grows."""
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
-from trainfold.backends.stores.local import local_store
-from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import TrainfoldError
-from trainfold.core.flight.journal_line import JournalLine, decode_journal, encode_journal_line
+import attrs
 
-JOURNAL: Final = "journal.jsonl"
-MOST_READ: Final = 2**26  # bytes, from its end
+from trainfold.core.flight.journal_line import JournalLine, encode_journal_line
+
 _LOG: Final = logging.getLogger("trainfold")
 
 
@@ -30,13 +27,17 @@ class JournalFile:
         self._path = path
         self._is_given_up = False
 
+    def start(self, line: JournalLine, reached: Callable[[], dict[str, Any]]) -> None:
+        """Append the line of a start, with how far the process before came."""
+        self.append([attrs.evolve(line, data={**line.data, **reached()})])
+
     def append(self, lines: Iterable[JournalLine]) -> None:
         """Append lines."""
         if self._is_given_up:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
                 end = os.lseek(file, 0, os.SEEK_END)
                 is_torn = end > 0 and os.pread(file, 1, end - 1) != b"\n"
@@ -47,25 +48,8 @@ class JournalFile:
             self._is_given_up = True
             _LOG.warning("%s: the journal is not continued: %s", self._path, error)
 
+    def put(self) -> None:
+        """Nothing: each line is in the file already."""
 
-def read_journal(store: Store) -> tuple[JournalLine, ...]:
-    """The journal of a run; empty for a run without one, or with one that cannot be read.
-
-    Examples:
-        >>> from trainfold.stores import MemoryStore
-        >>> read_journal(MemoryStore())
-        ()
-    """
-    try:
-        size = store.size(JOURNAL)
-        return () if size is None else decode_journal(store.read(JOURNAL, start=max(0, size - MOST_READ), stop=size))
-    except (TrainfoldError, OSError):
-        return ()
-
-
-def note_in_journal(store: Store, line: JournalLine) -> None:
-    """Append a line to the journal of a run that has one."""
-    if (near := local_store(store)) is not None:
-        path = Path(near.url) / JOURNAL
-        if path.is_file() and not path.is_symlink():
-            JournalFile(path).append([line])
+    def close(self) -> None:
+        """Nothing: the file is not kept open."""

@@ -1,18 +1,16 @@
-"""The bytes of a flight log: lines of 64 bytes, each with its own checksum, so that a torn end is cut, and a damaged line costs no other."""
+"""The bytes of a flight log: lines of 64 bytes, each with its own checksum, so that a damaged line costs no other."""
 
 import struct
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Final, TypeAlias, final
+from typing import Final, TypeAlias
 
-import attrs
 import xxhash
 
-from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.step_record import LogLine, StateDigest, StepRecord
 
 LINE_BYTES: Final = 64
-_MARK: Final = b"TF"
+MARK: Final = b"TF"
 _STEP, _STATE = 1, 2  # kinds of lines; one of another kind counts as a line that cannot be read
 _OF_STEP: Final = struct.Struct("<2sBBQ8s8s8s8s4sQI")  # mark, kind, which are known, step, `_KNOWN`, samples, epoch
 _OF_STATE: Final = struct.Struct("<2sBBQ24s16s")
@@ -29,15 +27,6 @@ LineNumbers: TypeAlias = tuple[bool, int, float | None, float | None]
 """Whether a line is of a step, and not of the state after it; the step; its loss and its norm, None if it has none."""
 
 
-@final
-@attrs.frozen
-class DecodedLog:
-    """What is read of a log: its lines in order, and what could not be read."""
-
-    lines: tuple[LogLine, ...]
-    damage: Damage
-
-
 def encode_line(line: LogLine) -> bytes:
     """The bytes of a line.
 
@@ -50,10 +39,10 @@ def encode_line(line: LogLine) -> bytes:
     if isinstance(line, StepRecord):
         fields = [getattr(line, name) for name in _KNOWN]
         known = sum(1 << at for at, field in enumerate(fields) if field is not None)
-        packed = _OF_STEP.pack(_MARK, _STEP, known, line.step, *(field or b"" for field in fields),
+        packed = _OF_STEP.pack(MARK, _STEP, known, line.step, *(field or b"" for field in fields),
                                min(line.samples, _MOST), min(line.epoch, _MOST >> 32))  # fmt: skip
     else:
-        packed = _OF_STATE.pack(_MARK, _STATE, 0, line.step, short_name(line.component).encode(), line.digest)
+        packed = _OF_STATE.pack(MARK, _STATE, 0, line.step, short_name(line.component).encode(), line.digest)
     body = packed.ljust(LINE_BYTES - _SUM.size, b"\0")
     return body + _SUM.pack(zlib.crc32(body))
 
@@ -61,7 +50,7 @@ def encode_line(line: LogLine) -> bytes:
 def decode_line(data: bytes) -> LogLine | None:
     """The line of these bytes; None if they are torn, damaged, or of a kind that this version does not know."""
     body, checksum = data[: -_SUM.size], data[-_SUM.size :]
-    if len(data) != LINE_BYTES or body[:2] != _MARK or _SUM.unpack(checksum)[0] != zlib.crc32(body):
+    if len(data) != LINE_BYTES or body[:2] != MARK or _SUM.unpack(checksum)[0] != zlib.crc32(body):
         return None
     if body[2] == _STEP:
         _, _, known, step, *fields, samples, epoch = _OF_STEP.unpack(body[: _OF_STEP.size])
@@ -83,7 +72,7 @@ def line_numbers(data: bytes) -> LineNumbers | None:
     if len(data) != LINE_BYTES:
         return None
     mark, kind, known, step, loss, norm, checksum = _NUMBERS.unpack(data)
-    if mark != _MARK or checksum != zlib.crc32(data[: -_SUM.size]) or kind not in (_STEP, _STATE):
+    if mark != MARK or checksum != zlib.crc32(data[: -_SUM.size]) or kind not in (_STEP, _STATE):
         return None
     return kind == _STEP, step, loss if known & 1 else None, norm if known & 2 else None
 
@@ -93,23 +82,28 @@ def encode_lines(lines: Iterable[LogLine]) -> bytes:
     return b"".join(map(encode_line, lines))
 
 
-def decode_lines(data: bytes) -> DecodedLog:
-    """The lines of a log: all that can be read, up to its torn end, which a kill leaves incomplete, and a power cut full of zeros.
+def goes_back(last: int | None, line: LogLine) -> bool:
+    """Whether a line has to be looked for in its log, and cuts it: the first one of a process, and one of a step that is there.
 
-    Law: a log that is cut anywhere gives the first of its lines, whole ones; one of which lines are damaged gives the others.
+    Args:
+        last: the step of the line before; None for the first line of a process.
+        line: the line. The state of a step follows it.
+
+    Examples:
+        >>> goes_back(None, StepRecord(7)), goes_back(7, StepRecord(7)), goes_back(7, StateDigest(7, "model", bytes(16)))
+        (True, True, False)
     """
-    found: list[LogLine] = []
-    damaged: list[int] = []
-    end = len(data.rstrip(b"\0"))  # a checksum may end with zeros
-    for start in range(0, len(data) - LINE_BYTES + 1, LINE_BYTES):
-        line = decode_line(data[start : start + LINE_BYTES])
-        if line is not None:
-            found.append(line)
-        elif start < end:
-            damaged.append(start)
-    if not found and not damaged and not _MARK.startswith(data[:end][: len(_MARK)]):
-        damaged.append(0)
-    return DecodedLog(tuple(found), Damage(len(damaged), damaged[0], not found) if damaged else Damage())
+    return last is None or line.step < last or (line.step == last and not isinstance(line, StateDigest))
+
+
+def last_line(count: int, line: Callable[[int], LogLine | None]) -> LogLine | None:
+    """The last line of a log that can be read.
+
+    Args:
+        count: whole lines of the log.
+        line: reads one of them by its number; None for a damaged one.
+    """
+    return next((found for at in reversed(range(count)) if (found := line(at)) is not None), None)
 
 
 def lines_before(step: int, count: int, line: Callable[[int], LogLine | None]) -> int:

@@ -9,7 +9,7 @@ from trainfold.core.markup.chart import Axis, Chart, Point, Series
 from trainfold.core.markup.curve import Curve
 from trainfold.core.markup.texts import count_text, moment_text, number_text, secs_text, ticks
 from trainfold.core.markup.timelines import step_axis
-from trainfold.core.page.sessions import SaveTimes, Session
+from trainfold.core.page.sessions import SaveTimes, Session, again_text
 
 MOST_MARKS: Final = 400  # of saves; more share a bar
 _DAY: Final = 86_400
@@ -30,7 +30,7 @@ def time_line(sessions: Sequence[Session], saves: Sequence[SaveTimes]) -> Chart:
     count = sum(session.ending == "killed" for session in sessions)
     text = (
         f"{len(sessions):,} {'process' if len(sessions) == 1 else 'processes'} in {secs_text(max(0.0, end - begin))}, up to step {highest:,}; {count_text(count, 'kill')}; "
-        f"{count_text(sum(each.recomputed or 0 for each in sessions), 'step')} computed again. The table below has each of them."
+        f"{again_text(sessions)} computed again. The table below has each of them."
     )
     times = _time_axis(begin, end)
     marks = (

@@ -9,7 +9,7 @@ from trainfold.core.markup.texts import count_text, moment_text, number_text, se
 from trainfold.core.page.charts import lineage_name
 from trainfold.core.page.run_page import RunPage
 from trainfold.core.page.sections import SECTIONS
-from trainfold.core.page.sessions import IN_WORDS, saves_of, sessions_of
+from trainfold.core.page.sessions import IN_WORDS, again_text, saves_of, sessions_of
 from trainfold.core.printable import bytes_text
 
 OFFLINE: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -62,10 +62,7 @@ def _overview(page: RunPage) -> str:
         figures.append(("Step", number_text(max(reached, saved or 0)), "" if saved is None else f"saved: {saved:,}"))
     if sessions:
         kills = sum(session.ending == "killed" for session in sessions)
-        again = sum(session.recomputed or 0 for session in sessions)
-        figures.append(
-            ("Processes", str(len(sessions)), f"{count_text(kills, 'kill')}, {count_text(again, 'step')} again")
-        )
+        figures.append(("Processes", str(len(sessions)), f"{count_text(kills, 'kill')}, {again_text(sessions)} again"))
         figures.append(("Last process", _ending(page), secs_text(sessions[-1].ended_at - sessions[-1].began_at)))
     if flight is not None and flight.loss.last is not None:
         step, value = flight.loss.last

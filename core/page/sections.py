@@ -33,7 +33,7 @@ def start_section(page: RunPage) -> str:
             number_text(each.first),
             number_text(each.last),
             f"{IN_WORDS[each.ending]}{f': {each.error}' if each.error else ''}",
-            "" if each.recomputed is None else number_text(each.recomputed),
+            each.recomputed_text,
         )
         for number, each in enumerate(sessions, 1)
     ]

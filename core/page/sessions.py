@@ -6,10 +6,11 @@ from typing import Final, Literal, TypeAlias, final
 import attrs
 
 from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.markup.texts import count_text, number_text
 from trainfold.core.page.run_page import FlightFacts
 
 Ending: TypeAlias = Literal["closed", "raised", "killed", "open"]
-_COARSE_SECS: Final = 0.01  # by which the time of a file may be behind the clock
+_COARSE_SECS: Final = 0.01  # by which the time of a file may be behind the clock; that of an object has whole seconds
 _DATED: Final = ("started", "called", "evaluated", "restored")  # lines whose step is that of the run at their time
 IN_WORDS: Final[dict[Ending, str]] = {
     "closed": "ended",
@@ -32,6 +33,7 @@ class Session:
         ending: how it ended, as far as that is known.
         error: the name of the exception that ended it.
         recomputed: how many steps of the process before it had to compute again; None if that is not known.
+        is_least: whether these may be more: the last steps of a process that was killed were not in the bucket.
         moments: (time, step) that are known of it, in order.
     """
 
@@ -42,7 +44,18 @@ class Session:
     ending: Ending
     error: str = ""
     recomputed: int | None = None
+    is_least: bool = False
     moments: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def recomputed_text(self) -> str:
+        """How many steps were computed again, in words; empty if that is not known.
+
+        Examples:
+            >>> Session(0.0, 4, 1.0, 9, "open", recomputed=3, is_least=True).recomputed_text
+            'at least 3'
+        """
+        return "" if self.recomputed is None else f"{'at least ' * self.is_least}{number_text(self.recomputed)}"
 
 
 @final
@@ -111,6 +124,17 @@ def sessions_of(journal: Sequence[JournalLine], flight: FlightFacts | None) -> t
     return tuple(found)
 
 
+def again_text(sessions: Sequence[Session]) -> str:
+    """How many steps all of them computed again, in words.
+
+    Examples:
+        >>> again_text([Session(0.0, 0, 1.0, 9, "killed"), Session(2.0, 4, 3.0, 9, "open", recomputed=1)])
+        '1 step'
+    """
+    least = "at least " * any(each.is_least for each in sessions)
+    return f"{least}{count_text(sum(each.recomputed or 0 for each in sessions), 'step')}"
+
+
 def _session(
     own: Sequence[JournalLine], after: JournalLine | None, flight: FlightFacts | None, before: Session | None
 ) -> Session:
@@ -121,7 +145,9 @@ def _session(
     closed = next((line for line in reversed(own) if line.kind == "closed" and line.data.get("pid", pid) == pid), None)
     reached, reached_at = _reached(after, flight, own[-1].at)
     if (
-        reached is not None and reached >= first and reached_at >= start.at - _COARSE_SECS
+        reached is not None
+        and reached >= first
+        and reached_at >= start.at - (1.0 if reached_at.is_integer() else _COARSE_SECS)
     ):  # else the log of a process before
         latest = next(
             (line.at for line in (closed, after) if line is not None), reached_at
@@ -140,6 +166,7 @@ def _session(
         ending,
         "" if closed is None else closed.detail,
         None if before is None else max(0, before.last - first),
+        before is not None and before.ending == "killed" and start.data.get("is_least") is True,
         tuple(moments),
     )
 

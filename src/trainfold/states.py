@@ -5,7 +5,7 @@ The names are re-exports, each documented where it lives.
 
 from trainfold.adapters.flight.check_steps import check_steps
 from trainfold.adapters.flight.flight_log import FlightLog, Replayed
-from trainfold.backends.flight.flight_file import read_flights
+from trainfold.backends.flight.flights import read_flights
 from trainfold.backends.side.checkpoint_files import read_side_files, write_side_files
 from trainfold.backends.side.side_files import SideFiles
 from trainfold.core.component_names import validate_components

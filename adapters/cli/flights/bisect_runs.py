@@ -11,6 +11,7 @@ from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,
     check_command,
     flights_of,
+    has_checkpoint,
     replay_program,
     scratch_place,
 )
@@ -19,7 +20,7 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.core.errors import CheckpointMissing
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_of
-from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import leaf_texts
 from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.state.notes import CONVERTED, LINEAGE
@@ -52,7 +53,7 @@ def bisect_runs(a: Path, b: Path, command: tuple[str, ...], *, directory: Path, 
     flights = flights_of(a), flights_of(b)
     saved = tuple(_complete(run, has_log=bool(flight)) for run, flight in zip((a, b), flights, strict=True))
     if command:
-        command = check_command(a, command)
+        command = check_command(command)
     found = first_of_ranks(*flights, after=0)
     evidence = _of_checkpoints(a, b, *saved)
     if found is not None:
@@ -159,8 +160,8 @@ def _repeated(run: Path, replayed: Path, begin: int, end: int) -> bool | None:
     is_logged = bool(logs[0].keys() & logs[1].keys())
     if first_of_ranks(*logs, after=begin, until=end) is not None:
         return False
-    folders = [each / directory_of(end) for each in (run, replayed)]
-    if all((each / MANIFEST).exists() for each in folders):
+    if all(has_checkpoint(each, end) for each in (run, replayed)):
+        folders = [each / directory_of(end) for each in (run, replayed)]
         return not _unlike(*(leaf_texts(open_checkpoint(each).manifest) for each in folders))
     return True if is_logged else None
 

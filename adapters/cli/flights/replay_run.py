@@ -10,17 +10,18 @@ from trainfold.adapters.cli.flights.scratch_run import (
     ScratchRun,
     check_command,
     flights_of,
+    has_checkpoint,
     replay_program,
     scratch_place,
 )
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
-from trainfold.backends.flight.flight_file import flight_name
+from trainfold.backends.flight.flights import flight_name
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.parting import steps_text
 from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_unrecorded
-from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.format.file_names import directory_of
 from trainfold.core.history.inventory import Inventory
 
 _PLACE: Final = scratch_place("replay", "replay")
@@ -54,7 +55,7 @@ def replay_run(  # noqa: PLR0913 - one for each option
         InvalidArgument: if the steps leave nothing to replay. CheckpointMissing: if there is no such checkpoint.
         ProgramFailed: if the program fails. NeverResumed: if it does not go on from the checkpoint.
     """
-    command = check_command(run, command)
+    command = check_command(command)
     _, inventory = open_run(run)
     flights = flights_of(run)
     begin, end = _steps(inventory, flights, begin, end)
@@ -160,7 +161,8 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
         else 0
     )
     pair = run / directory_of(end), made.run / directory_of(end)
-    states = diff_checkpoints(*pair, values=True) if all((each / MANIFEST).exists() for each in pair) else None
+    both = all(has_checkpoint(each, end) for each in (run, made.run))
+    states = diff_checkpoints(*pair, values=True) if both else None
     if not steps and states is None:
         raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}", found="neither",
                               fix="pass --to with a step that has a checkpoint")  # fmt: skip

@@ -10,19 +10,21 @@ from typing import Any, Final, final
 
 import attrs
 
-from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint
+from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, ProgramFailed
 from trainfold.adapters.cli.rehearse.options import PLACEHOLDER
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.starts import environment_of_programs
 from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.adapters.flight.replay_orders import NONFINITE_NAME
-from trainfold.backends.flight.flight_file import read_flights
+from trainfold.backends.flight.flights import read_flights
+from trainfold.backends.flight.replay_place import location_of
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
-from trainfold.backends.stores.place import is_object_url
+from trainfold.backends.stores.local import local_store, open_store
+from trainfold.backends.tiers.copy_run import copy_run
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
-from trainfold.core.format.file_names import RUN_FILE, directory_of
+from trainfold.core.format.file_names import RUN_FILE, directory_of, step_of
 from trainfold.core.printable import quoted
 from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.orders import RECORD_NAME, VARIABLE, Orders, ReplayOrders, encode_orders
@@ -90,7 +92,7 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     if request.begin:
         _begin(run, open_checkpoint(request.run / directory_of(request.begin)))
     orders = Orders(str(home), str(notes), every=request.end, steps=request.end, linger_after=request.end,
-                    replay=ReplayOrders(str(request.run.absolute()), request.until_nonfinite))  # fmt: skip
+                    replay=ReplayOrders(location_of(request.run), request.until_nonfinite))  # fmt: skip
     output = notes / "output.txt"
     program = Program(
         [word.replace(PLACEHOLDER, str(run)) for word in request.command],
@@ -125,20 +127,25 @@ def scratch_place(command: str, noun: str) -> Workplace:
 def flights_of(run: Path) -> dict[int, Flight]:
     """The logs of a run by rank; empty if it has none."""
     try:
-        return read_flights(run)
+        return read_flights(str(run))
     except CheckpointMissing:
         return {}
 
 
-def check_command(run: Path, command: Sequence[str]) -> tuple[str, ...]:
+def has_checkpoint(run: Path, step: int) -> bool:
+    """Whether a run, or a replay of one, has a complete checkpoint at a step."""
+    try:
+        return step in open_run(run)[1].usable_steps
+    except CheckpointMissing:
+        return False
+
+
+def check_command(command: Sequence[str]) -> tuple[str, ...]:
     """The program to run.
 
     Raises:
-        InvalidArgument: if there is none, or it cannot be started; or if its run is not in a directory.
+        InvalidArgument: if there is none, or it cannot be started.
     """
-    if is_object_url(str(run)):
-        raise InvalidArgument("RUN", expected="a directory, of which a copy can be made by links", found=str(run),
-                              fix="copy the checkpoint and the logs flight-*.log into a directory, and name that")  # fmt: skip
     if not command or shutil.which(command[0]) is None:
         raise InvalidArgument("COMMAND", expected="a command after --, such as -- python train.py", found=repr(" ".join(command)),
                               fix="name your program as you started the run")  # fmt: skip
@@ -146,8 +153,12 @@ def check_command(run: Path, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _begin(run: Path, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint into an empty run, with those that it refers to: as links, or as copies on another filesystem."""
-    source = Path(checkpoint.store.url).absolute()
+    """Put a checkpoint into an empty run, with those that it refers to: as links, or as copies from a bucket or another filesystem."""
+    near = local_store(checkpoint.store)
+    if near is None:
+        copy_run(open_store(checkpoint.store.url), run, steps=[step_of(checkpoint.name) or 0])
+        return
+    source = Path(near.url).absolute()
     for name in sorted({checkpoint.name, *(file.checkpoint for file in checkpoint.manifest.references)}):
         if keep_checkpoint(source / name, run) is None:
             shutil.copyfile(source / RUN_FILE, run / RUN_FILE)

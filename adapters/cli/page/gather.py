@@ -8,9 +8,9 @@ from typing import Final, final
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.ls import committed_at, pointed_names, proved
 from trainfold.adapters.cli.plan import planned_resume
-from trainfold.backends.flight.flight_file import flight_name
 from trainfold.backends.flight.flight_values import FlightValues
-from trainfold.backends.flight.journal_file import JOURNAL, read_journal
+from trainfold.backends.flight.flights import flight_name, ranks_with_log
+from trainfold.backends.flight.journals import JOURNAL, read_journal
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.side_by_side import side_by_side
@@ -42,7 +42,7 @@ class PageReader:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._store, _ = open_run(run)
-        self._log = _flight_log(self._store)
+        self._log = FlightValues(flight_name(0))
         self._seen: object = None
 
     def has_changed(self) -> bool:
@@ -72,18 +72,16 @@ class PageReader:
             pointed_names(store),
             _best(store, unread),
             read_journal(store)[-_MOST_JOURNAL:],
-            self._flight(unread),
+            self._flight(store, unread),
             _resume(store, inventory),
             tuple(unread),
         )
 
-    def _flight(self, unread: list[str]) -> FlightFacts | None:
+    def _flight(self, store: Store, unread: list[str]) -> FlightFacts | None:
         log = self._log
-        if log is None:
-            return None
         try:
-            log.read()
-        except OSError as error:
+            log.read(store)
+        except (CheckpointError, OSError) as error:
             unread.append(f"the flight log: {error}")
             return None
         damage = log.damage.text_of(flight_name(0)) if log.damage else ""
@@ -91,12 +89,8 @@ class PageReader:
             unread.append(damage)
         if log.last is None and not damage:
             return None
-        ranks = len(list(Path(self._store.url).glob("flight-*.log")))
+        ranks = len(ranks_with_log(store.list()))
         return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, ranks, damage)
-
-
-def _flight_log(store: Store) -> FlightValues | None:
-    return FlightValues(Path(store.url) / flight_name(0)) if isinstance(store, LocalStore) else None
 
 
 def _best(store: Store, unread: list[str]) -> BestFile | None:

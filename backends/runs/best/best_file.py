@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from trainfold.backends.flight.journal_file import note_in_journal
+from trainfold.backends.flight.journals import note_in_journal
 from trainfold.backends.ranks.all_ranks import on_rank_zero
 from trainfold.backends.ranks.launcher import world_given
 from trainfold.backends.runs.best.best_reader import (

@@ -6,7 +6,7 @@ import torch
 
 import trainfold
 from trainfold import Loss, init_state, make_step, optimizer, replay
-from trainfold.backends.flight.flight_file import flight_name, read_flights
+from trainfold.backends.flight.flights import flight_name, read_flights
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
 from trainfold.states import FlightLog

@@ -1,40 +1,22 @@
 """The flight log of a live run: what a step leaves in it, and that a kill leaves no trace in it."""
 
-import random
 import weakref
 
 import pytest
 import torch
+from kit.adapters.flight_cases import Recorded
 from kit.adapters.manager_cases import Job
 
 from trainfold.adapters.flight.flight_recorder import FlightRecorder, flight_recorder
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.flight.flight_file import flight_name, read_flights
+from trainfold.backends.flight.flight_file import FlightFile
+from trainfold.backends.flight.flights import flight_name, read_flights
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.step_record import float_of_bits
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import TrainState
-
-
-class Recorded(Job):
-    """A job that records its loss, and dies without a word at a step."""
-
-    def run(self, manager, steps, dies_after=None):
-        manager.restore(self.live)
-        for x, y in self.live.batches(steps=steps):
-            loss = ((self.model(x + random.random()) - y) ** 2).mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            self.scheduler.step()
-            self.ema.update_parameters(self.model)
-            self.live.record(loss=loss, grad_norm=float(self.live.progress.step))
-            self.live.advance(samples=len(x))
-            if self.live.progress.step == dies_after:
-                return
-            manager.step(self.live)
 
 
 def log_of(run):
@@ -102,7 +84,7 @@ def test_recording_changes_no_bit(tmp_path):
 
 
 def test_a_recorder_keeps_no_run_alive(tmp_path):
-    recorder = FlightRecorder(tmp_path / "a.log", 0)
+    recorder = FlightRecorder(FlightFile(tmp_path / "a.log"), 0)
     live = Job(0).live
     recorder.watch(live)
     gone = weakref.ref(live)
@@ -124,5 +106,3 @@ def test_a_loop_of_states_is_shown_what_records_it(tmp_path):
         pytest.raises(InvalidArgument, match="FlightLog"),
     ):
         manager.step(TrainState())
-    with pytest.raises(InvalidArgument, match="leave record out"):
-        CheckpointManager(MemoryStore(), record=0)

@@ -4,12 +4,13 @@ import logging
 import warnings
 
 import pytest
+from kit.adapters.flight_cases import died
 from kit.adapters.manager_cases import Job
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.flight.flight_file import flight_name
 from trainfold.backends.flight.flight_values import FlightValues
-from trainfold.backends.flight.journal_file import JOURNAL, read_journal
+from trainfold.backends.flight.flights import flight_name
+from trainfold.backends.flight.journals import JOURNAL, read_journal
 from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.user_warning import WARNED, warn_user
@@ -36,10 +37,7 @@ def trained(run, steps, *, closes, mode="async"):
     if closes:
         manager.close()
         return
-    journal = manager._saves._journal  # what a death leaves: no last line, and a lock that is free
-    logging.getLogger("trainfold").removeFilter(journal)
-    WARNED.remove(journal.warned)
-    manager._lease._held.close()
+    died(manager)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -49,8 +47,8 @@ def test_a_killed_and_resumed_run_shows_what_was_done_again_and_when_each_save_w
     trained(run, 5, closes=False, mode=mode)
     trained(run, 8, closes=True, mode=mode)
     journal = read_journal(LocalStore(run))
-    values = FlightValues(run / flight_name(0))
-    values.read()
+    values = FlightValues(flight_name(0))
+    values.read(LocalStore(run))
     first, second = sessions_of(journal, FlightFacts(last=values.last, written_at=values.written_at))
     assert (first.first, first.last, first.ending) == (0, 5, "killed")
     assert (second.first, second.last, second.ending, second.recomputed) == (4, 8, "closed", 1)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.backends.flight.flight_file import FlightFile, directory_for_log, flight_name, read_flights
-from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.flight.flight_file import FlightFile
+from trainfold.backends.flight.flights import flight_name, read_flights
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.errors import CheckpointMissing
 from trainfold.core.flight.log_lines import LINE_BYTES
 from trainfold.core.flight.step_record import StateDigest, StepRecord
 
@@ -84,12 +84,10 @@ def test_the_logs_of_a_run_are_read_by_rank(tmp_path):
     assert found[1].states == {3: {"model": bytes([3] * 16)}}
 
 
-def test_a_run_without_a_log_and_one_without_a_directory_name_the_next_move(tmp_path):
-    with pytest.raises(CheckpointMissing, match="record=100"):
-        read_flights(tmp_path)
-    with pytest.raises(InvalidArgument, match="leave record out"):
-        directory_for_log(MemoryStore())
-    assert directory_for_log(LocalStore(tmp_path / "a")) == tmp_path / "a"
+def test_a_run_without_a_log_names_the_next_move(tmp_path):
+    for run in (tmp_path, MemoryStore()):
+        with pytest.raises(CheckpointMissing, match="record=100"):
+            read_flights(run)
 
 
 def test_a_resume_over_a_damaged_line_keeps_all_others(tmp_path):

@@ -4,7 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfold.backends.flight.flight_values import FlightValues
-from trainfold.core.flight.log_lines import decode_lines, encode_lines
+from trainfold.backends.stores.local import LocalStore
+from trainfold.core.flight.line_scanner import decode_lines
+from trainfold.core.flight.log_lines import encode_lines
 from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bits_of, float_of_bits
 
 
@@ -41,8 +43,9 @@ LOSSES = st.lists(st.none() | st.floats(allow_nan=False), max_size=12)
 def test_what_is_read_in_pieces_is_what_is_in_the_log(tmp_path_factory, looks):
     """R04: each look finds the log as it is then: longer, cut where a run resumed, with a torn end, or with a damaged line."""
     path = tmp_path_factory.mktemp("flight") / "flight-00000.log"
-    values = FlightValues(path)
-    assert not values.read()
+    store = LocalStore(path.parent)
+    values = FlightValues(path.name)
+    assert not values.read(store)
     data = b""
     for look, (kept, losses, torn, damaged) in enumerate(looks):
         data = data[: 64 * kept]
@@ -51,13 +54,13 @@ def test_what_is_read_in_pieces_is_what_is_in_the_log(tmp_path_factory, looks):
         if damaged is not None and damaged < len(more):
             more[damaged] ^= 1
         data += bytes(more)
-        path.write_bytes(data + b"T" * torn)
-        values.read()
+        path.write_bytes(data + encode_lines([StepRecord(1)])[:torn])
+        values.read(store)
         expected, steps = values_of(data)
         assert values.damage == decode_lines(data).damage
         assert list(zip(*values.loss, strict=True)) == expected
         assert list(values.norm[0]) == steps
         assert (values.first, values.last) == ((steps[0], steps[-1]) if steps else (None, None))
     path.unlink()
-    assert values.read() == bool(decode_lines(data).lines)
+    assert values.read(store) == bool(decode_lines(data).lines)
     assert values.last is None

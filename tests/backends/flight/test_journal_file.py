@@ -1,9 +1,12 @@
 """The file of a journal: a torn end stays the only line that is lost."""
 
-from trainfold.backends.flight.journal_file import JOURNAL, JournalFile, note_in_journal, read_journal
+from trainfold.backends.flight.flights import flight_name, flight_writer
+from trainfold.backends.flight.journal_file import JournalFile
+from trainfold.backends.flight.journals import JOURNAL, journal_writer, note_in_journal, read_journal
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.flight.step_record import StepRecord
 
 ONE, TWO, THREE = JournalLine(1.0, "started", 0), JournalLine(2.0, "closed"), JournalLine(3.0, "started", 5)
 
@@ -25,3 +28,18 @@ def test_only_a_run_that_has_a_journal_gets_a_note(tmp_path):
     JournalFile(tmp_path / JOURNAL).append([ONE])
     note_in_journal(LocalStore(tmp_path), TWO)
     assert read_journal(LocalStore(tmp_path)) == (ONE, TWO)
+
+
+def test_a_log_that_is_a_link_is_neither_written_nor_read(tmp_path, caplog):
+    """A journal through a link was written where no reader follows it."""
+    (tmp_path / "run").mkdir()
+    for name in (JOURNAL, flight_name(0)):
+        (tmp_path / "run" / name).symlink_to(tmp_path / f"elsewhere-{name}")
+    store = LocalStore(tmp_path / "run")
+    journal_writer(store).append([ONE])
+    flight_writer(store, 0).append([StepRecord(1)])
+    assert [each.getMessage().partition(": ")[0] for each in caplog.records] == [
+        str(tmp_path / "run" / name) for name in (JOURNAL, flight_name(0))
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert read_journal(store) == ()

@@ -12,7 +12,7 @@ from kit.laws.manager_machine_cases import GatedStore
 import trainfold
 from trainfold.adapters.guards.rehearsal import rehearsal_of
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.flight.flight_file import directory_for_log
+from trainfold.backends.flight.flights import file_for_log
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
@@ -298,7 +298,7 @@ def test_files_have_the_revision_that_the_far_tier_demands(near, far):
 def test_a_flight_log_and_a_rehearsal_know_the_near_tier_alone(near, far, tmp_path):
     """Nothing of a rehearsal is uploaded."""
     run = TwoTiers(near, far)
-    assert directory_for_log(run) == tmp_path / "near"
+    assert file_for_log(run, "a.log") == tmp_path / "near" / "a.log"
     orders = Orders(str(tmp_path), str(tmp_path / "notes"), every=1, steps=2, linger_after=2)
     rehearsal = rehearsal_of({VARIABLE: encode_orders(orders)}, rank=0)
     assert rehearsal.place(run) is near

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.flight import flight_of
+from trainfold.core.flight.line_scanner import decode_lines
 from trainfold.core.flight.log_lines import (
     LINE_BYTES,
     decode_line,
-    decode_lines,
     encode_line,
     encode_lines,
     line_numbers,

@@ -89,7 +89,6 @@ def test_what_leaves_nothing_to_replay_is_refused_with_the_next_move(ran, replay
         found_code, found = replayed("replay", "runs/a", *words, command=command)
         assert found_code == found["error"]["exit_code"]
         assert fix in found["error"]["fix"], (code, found)
-    assert "into a directory" in replayed("replay", "s3://bucket/run", command=command)[1]["error"]["fix"]
     assert "name your program" in replayed("replay", "runs/a")[1]["error"]["fix"]
     _, found = replayed("replay", "runs/a", "--from", 4, command=[*command[:-1], "runs/other"])
     assert "name the run as the program does" in found["error"]["fix"]

@@ -15,7 +15,8 @@ from kit.core.page_cases import page_of
 from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.cli.page.live_page import LivePage
 from trainfold.adapters.cli.page.serve import PageServer
-from trainfold.backends.flight.journal_file import JOURNAL, JournalFile
+from trainfold.backends.flight.journal_file import JournalFile
+from trainfold.backends.flight.journals import JOURNAL
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.page.document import page_html

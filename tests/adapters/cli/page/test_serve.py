@@ -16,7 +16,8 @@ from kit.adapters import cli_cases
 from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.cli.page.live_page import LivePage
 from trainfold.adapters.cli.page.serve import PageServer
-from trainfold.backends.flight.journal_file import JOURNAL, JournalFile
+from trainfold.backends.flight.journal_file import JournalFile
+from trainfold.backends.flight.journals import JOURNAL
 from trainfold.core.flight.journal_line import JournalLine
 
 saved = cli_cases.saved

@@ -6,8 +6,9 @@ import pytest
 from kit.adapters import cli_cases
 
 from trainfold.adapters.cli.page import write_page as command
-from trainfold.backends.flight.flight_file import flight_name
-from trainfold.backends.flight.journal_file import JOURNAL, JournalFile
+from trainfold.backends.flight.flights import flight_name
+from trainfold.backends.flight.journal_file import JournalFile
+from trainfold.backends.flight.journals import JOURNAL
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.flight.log_lines import encode_lines
 from trainfold.core.flight.step_record import StepRecord, float_bits_of
