@@ -12,6 +12,7 @@ from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules
 from trainfold.core.transform.fusing import merge, split, stack, unstack
 from trainfold.core.transform.naming import drop, keep, rename, tie, untie
 from trainfold.core.transform.transform import Invertible, Transform, compose
+from trainfold.core.transform.transform_state import transform_state
 from trainfold.core.transform.values import cast, dequantise, rearrange, transpose
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "stack",
     "tie",
     "transform_specs",
+    "transform_state",
     "transform_stream",
     "transform_tensors",
     "transpose",
