@@ -305,7 +305,7 @@ def test_equal_lengths_that_are_known_exchange_nothing_while_they_are_read():
 @given(lengths=st.lists(st.integers(5, 8), min_size=2, max_size=3), kind=st.sampled_from(["map", "torchdata", "batch_sampler"]),
        size=st.integers(2, 4), how=st.sampled_from(["none", "own", "all"]), beginning=st.sampled_from(BEGINNINGS))  # fmt: skip
 def test_samples_are_counted_over_all_shares_also_where_the_last_batches_differ(lengths, kind, size, how, beginning):
-    """G02, P08: a save refuses counts that differ between ranks, so the count is that of all of them."""
+    """G02, P08, X07: a save refuses counts that differ between ranks, so the count is that of all of them."""
     store, batches = MemoryStore(), min(-(-length // size) for length in lengths)
     how = (
         "own" if beginning == "step" and how == "all" else how

@@ -69,7 +69,7 @@ def after_forwards(collectives, folder):
 
 
 def test_gathered_copies_that_a_forward_left_are_freed_before_anything_is_named(processes, tmp_path):
-    """The root keeps gathered parameters after a forward in evaluation, and with ``reshard_after_forward=False`` every module does."""
+    """X06: the root keeps gathered parameters after a forward in evaluation, and with ``reshard_after_forward=False`` every module does."""
     for found in processes.run(2, after_forwards, str(tmp_path), collectives=PATIENT):
         for name, (plain, same, cut, again) in found.items():
             assert plain > 0, f"{name}: the forward left gathered copies, so that the test tests something"

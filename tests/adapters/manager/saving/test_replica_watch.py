@@ -68,7 +68,7 @@ def train(world, store, *, flips=(), steps=10, every=4, finish=False, mode="sync
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("which", ["weight", "slot"])
 def test_a_bit_that_flips_in_one_ranks_memory_is_found_with_the_leaf_the_rank_and_the_step(world_size, which):
-    """R07: the comparison of step 8 finds what flipped before it, and names step 4 as the last one that was equal."""
+    """R07, X14: the comparison of step 8 finds what flipped before it, and names step 4 as the last one that was equal."""
     flips = [(1, 6 if which == "weight" else 8, which)]
     outcomes = thread_outcomes(world_size, lambda world: train(world, MemoryStore(), flips=flips))
     text = disagreements(outcomes)
@@ -105,7 +105,7 @@ def train_ddp(collectives, folder):
 
 @pytest.mark.slow(1)
 def test_a_flipped_bit_is_found_among_real_ranks_under_ddp(processes, tmp_path):
-    """R07."""
+    """R07, X14."""
     for rank in processes.outcomes(3, train_ddp, str(tmp_path), collectives=PATIENT):
         assert rank.error == "RanksDisagree"
         leaf = "model.params['0.weight']: expected the same bits at step 4 on ranks 0, 1 and 2"

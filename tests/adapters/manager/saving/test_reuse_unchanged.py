@@ -56,7 +56,7 @@ def files(run):
 
 @MODES
 def test_a_frozen_base_is_written_once_also_after_a_restart(mode, tmp_path):
-    """B16: of a run with a frozen base only what is trained is written; a restart takes the manifest of what it restores."""
+    """B16, X15: of a run with a frozen base only what is trained is written; a restart takes the manifest of what it restores."""
     first, _ = saves(tmp_path / "run", 2, mode, keep_last=1)
     second, now = saves(tmp_path / "run", 2, mode, keep_last=1)
     whole, *rest = first + second
