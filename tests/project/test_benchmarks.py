@@ -143,6 +143,8 @@ def targets(root):
 
 
 LONG = (
+    "agreement",
+    "columns",
     "construct",
     "convert",
     "drift",
@@ -154,6 +156,7 @@ LONG = (
     "object_store",
     "plan",
     "ranks",
+    "scale",
     "stall",
     "step",
     "torch_formats",
@@ -165,7 +168,7 @@ LONG = (
     ("name", "options"),
     [
         *((name, ()) for name in sorted(KEYS) if name not in LONG),
-        ("ranks", ("--only", "saves")),
+        pytest.param("ranks", ("--only", "saves"), marks=pytest.mark.long),
         ("stall", ("--only", "trainfold", "torch.save")),
         *(pytest.param(name, (), marks=pytest.mark.long) for name in LONG),
     ],

@@ -198,6 +198,7 @@ def test_a_new_process_finds_what_a_module_keeps_in_its_globals():
         laws.resumes_exactly(laws.made_by(keep_first_in_a_global, in_new_process=True), state, some_batches(), at=[2])
 
 
+@pytest.mark.long
 def test_an_honest_step_resumes_in_a_new_process():
     _, state = make()
     laws.resumes_exactly(laws.made_by(make_honest, in_new_process=True), state, some_batches(), at=[1])

@@ -59,7 +59,9 @@ def train(warm_python, pytestconfig):
     return start
 
 
-@pytest.fixture(scope="module", params=EXAMPLES)
+@pytest.fixture(
+    scope="module", params=["ddp.py", "fsdp.py", *(pytest.param(name, marks=pytest.mark.long) for name in EXAMPLES[2:])]
+)
 def whole(request, train, tmp_path_factory):
     """An example, and the folder of its run on two processes, which was never killed."""
     folder = tmp_path_factory.mktemp("ranks") / "whole"

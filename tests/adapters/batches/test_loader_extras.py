@@ -213,7 +213,9 @@ class Own(Sampler):
 
 
 @pytest.mark.parametrize("policy", [None, {"data_probe": "adapt"}])
-@pytest.mark.parametrize(("late", "workers"), [(False, 0), (True, 0), (False, 2), (True, 2)])
+@pytest.mark.parametrize(
+    ("late", "workers"), [(False, 0), (True, 0), pytest.param(False, 2, marks=pytest.mark.long), (True, 2)]
+)
 def test_a_samplers_own_generator_under_extra_gives_the_same_order(late, workers, policy):
     """W03: the order of an epoch comes from that generator, whether the last batch is drawn again or not."""
 

@@ -162,9 +162,18 @@ def check(make, *, epochs=2, chains):
         assert seen == whole, chain
 
 
+SELDOM = {"torch", "the worker's seed, and nothing drawn", "no batches", "drop_last", "sampler"}
+
+
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(each, count, marks=[pytest.mark.long] * (count > 0 and each in SELDOM))
+        for each in LOADERS
+        for count in (0, 2)
+    ],
+)
 def test_a_resume_at_every_batch_gives_the_samples_of_the_plain_loop(name, workers):
     """W01: with the same worker ids, inside an epoch, at its end, and in the next one; attaching changes no draw."""
     make = partial(LOADERS[name], num_workers=workers)

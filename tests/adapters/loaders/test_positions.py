@@ -143,8 +143,16 @@ def test_it_comes_next_however_often_the_run_is_killed_in_an_epoch_and_over_epoc
     check_resumes_everywhere(LOADERS[name], 11, [kills])
 
 
+SELDOM = {
+    "persistent workers", "stateful workers, BatchSampler", "stateful persistent workers, sampler with a state",
+    "stateful persistent workers, dataset with a state", "stateful workers, stream, no batches", "stateful workers, stream without a state, shuffled",
+}  # fmt: skip
+
+
 @pytest.mark.slow(0.5)
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.long) if each in SELDOM else each for each in WORKERS]
+)
 def test_it_comes_next_from_worker_processes_too(name):
     """G01: workers have prefetched batches that were not trained on."""
     chains = [(2, 5, 7), *([(1, 2, 3), (2,), (4, 6)] if IS_DEEP else [])]
