@@ -33,19 +33,15 @@ from moto.s3.models import FakeKey
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, run_simple
 
-# it reads an object whole for each range of it; kept as bytes, a range costs what it has, as with a provider
-value = FakeKey.value
-
-def kept(key):
-    if "_kept" not in vars(key):
-        key._kept = value.fget(key)
-    return key._kept
+# moto reads an object whole for each range of it, and copies the range. Here objects are kept as bytes, and ranges are sent in blocks:
+# what is sent costs the same in one request or in many, as with a provider
+value, BLOCK = FakeKey.value, 1 << 18
 
 def put(key, data):
-    vars(key).pop("_kept", None)
     value.fset(key, data)
+    key._kept = bytes(data)
 
-FakeKey.value = property(kept, put)
+FakeKey.value = property(lambda key: key._kept, put)
 inner, counts, lock = DomainDispatcherApplication(create_backend_app), {"requests": 0, "sent": 0, "received": 0}, threading.Lock()
 
 def app(environ, start):
@@ -55,13 +51,23 @@ def app(environ, start):
             counts.update(dict.fromkeys(counts, 0))
         start("200 OK", [("Content-Length", str(len(found)))])
         return [found]
+    span = environ.pop("HTTP_RANGE", "") if environ["REQUEST_METHOD"] == "GET" else ""
+    said = []
+    answer = b"".join(inner(environ, lambda *args: said.append(args[:2])))
+    status, headers = said[0]
+    size, low, high = len(answer), 0, len(answer)
+    if span and status.startswith("200"):
+        first, _, last = span.removeprefix("bytes=").partition("-")
+        low, high = int(first), min(int(last or size) + 1, size)
+        status = "206 PARTIAL CONTENT" if low < size else "416 REQUESTED RANGE NOT SATISFIABLE"
+        headers = [each for each in headers if each[0].lower() != "content-length"]
+        headers += [("Content-Length", str(max(0, high - low))), ("Content-Range", f"bytes {low}-{high - 1}/{size}")]
     with lock:
         counts["requests"] += 1
         counts["sent"] += int(environ.get("CONTENT_LENGTH") or 0)
-    answer = list(inner(environ, start))
-    with lock:
-        counts["received"] += sum(map(len, answer))
-    return answer
+        counts["received"] += max(0, high - low)
+    start(status, headers)
+    return (answer[at : min(at + BLOCK, high)] for at in range(low, high, BLOCK)) if span else [answer]
 
 WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections stay open, as those of providers do
 run_simple("127.0.0.1", int(sys.argv[1]), app, threaded=True)

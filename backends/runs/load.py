@@ -183,20 +183,21 @@ def load_run(  # noqa: PLR0913 - keywords
     request = _without(request, _warned(lacking, world))
     needs = _needs(like, request, world)
     view = view_for_all(store, request, world, wanted=wanted, needs=needs)
-    inventory, relistings, mended = view.inventory, 0, set[str]()
+    inventory, seen, relistings, mended = view.inventory, view.seen, 0, set[str]()
     while True:
         outcome = _planned_alike(store, inventory, target, request, world)
         if isinstance(outcome, Refusal):
             again = view_for_all(store, request, world, wanted=wanted, needs=needs, before=view)
             if not lists_again(relistings, again is not view):
                 raise _at_checkpoint(ResumeRefused(store.url, outcome), outcome)
-            inventory, view, relistings = again.inventory, again, relistings + 1
+            inventory, view, seen, relistings = again.inventory, again, again.seen, relistings + 1
             continue
         with placed(step=outcome.step):
             if quarantine is not None:
                 quarantine.begin(store, world, outcome.checkpoint)
             try:
-                state, failure = _attempt(outcome, like, store, world, unread, is_shared=is_shared)
+                sharing = SharedReads(store, world) if is_shared else None
+                state, failure = _attempt(outcome, like, seen, world, unread, sharing=sharing)
                 told = world.gather(
                     None if failure is None else failure_of(failure), doing="read its part of the checkpoint"
                 )
@@ -224,7 +225,7 @@ def load_run(  # noqa: PLR0913 - keywords
                 reason = failure or _elsewhere(store, first, failures[0].problem)
                 place(reason, rank=world.rank if failure is not None and world.world_size > 1 else None)
                 raise reason
-        inventory = examine_for_all(store, without, request, world, wanted=wanted, needs=needs)
+        inventory, seen = examine_for_all(store, without, request, world, wanted=wanted, needs=needs), store
 
 
 def _with_fetched(  # noqa: PLR0913 - of one call
@@ -382,24 +383,23 @@ def _at_checkpoint(error: TrainfoldError, outcome: ResumePlan | Refusal) -> Trai
 def _attempt(  # noqa: PLR0913 - of one call
     outcome: ResumePlan,
     like: TrainState,
-    store: Store,
+    seen: Store,
     world: Collectives,
     unread: UnreadTensors | None,
     *,
-    is_shared: bool,
+    sharing: SharedReads | None,
 ) -> tuple[TrainState | None, TrainfoldError | None]:
     """The state, or the error. The error is not raised here, because the other ranks wait for the result."""
     if unread is not None:
         unread.forget()  # those of a checkpoint that did not load
-    sharing = SharedReads(store, world) if is_shared else None
     try:
-        return run_resume(outcome, like, store=glimpse(store, outcome.checkpoint), unread=unread, sharing=sharing), None
+        return run_resume(outcome, like, store=glimpse(seen, outcome.checkpoint), unread=unread, sharing=sharing), None
     except (TrainfoldError, OSError) as error:
         if sharing is not None and error is sharing.broken:
             raise  # of a call of the ranks, after which none makes another one
         if isinstance(error, TrainfoldError):
             return None, None if isinstance(error, RankFailed) else error  # that rank says why in the next call
-        where = f"{store.url}/{outcome.checkpoint}"
+        where = f"{seen.url}/{outcome.checkpoint}"
         fix = "check the device and its log, or load another checkpoint"
         return None, CheckpointUnreadable(where, expected="files that can be read", found=error, fix=fix)
     except BaseException as error:

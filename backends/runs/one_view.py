@@ -41,11 +41,13 @@ class RunView:
         listed: the run as rank 0 has listed it.
         known: the checkpoints that are passed over because they are in quarantine, and why.
         inventory: both together, with the manifests that the request needs.
+        seen: the run as this rank has looked at it, for the attempt that follows.
     """
 
     listed: Inventory
     known: Mapping[str, Problem]
     inventory: Inventory
+    seen: Store
 
 
 @final
@@ -98,7 +100,7 @@ def view_for_all(  # noqa: PLR0913 - keywords
                 return before
             roots = {} if told.first is None or told.root is None else {told.first: told.root}
             found = examine_for_all(seen, found, request, world, wanted=wanted, needs=needs, roots=roots)
-            return RunView(told.inventory, told.known, found)
+            return RunView(told.inventory, told.known, found, seen)
     assert error is not None  # or it had returned
     raise error
 

@@ -9,14 +9,14 @@ from trainfold.backends.stores.names import is_component, prefix_directory, spli
 from trainfold.backends.stores.object_store.recent_changes import BucketList
 from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.os_errors import missing
-from trainfold.backends.stores.protocol import Buffer, ReadsAhead, Store
+from trainfold.backends.stores.protocol import Buffer, GivesGlimpses, ReadsAhead, Store
 from trainfold.core.errors import CheckpointMissing
 
 HINTS: Final = ".hints"
 _HINT_BYTES: Final = 256
 
 
-class Looked(Store, ReadsAhead, Protocol):
+class Looked(Store, ReadsAhead, GivesGlimpses, Protocol):
     """A store of which there are glimpses."""
 
 
@@ -51,6 +51,10 @@ class Glimpse:
     def url(self) -> str:
         """See `Store.url`."""
         return self._store.url
+
+    def glimpse(self, directory: str = "") -> Store:
+        """See `GivesGlimpses`: itself, if its list has the directory."""
+        return self._store.glimpse(directory) if self._look(directory) is None else self
 
     def _look(self, name: str) -> BucketList | None:
         """What was seen, if that says something of a name."""

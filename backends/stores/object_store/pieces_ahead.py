@@ -1,8 +1,10 @@
-"""`PiecesAhead`: reads the announced ranges of an object in few and large requests, of which several begin before they are asked for."""
+"""`PiecesAhead`: reads the announced ranges of an object in few and large requests. The next one begins when little is left of those before it."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, final
+
+import numpy as np
 
 from trainfold.backends.helpers import Helpers, Task
 from trainfold.backends.stores.object_store.bucket import Bucket
@@ -10,7 +12,8 @@ from trainfold.backends.stores.os_errors import torn
 
 # read although they are not needed: they take less time than another request
 _GAP_BYTES: Final = 32 << 10
-_PIECE_BYTES: Final = 16 << 20  # while one is read, the store gets the next ones ready
+_PIECE_BYTES: Final = 64 << 20  # so that a slow network sends it before the client's time limit
+_AHEAD_BYTES: Final = 4 << 20  # what comes in the time that a store takes to answer
 AT_ONCE: Final = 4  # requests; of each no more is in memory than what was sent and not read yet
 
 
@@ -27,6 +30,11 @@ class _Piece:
 
     def _next(self) -> memoryview:
         return next(self._chunks, memoryview(b""))
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes that have not come yet."""
+        return self.stop - self._at - len(self._here)
 
     def from_byte(self, at: int) -> memoryview:
         """The bytes that are here from one on; nothing if they have been passed, or the object ends before."""
@@ -62,11 +70,12 @@ class PiecesAhead:
     def read_into(self, buffer: memoryview, start: int) -> None:
         """See `Store.read_into`; bytes that were not announced, or that lie before those of the last call, take a request of their own."""
         view, done = buffer.cast("B"), 0
+        memory = np.frombuffer(view, np.uint8)  # copies without the GIL: the first write to fresh memory takes long
         while done < len(view):
             at = start + done
             part = self._here(at)[: len(view) - done]
             if part:
-                view[done : done + len(part)] = part
+                memory[done : done + len(part)] = np.frombuffer(part, np.uint8)
                 done += len(part)
                 continue
             count = self._bucket.fill(self._key, view[done:], at)
@@ -80,9 +89,12 @@ class PiecesAhead:
             self._begun.popleft().close()
         while self._waiting and self._waiting[0][1] <= at:  # passed over
             self._waiting.popleft()
-        while self._waiting and len(self._begun) < AT_ONCE:
+        while self._waiting and len(self._begun) < AT_ONCE and self._left_bytes() < _AHEAD_BYTES:
             self._begun.append(_Piece(self._bucket, self._key, *self._waiting.popleft(), self._helpers))
         return self._begun[0].from_byte(at) if self._begun else memoryview(b"")
+
+    def _left_bytes(self) -> int:
+        return sum(piece.left_bytes for piece in self._begun)
 
     def close(self) -> None:
         """End all requests."""

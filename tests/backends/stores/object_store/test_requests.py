@@ -5,12 +5,14 @@ import logging
 import pytest
 import torch
 from kit.backends.bucket_cases import counted, store_at
-from obstore.store import MemoryStore
+from obstore.store import LocalStore, MemoryStore
 
 import trainfold
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.ls import list_store
-from trainfold.backends.stores.object_store import open_url
+from trainfold.backends.stores.object_store import open_url, pieces_ahead
+from trainfold.backends.stores.object_store.bucket import Bucket
+from trainfold.backends.stores.object_store.pieces_ahead import PiecesAhead
 from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.state.state import Progress, TrainState
 
@@ -46,6 +48,18 @@ def test_a_save_costs_six_requests_besides_its_files_and_a_resume_few_more_than_
     assert sum(verb == "list" for verb, *_ in calls) <= 6
 
 
+def test_a_load_lists_the_run_once_and_asks_once_for_the_lease():
+    """One list says which checkpoints there are and, for the attempt that follows, which files they have."""
+    client = MemoryStore()
+    store, calls = counted(client)
+    live = trainfold.attach(*trained())
+    trainfold.save(live.capture(), store)
+    calls.clear()
+    trainfold.load(store, like=live.capture())
+    assert [key for verb, key, _ in calls if verb == "list"] == [None]
+    assert [verb for verb, key, _ in calls if key == ".lease"] == ["get"]
+
+
 def test_a_resume_reads_the_ranges_that_it_needs():
     """Of a component that is not asked for, only the header of its file."""
     client = MemoryStore()
@@ -67,8 +81,9 @@ def test_a_resume_reads_the_ranges_that_it_needs():
     )
 
 
-def test_ranges_that_touch_are_joined_in_whatever_pieces_they_are_read():
-    """Requests of 16 MiB, and one for what was passed already."""
+def test_ranges_that_touch_are_joined_in_whatever_pieces_they_are_read(monkeypatch):
+    """Requests of one size, and one for what was passed already."""
+    monkeypatch.setattr(pieces_ahead, "_PIECE_BYTES", 16 << 20)
     store, calls = counted(MemoryStore())
     data = torch.arange(20 << 18, dtype=torch.int32).numpy().tobytes()
     store.write("step-1/a", [data], size_bytes=len(data))
@@ -83,6 +98,49 @@ def test_ranges_that_touch_are_joined_in_whatever_pieces_they_are_read():
     *joined, passed = sorted((size for _, _, size in calls), key=lambda size: (size[0] == 5, size))
     assert joined == [(0, 16 << 20), (16 << 20, len(data))]
     assert passed == (5, 15)
+
+
+class Given:
+    """Helpers that note what they are given, and leave it to the caller."""
+
+    def __init__(self):
+        self.count = 0
+
+    def give(self, task):
+        self.count += 1
+        return task
+
+
+def ahead(directory, spans):
+    """Ranges of an object of 9 MiB, which comes in chunks, and what is given to the helpers."""
+    client, given = LocalStore(directory), Given()
+    client.put("a", bytes(9 << 20))
+    return PiecesAhead(Bucket(client, "memory://run"), "a", spans, given), given
+
+
+def test_small_ranges_that_lie_apart_are_asked_for_together(tmp_path):
+    """Each costs the time of an answer, whatever it has."""
+    pieces, given = ahead(tmp_path, [(start, start + 100) for start in range(0, 9 << 20, 1 << 20)])
+    pieces.read_into(memoryview(bytearray(100)), 0)
+    assert given.count == 4
+    pieces.read_into(memoryview(bytearray(100)), 1 << 20)
+    assert given.count == 5
+    pieces.read_into(memoryview(bytearray(100)), 8 << 20)  # passed over: not asked for
+    assert given.count == 6
+    pieces.close()
+
+
+def test_the_next_large_range_is_asked_for_when_little_is_left_of_the_one_before_it(tmp_path, monkeypatch):
+    """Requests that take turns on one network come no sooner, and their store has more to do."""
+    monkeypatch.setattr(pieces_ahead, "_PIECE_BYTES", 6 << 20)
+    pieces, given = ahead(tmp_path, [(0, 9 << 20)])
+    room = memoryview(bytearray(1 << 20))
+    counts = []
+    for start in range(0, 9 << 20, len(room)):
+        pieces.read_into(room, start)
+        counts.append(given.count)
+    assert counts == [1, 1, 1, 2, 2, 2, 2, 2, 2]
+    pieces.close()
 
 
 @pytest.mark.parametrize("checkpoints", [10, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
