@@ -12,7 +12,10 @@ from trainfold.core.printable import printable
 from trainfold.core.torch_files.pickle_machine import Made, Name, Rows, read_pickle
 from trainfold.core.torch_files.text_rows import DIMENSIONS, PlaceRows
 
-_Kind: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[tuple[int, ...], Box], ...]]
+_Chunk: TypeAlias = tuple[str, str | None]
+"""The name of a tensor and the first index of a chunk, from `_text_of`; of an object the name alone."""
+
+_Kind: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[str, Box], ...]]
 """The dtype and the shape of a tensor, and the first index and the box of each of its chunks that has elements."""
 
 PathInState: TypeAlias = tuple[str | int, ...]
@@ -143,15 +146,21 @@ def _rows(data: bytes, memo: list[Any]) -> dict[str, Rows]:
     def places(offset: tuple[int, ...] | None, file: Any, size: int) -> Callable[[str, int], tuple[Made, FileRange]] | None:  # fmt: skip
         if type(file) is not str or not _is_inside(file):
             return None
-        return lambda name, start: (Made(_ROW, (name, offset)), FileRange(file, start, size))
+        first = None if offset is None else _text_of(offset)
+        return lambda name, start: (Made(_ROW, (name, first)), FileRange(file, start, size))
 
     rows = PlaceRows(data, memo, (_FULL["MetadataIndex"], _FULL["_StorageInfo"]), places)
     return dict.fromkeys(_FULL["MetadataIndex"], rows)
 
 
-def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
+def _text_of(offset: tuple[int, ...]) -> str:
+    """A first index as a key. The writer of a file can choose numbers that all have one hash; hashes of texts differ from process to process."""
+    return str(offset)
+
+
+def _stored(stored: Mapping[Any, Any], where: str) -> dict[_Chunk, FileRange]:
     """Name and first index of a chunk -> where it is."""
-    found: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
+    found: dict[_Chunk, FileRange] = {}
     inside: set[str] = set()  # files that were looked at
     for key, info in stored.items():
         if type(info) is FileRange and type(key) is Made and key.name == _ROW:
@@ -170,7 +179,7 @@ def _stored(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int,
         if not (type(start) is type(size) is int and 0 <= start < _LIMIT and 0 <= size < _LIMIT):
             raise _damaged(f"{where}: {printable(name)}", "a range of bytes", f"{_word(start)} and {_word(size)}")
         transforms = fields.get("transform_descriptors")
-        found[name, None if offset is None else _sizes(offset, where)] = (
+        found[name, None if offset is None else _text_of(_sizes(offset, where))] = (
             FileRange(file, start, size)
             if transforms is None
             else FileRange(file, start, size, _names(transforms, f"{where}: {printable(name)}"))
@@ -189,12 +198,10 @@ def _is_inside(path: str) -> bool:
     return "\\" not in path and ":" not in path and path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))  # fmt: skip
 
 
-def _found(
-    stored: Mapping[tuple[str, tuple[int, ...] | None], FileRange], key: tuple[str, tuple[int, ...] | None], where: str
-) -> FileRange:
+def _found(stored: Mapping[_Chunk, FileRange], key: _Chunk, where: str) -> FileRange:
     found = stored.get(key)
     if found is None:
-        part = "the object" if key[1] is None else f"the chunk at {list(key[1])}"
+        part = "the object" if key[1] is None else f"the chunk at {key[1]}"
         raise _damaged(f"{where}: {printable(key[0])}", f"the place of {part}", "none")
     return found
 
@@ -215,7 +222,9 @@ def _kind(entry: Any, where: str) -> _Kind:
                 where, f"chunks of {len(shape)} dimensions", f"offsets {list(offsets)} and sizes {list(sizes)}"
             )
         if all(sizes):
-            found.append((offsets, tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))))
+            found.append(
+                (_text_of(offsets), tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True)))
+            )
     whole = whole_box(shape)
     if len(found) != 1 or found[0][1] != whole:
         _check_chunks([box for _, box in found], shape, where)

@@ -1,5 +1,7 @@
 """Boxes: intersections and overlaps equal those of their points; many slices take about one comparison each."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,3 +66,45 @@ def test_thousands_of_ranks_are_not_compared_each_with_each(grid, monkeypatch):
     monkeypatch.setattr(boxes, "intersect", lambda one, other: calls.append(1))
     check_cover("w", held, grid)
     assert len(calls) <= len(held) * min(grid)
+
+
+@st.composite
+def cut_up(draw, dims):
+    """Boxes that tile a shape, cut again and again; and perhaps one of them in another place, or twice in the place of another one."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=dims, max_size=dims)))
+    held = [tuple((0, size) for size in shape)]
+    for _ in range(draw(st.integers(0, 6)) if dims else 0):
+        box = held.pop(draw(st.integers(0, len(held) - 1)))
+        axis = draw(st.integers(0, dims - 1))
+        at = draw(st.integers(*box[axis]))
+        start, stop = box[axis]
+        held += [(*box[:axis], side, *box[axis + 1 :]) for side in ((start, at), (at, stop))]
+    if dims and draw(st.booleans()):
+        number, axis = draw(st.integers(0, len(held) - 1)), draw(st.integers(0, dims - 1))
+        by = draw(st.integers(-1, 1))
+        box = held[draw(st.integers(0, len(held) - 1))]
+        start, stop = box[axis]
+        if start + by >= 0 and stop + by <= shape[axis]:
+            held[number] = (*box[:axis], (start + by, stop + by), *box[axis + 1 :])
+    return shape, held
+
+
+@given(st.integers(0, 3).flatmap(cut_up), st.sampled_from([1, 4, 64]))
+def test_boxes_cover_a_shape_if_and_only_if_each_point_is_in_one(case, corners):
+    """Whether corners are counted, or boxes are compared."""
+    shape, held = case
+    points = [point for box in held for point in points_of(box)]
+    is_tiled = sorted(points) == sorted(points_of(tuple((0, size) for size in shape)))
+    with pytest.MonkeyPatch.context() as patched, nullcontext() if is_tiled else pytest.raises(InvalidState):
+        patched.setattr(boxes, "_CORNERS", corners)
+        check_cover("w", held, shape)
+
+
+def test_strips_in_two_directions_are_not_compared_each_with_each(monkeypatch):
+    """U02: as a hostile file may have them; 100,000 took minutes."""
+    n = 500
+    held = [((0, n), (i, i + 1)) for i in range(n)] + [((i, i + 1), (n, 2 * n)) for i in range(n)]
+    calls = []
+    monkeypatch.setattr(boxes, "intersect", lambda one, other: calls.append(1))
+    check_cover("w", held, (n, 2 * n))
+    assert not calls
