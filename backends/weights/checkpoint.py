@@ -23,7 +23,7 @@ from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.resume.compare import saved_ties
 from trainfold.core.resume.reads import ComponentReads, TensorRead, tensor_reads
 from trainfold.core.resume.request import resume_request
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.fqn import canonical_name, names_alone
 from trainfold.core.weights.detected import reader_of
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
@@ -197,7 +197,8 @@ class CheckpointWeights:
         """The first name of each tensor; None for one that is not at the top of the component.
 
         A module has the names that it was saved under. A flat dict has no classes that say what wraps: it has the names of the model in the same checkpoint where those
-        differ by nothing else than what may be the prefixes of wrappers, and names without these where the model has no such name.
+        differ by nothing else than what may be the prefixes of wrappers, and names without these where the model has no such name. In a checkpoint without a model they are
+        those of `names_alone`.
 
         Raises:
             InvalidState: if two tensors of a flat dict, or of the model, are one of its names without the prefixes.
@@ -215,9 +216,10 @@ class CheckpointWeights:
         for name in sorted(known):
             full.setdefault(canonical_name(name), []).append(name)
         path_of: dict[str, str] = {}
+        alone = None if known else names_alone([name for name in names if name is not None])
 
         def of_flat(name: str, path: str) -> str:
-            short = canonical_name(name)
+            short = canonical_name(name) if alone is None else alone[name]
             first, *others = [name] if name in known else full.get(short, [short])
             if path_of.setdefault(first, path) != path or others:
                 found = (

@@ -88,6 +88,36 @@ def canonical_name(name: str) -> str:
     return ".".join([*(part for part in path if part not in _PREFIXES), leaf])
 
 
+def names_alone(names: Collection[str]) -> dict[str, str]:
+    """The names of a flat dict without the prefixes of wrappers, where nothing but the names says what wraps.
+
+    ``module`` is an ordinary word, and taken for a prefix only in front, where all names with several parts have it. The others are words of torch's alone.
+
+    Args:
+        names: such as those of a ``state_dict()``.
+
+    Returns:
+        Name -> the name without prefixes. Two may become one.
+
+    Examples:
+        >>> names_alone(["n_averaged", "module.enc.module.w", "module.enc._orig_mod.b"])
+        {'n_averaged': 'n_averaged', 'module.enc.module.w': 'enc.module.w', 'module.enc._orig_mod.b': 'enc.b'}
+    """
+    found = {
+        name: [
+            *(part for part in name.split(".")[:-1] if part not in _PREFIXES or part == "module"),
+            name.rpartition(".")[2],
+        ]
+        for name in names
+    }
+    while (inner := [parts for parts in found.values() if len(parts) > 1]) and all(
+        parts[0] == "module" for parts in inner
+    ):
+        for parts in inner:
+            del parts[0]
+    return {name: ".".join(parts) for name, parts in found.items()}
+
+
 def name_in(root: torch.nn.Module, name: str) -> str:
     """The name of a tensor without the prefixes of the wrappers that it leads through (DDP, FSDP1, compile, activation checkpointing, an average).
 

@@ -271,7 +271,7 @@ def accelerate_training(path: str | Path) -> Training:
     }
     steps = {tensor.item() for _, tensor in slots.supply(wanted)}
     schedule = TorchFile(top / "scheduler.bin").at("") if "scheduler.bin" in names else None
-    taken = {"optimizer.bin", "pytorch_model.bin", "scheduler.bin"}
+    taken = {"optimizer.bin", "pytorch_model.bin", *(["scheduler.bin"] if isinstance(schedule, Mapping) else [])}
     left = [(name, _ANOTHER) for name in names if name not in taken and not name.startswith("model")]
     left = [(name, _SECOND) for name in names if one is not None and name.startswith("model") and name != one] + left
     return Training(str(path), weights, slots, slots.objects(), groups, _step(steps.pop() if len(steps) == 1 else None),

@@ -376,6 +376,9 @@ def test_the_names_of_a_flat_dict_are_those_of_the_module_inside_or_are_refused(
     assert set(saved(dict(average.state_dict())).specs()) == {"n_averaged", "weight", "bias"}
     with pytest.raises(InvalidState, match=r"average\['module\.w'\].*which are w without the prefixes"):
         saved({"w": torch.ones(1), "module.w": torch.zeros(1)}).specs()
+    of_two = {"module.enc.module.weight": torch.ones(1), "module.enc.bias": torch.ones(1)}
+    assert set(saved(of_two).specs()) == {"enc.module.weight", "enc.bias"}  # the inner one may be the user's
+    assert set(saved({"module._orig_mod.module.a._checkpoint_wrapped_module.w": torch.ones(1)}).specs()) == {"a.w"}
 
 
 def test_a_flat_dict_has_the_names_of_the_model_that_was_saved_with_it():

@@ -286,6 +286,18 @@ def test_what_is_of_a_second_model_or_scheduler_is_named(tmp_path):
     assert "lr_schedulers.1" in dict(lightning_training(tmp_path / "b").left_out)
 
 
+def test_a_scheduler_that_is_no_dict_is_named(tmp_path):
+    """K09: it was neither taken nor listed."""
+    saved = train(*build(), BATCHES[:STEPS])
+    write_accelerate(tmp_path / "a", *saved)
+    torch.save([saved[2].state_dict()], tmp_path / "a" / "scheduler.bin")
+    training = accelerate_training(tmp_path / "a")
+    assert training.scheduler is None
+    assert "scheduler.bin" in dict(training.left_out)
+    torch.save({"model": saved[0].state_dict(), "optimizer": saved[1].state_dict(), "scheduler": [1]}, tmp_path / "b")
+    assert "scheduler" in dict(torch_training(tmp_path / "b").left_out)
+
+
 def test_slots_that_are_no_tensors_are_taken(tmp_path):
     """M24: SGD without momentum kept a None for each parameter, and older optimizers a number of steps."""
     model, optimizer, scheduler = build(torch.optim.SGD)
