@@ -251,13 +251,9 @@ def page(
 
     Example: trainfold page runs/a -o run.html
     """
-    if serve:
-        from trainfold.adapters.cli.page.serve import serve_page
+    from trainfold.adapters.cli.page.write_page import page_command
 
-        return deliver(lambda: serve_page(run, port, output), as_json=json)
-    from trainfold.adapters.cli.page.write_page import write_page
-
-    return deliver(lambda: write_page(run, output), as_json=json)
+    return deliver(lambda: page_command(run, output, serves=serve, port=port), as_json=json)
 
 
 @app.command(group=_LOOK)

@@ -1,15 +1,15 @@
 """`check_steps`: runs one pure step in so many twice, and compares the bits: a device that computes wrongly seldom does so twice alike."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
 
-from trainfold.adapters.flight.flight_log import PureStep
+from trainfold.adapters.flight.pure_steps import B, PureStep, S, counted
 from trainfold.core import tree
 from trainfold.core.checks import count
-from trainfold.core.errors import InvalidState, StepNotRepeated
+from trainfold.core.errors import StepNotRepeated
 from trainfold.core.exact.distance import distance
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.layout.world import Collectives
@@ -18,8 +18,6 @@ from trainfold.core.state.state import TrainState
 from trainfold.core.step.step import Step
 from trainfold.core.tensor_memory import byte_view
 
-S = TypeVar("S", bound=TrainState)
-B = TypeVar("B")
 _SHOWN = 6
 
 
@@ -52,10 +50,7 @@ def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | 
     first = attrs.evolve(step, donate=False) if isinstance(step, Step) and step.donate else step
 
     def run(state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
-        if state.trainer is None:
-            raise InvalidState("state", expected="one that counts its steps, with trainer", found="none that does",
-                               fix="make it with trainfold.init_state")  # fmt: skip
-        number = state.trainer.step + 1
+        number = counted(state) + 1
         if number % every:
             return step(state, batch)
         once, twice = first(state, batch), step(state, batch)

@@ -4,30 +4,33 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias, TypeVar, final
+from collections.abc import Iterable
+from typing import Final, final
 
 import attrs
-import xxhash
 
-from trainfold.adapters.batches.batch_digest import batch_digest
+from trainfold.adapters.flight.pure_steps import (
+    B,
+    PureStep,
+    S,
+    counted,
+    digest_of_batch,
+    digests_of,
+    record_of_step,
+    recorded_step,
+)
 from trainfold.backends.flight.flights import flight_name, flight_writer, read_flights
 from trainfold.backends.flight.replay_place import run_of_replay
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.flight.flight import Flight, flight_of, state_digests
+from trainfold.core.flight.flight import Flight, flight_of
 from trainfold.core.flight.step_difference import StepDifference, step_difference
-from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of
-from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.flight.step_record import LogLine
 from trainfold.core.rehearsal.orders import orders_of
-from trainfold.core.state.components import select
 from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
-S = TypeVar("S", bound=TrainState)
-B = TypeVar("B")
-PureStep: TypeAlias = Callable[[S, B], tuple[S, Mapping[str, Any]]]
 
 
 @final
@@ -74,16 +77,7 @@ class FlightLog:
             step: what `make_step` returns, or any function ``(state, batch) -> (state, metrics)`` whose states count their steps. Of the metrics,
                 ``loss`` and ``grad_norm`` are kept.
         """
-
-        def run(state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
-            digest = _digest_of(batch)
-            after, metrics = step(state, batch)
-            record = _record(after, metrics, digest)
-            every = self._states_every
-            self._file.append([record, *(_states(after) if every and record.step % every == 0 else ())])
-            return after, metrics
-
-        return run
+        return recorded_step(step, self._file.append, states_every=self._states_every)
 
     def close(self) -> None:
         """Write the rest, as into a bucket, where lines are put each minute; a later step opens the log again."""
@@ -133,7 +127,7 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
         log: the flight, or a run, of which that of rank 0 is read.
 
     Raises:
-        InvalidArgument: if the log has no record of the step after the state, or there is no batch.
+        InvalidArgument: if the log has no record of the step after the state, or there is no batch. InvalidState: if the state counts no steps.
         CheckpointMissing: if the run has no log.
 
     Examples:
@@ -146,13 +140,16 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
     """
     if not isinstance(log, Flight):
         log = read_flights(log).get(0, Flight())
-    first, found, difference = _step_of(state) + 1, 0, None
+    first, found, difference = counted(state) + 1, 0, None
     for number, batch in zip(itertools.count(first), batches, strict=False):
         if number not in log.steps:
             break
-        digest = _digest_of(batch)
+        digest = digest_of_batch(batch)
         state, metrics = step(state, batch)
-        lines: list[LogLine] = [_record(state, metrics, digest), *(_states(state) if number in log.states else ())]
+        lines: list[LogLine] = [
+            record_of_step(state, metrics, digest),
+            *(digests_of(state) if number in log.states else ()),
+        ]
         found, difference = number, step_difference(log, flight_of(lines), number)
         if difference is not None:
             break
@@ -163,32 +160,3 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
                               found=f"a log of {log}" if first not in log.steps else "no batch",
                               fix="begin with the state of a step that the log has, and pass the batches after it")  # fmt: skip
     return Replayed(first, found, difference, state)
-
-
-def _record(after: TrainState, metrics: Mapping[str, Any], batch: bytes) -> StepRecord:
-    counted = after.trainer
-    known = {
-        field: float_bits_of(float(metrics[name]))
-        for field, name in (("loss", "loss"), ("norm", "grad_norm"))
-        if metrics.get(name) is not None
-    }
-    streams = None
-    if after.rng is not None:
-        streams = bytes.fromhex(fingerprint(select(after, ["rng"]))["rng"][-16:])
-    epoch, samples = (0, 0) if counted is None else (counted.epoch, counted.samples)
-    return StepRecord(_step_of(after), epoch, samples, **known, batch=batch, streams=streams)
-
-
-def _states(after: TrainState) -> tuple[LogLine, ...]:
-    return state_digests(_step_of(after), fingerprint(after))
-
-
-def _digest_of(batch: object) -> bytes:
-    return xxhash.xxh3_64_digest(batch_digest(batch).encode())
-
-
-def _step_of(state: TrainState) -> int:
-    if state.trainer is None:
-        raise InvalidArgument("state", expected="one that counts its steps, with trainer", found="none that does",
-                              fix="make it with trainfold.init_state")  # fmt: skip
-    return state.trainer.step

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import xxhash
 
 from trainfold.adapters.flight.journal import Journal
+from trainfold.adapters.flight.pure_steps import B, PureStep, S, recorded_step
 from trainfold.adapters.flight.replay_orders import end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
@@ -18,7 +19,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.flight import state_digests
-from trainfold.core.flight.step_record import StepRecord, float_bits_of, float_of_bits
+from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of, float_of_bits
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.rehearsal.orders import Orders
 from trainfold.core.state.state import Progress, TrainState
@@ -73,6 +74,7 @@ class FlightRecorder:
         self._states_every = states_every
         self._streams = StreamDigest()
         self._watched: weakref.ref[Live] | None = None
+        self._has_begun = self._has_pure_steps = False
         self._values: dict[str, bytes] = {}
         self._batches: list[str] = []
         self._step: int | None = None  # the last one that was recorded here
@@ -82,22 +84,50 @@ class FlightRecorder:
         """Record the steps of a live run from here on.
 
         Raises:
-            InvalidArgument: for a state: what a step of it read, and its loss, are known to the loop alone.
+            InvalidArgument: for a state, unless its step was made by `recorded`: what a step of it read, and its loss, are known to the loop alone.
         """
         if not isinstance(run, Live):
-            if self._orders is not None:
+            if self._has_pure_steps or self._orders is not None:
                 return
             raise InvalidArgument(
                 "CheckpointManager.record",
                 expected="None, for a loop of states",
                 found="a number",
-                fix="record the step itself: step = trainfold.states.FlightLog(run).recorded(step)",
+                fix="record the step itself: step = manager.recorded(step)",
             )
         if self._watched is None or self._watched() is not run:
-            if self._watched is None and self.journal is not None:
-                self.journal.started(run.progress.step)
+            self._begin(run.progress.step)
             self._watched, self._under_way = weakref.ref(run), run.progress.step + 1
             run.recorders = with_recorder(run.recorders, self)
+
+    def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
+        """The same pure step, which also writes what it did."""
+        self._has_pure_steps = True
+        return recorded_step(step, self._append, states_every=self._states_every, begins=self._begin)
+
+    def _begin(self, done: int) -> None:
+        """Note that a process trains, before its first step."""
+        self._under_way = done + 1
+        if not self._has_begun and self.journal is not None:
+            self.journal.started(done)
+        self._has_begun = True
+
+    def _append(self, lines: Sequence[LogLine]) -> None:
+        """Write a pure step, and end there if it is not finite and a replay asks for that."""
+        self._file.append(lines)
+        bad = [
+            name
+            for name in ("loss", "norm")
+            for line in lines
+            if isinstance(line, StepRecord) and not _is_finite(getattr(line, name))
+        ]
+        if bad and self._ends and self._orders is not None:
+            end_with(
+                self._orders,
+                self._rank,
+                lines[0].step,
+                f"the {bad[0]} is not finite, and the output of every module is",
+            )
 
     def boundary(self, run: Live) -> None:
         """Digest the state, if that is due after this step."""
@@ -148,6 +178,10 @@ class FlightRecorder:
         """A log ends no run."""
         del step
         return False
+
+
+def _is_finite(bits: bytes | None) -> bool:
+    return bits is None or math.isfinite(float_of_bits(bits))
 
 
 def _real(value: Any) -> float:

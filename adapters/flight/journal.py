@@ -5,14 +5,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
 from trainfold.backends.flight.flights import FlightWriter
 from trainfold.backends.flight.journals import JournalWriter
 from trainfold.backends.user_warning import WARNED
-from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.flight.journal_line import JournalLine, drift_data
+from trainfold.core.resume.drift import Drift
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention
 from trainfold.core.save.retention_rules import rules_to_json
@@ -77,6 +78,11 @@ class Journal(logging.Filter):
     def evaluated(self, step: int, name: str, value: float) -> None:
         """Write a result that the loop has recorded."""
         self._write("evaluated", step, data={"metric": name, "score": value if math.isfinite(value) else str(value)})
+
+    def met(self, step: int | None, drifts: Sequence[Drift]) -> None:
+        """Write what differed at a resume, and was accepted."""
+        data = drift_data([(each.verdict, each.kind, each.where, str(each.saved), str(each.wanted)) for each in drifts])
+        self._write("met", step, data=data)
 
     def warned(self, text: str) -> None:
         """Write a warning."""

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import attrs
 
+from trainfold.adapters.flight.pure_steps import B, PureStep, S
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.config import CheckpointConfig
 from trainfold.adapters.manager.protocol import LoadDecision, Restored
@@ -83,6 +84,10 @@ class DisabledManager:
         """Save nothing; drop a request to save."""
         del run
         self._due.answered()
+
+    def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
+        """The step itself: nothing is recorded."""
+        return step
 
     def wait_staging(self) -> None:
         """Return at once: nothing is being saved."""

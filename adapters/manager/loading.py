@@ -39,7 +39,7 @@ from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.quarantine import outcome_of
 from trainfold.core.layout.world import Collectives
-from trainfold.core.resume.drift import DriftAction
+from trainfold.core.resume.drift import Drift, DriftAction
 from trainfold.core.resume.fall_back import decided, disagreement
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal
@@ -70,6 +70,7 @@ class RunLoader:
         descent: the checkpoint that was loaded last, the same on every rank: what the state in memory descends from. None before
             the first load has succeeded. Loading the best weights alone does not change it.
         source: the manifest of that checkpoint, as this rank has opened it, and its directory, until they are taken.
+        drifts: what differed at the last load, and was accepted.
     """
 
     store: Store
@@ -80,6 +81,7 @@ class RunLoader:
     proves: bool = attrs.field(default=False, kw_only=True)
     descent: ParentCheckpoint | None = attrs.field(default=None, init=False)
     source: tuple[Manifest | None, str] = attrs.field(default=(None, ""), init=False, repr=False)
+    drifts: tuple[Drift, ...] = attrs.field(default=(), init=False, repr=False)
 
     def decide(self, run: Live | TrainState, *, step: int | None) -> tuple[LoadDecision, bool]:
         """Decide whether there is something to resume, and return whether there is something that is refused, too; loads nothing."""
@@ -139,6 +141,7 @@ class RunLoader:
         self.descent = loaded.descent
         is_renamed = loaded.manifest is not None and loaded.manifest.written is not None
         self.source = (None if is_renamed else loaded.manifest), loaded.checkpoint
+        self.drifts = loaded.drifts
         return loaded.state
 
     @contextmanager
@@ -367,6 +370,7 @@ class LoadRunner:
             rank = self.loader.collectives.rank
             self.saves.base = NO_BASE if manifest is None else without_collecting(base_from)(manifest, checkpoint, rank)
         self.events.report("restored", step=step, secs=time.monotonic() - began)
+        self.saves.met(step, self.loader.drifts)
         names = self.loader.names_of(run)
         if names is not None and "trainer" not in names:
             self._warn(

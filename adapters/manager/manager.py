@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, final, overload
+from typing import Any, Literal, final, overload
 
 from trainfold.adapters.flight.flight_recorder import flight_recorder
+from trainfold.adapters.flight.pure_steps import B, PureStep, S
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.rehearsal import rehearsal_of
 from trainfold.adapters.guards.unused_manager import UnusedManager
@@ -34,8 +35,6 @@ from trainfold.core.state.contract import checked_contract
 from trainfold.core.state.state import TrainState
 from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.source import WeightSource
-
-S = TypeVar("S", bound=TrainState)
 
 
 @final
@@ -67,7 +66,7 @@ class CheckpointManager:
         components: which components are saved and restored; None for all.
         policy: what to do about each kind of difference at a resume; see ``trainfold.plan``.
         contract: what must be equal at a resume, beside what the run says itself.
-        record: write a flight log and a journal of a live run beside its checkpoints, with digests of the state each so many steps, 0 for none; see `trainfold page` and `bisect`.
+        record: write a flight log and a journal of the run beside its checkpoints, with digests of the state each so many steps, 0 for none; see `trainfold page` and `bisect`.
         requests: where requests to save or to stop come from on this rank, such as `SignalRequests()`; closed with the manager.
         on_event: gets each `Event`, in the thread that calls the manager; an exception of it is logged.
         collectives: the ranks, each of which has its own manager and makes the same calls; None for a single process, which is refused
@@ -228,11 +227,12 @@ class CheckpointManager:
         with raise_after() as failures:
             return self._saves.begin(run, failures)
 
-    def wait_staging(self) -> None:
-        """Return when everything that is being saved may be written to.
+    def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
+        """The same pure step, which with ``record=`` also writes what it did, as `FlightLog.recorded` does: of a loop of states, the manager sees no batch."""
+        return self._saves.recorded(step)
 
-        Attached optimizers and donating steps call it themselves. Call it before other writes to parameters, slots or leaves.
-        """
+    def wait_staging(self) -> None:
+        """Return when what is being saved may be written to. Optimizers and donating steps call it; call it before other writes to parameters, slots or leaves."""
         self._saves.protect()
 
     def poll(self) -> SaveResult | None:

@@ -1,13 +1,14 @@
 """`SaveRunner`: runs a manager's saves, one at a time, in the caller's thread or in the background."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import final
 
 import attrs
 
 from trainfold.adapters.flight.flight_recorder import FlightRecorder
+from trainfold.adapters.flight.pure_steps import B, PureStep, S
 from trainfold.adapters.guards.first_save import FirstSave
 from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.adapters.live.live import Live
@@ -30,6 +31,7 @@ from trainfold.backends.stores.protocol import HasFarTier, Store
 from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.errors import SaveFailed, error_text, place, placed
 from trainfold.core.layout.world import Collectives
+from trainfold.core.resume.drift import Drift
 from trainfold.core.save.reuse.base import NO_BASE, Base
 from trainfold.core.save.triggers import Verdict
 from trainfold.core.state.contract_kinds import STEP_PREFIX
@@ -157,6 +159,15 @@ class SaveRunner:
         """Record the steps of this run from here on, if the manager records."""
         if self._flight is not None:
             self._flight.watch(run)
+
+    def met(self, step: int | None, drifts: Sequence[Drift]) -> None:
+        """Record what differed at a resume, and was accepted."""
+        if self._journal is not None and drifts:
+            self._journal.met(step, drifts)
+
+    def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
+        """The same pure step, which also writes what it did, if the manager records."""
+        return step if self._flight is None else self._flight.recorded(step)
 
     def leave(self, run: Live | TrainState) -> None:
         """Send the other ranks what this one knows, for the next boundary. Call it when what was decided at this one is done."""

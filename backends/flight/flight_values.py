@@ -1,19 +1,13 @@
 """`FlightValues`: the losses and norms of a flight log that may still grow, each read once."""
 
 from array import array
-from collections.abc import Iterator
-from functools import partial
-from typing import Final, TypeAlias, final
+from typing import final
 
-from trainfold.backends.flight.log_parts import PART_BYTES, part_name, part_numbers
-from trainfold.backends.side_by_side import side_by_side
+from trainfold.backends.flight.log_pieces import Sizes, read_pieces, sizes_of
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.line_scanner import LineScanner
 from trainfold.core.flight.log_lines import LINE_BYTES, line_numbers
-
-Span: TypeAlias = tuple[str, int, int]
-_AT_ONCE: Final = 16  # pieces of `PART_BYTES` that are in memory
 
 
 @final
@@ -56,30 +50,30 @@ class FlightValues:
         Raises:
             CheckpointError: the matching subclass, if the log is there and cannot be read.
         """
-        names = [part_name(self._name, number) for number in part_numbers(self._name, store.list())]
-        if not names:
+        sizes = sizes_of(store, self._name, store.list())
+        if not sizes:
             had_some = self._lines.offset > 0
             self._forget()
             return had_some
-        sizes = [(name, store.size(name) or 0) for name in names]
         if self._was_cut(store, sizes):
             self._forget()
         began = self._lines.offset
-        self.written_at = store.committed_at(names[-1])
+        self.written_at = store.committed_at(sizes[-1][0])
         self._lines.go_on()
-        spans = [piece for span in _spans(sizes, began) for piece in _pieces(span)]
-        for at in range(0, len(spans), _AT_ONCE):
-            for data in side_by_side([partial(_read, store, *span) for span in spans[at : at + _AT_ONCE]]):
-                self._take(data)
+        for data in read_pieces(store, sizes, start=began):
+            self._take(data)
         self.damage = self._lines.damage
         return self._lines.offset > began
 
-    def _was_cut(self, store: Store, sizes: list[tuple[str, int]]) -> bool:
+    def _was_cut(self, store: Store, sizes: Sizes) -> bool:
         offset = self._lines.offset
         if not offset:
             return False
-        span = next(iter(_spans(sizes, offset - LINE_BYTES)), None)
-        return span is None or _read(store, span[0], span[1], span[1] + LINE_BYTES) != self._lines.last
+        for name, size in sizes:
+            if offset <= size:
+                return store.read(name, start=offset - LINE_BYTES, stop=offset) != self._lines.last
+            offset -= size
+        return True
 
     def _take(self, data: bytes) -> None:
         for is_step, step, loss, norm in self._lines.take(data):
@@ -92,21 +86,3 @@ class FlightValues:
                 if norm is not None:
                     self.norm[0].append(step)
                     self.norm[1].append(norm)
-
-
-def _spans(sizes: list[tuple[str, int]], start: int) -> Iterator[Span]:
-    """The bytes from ``start`` on, by the parts in which they are."""
-    for name, size in sizes:
-        if start < size:
-            yield name, max(0, start), size
-        start -= size
-
-
-def _pieces(span: Span) -> Iterator[Span]:
-    name, start, stop = span
-    for at in range(start, stop, PART_BYTES):
-        yield name, at, min(stop, at + PART_BYTES)
-
-
-def _read(store: Store, name: str, start: int, stop: int) -> bytes:
-    return store.read(name, start=start, stop=stop)

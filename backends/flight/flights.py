@@ -6,7 +6,8 @@ from typing import Final, TypeAlias
 
 from trainfold.backends.flight.flight_file import FlightFile
 from trainfold.backends.flight.flight_parts import FlightParts
-from trainfold.backends.flight.log_parts import part_numbers, read_log
+from trainfold.backends.flight.log_parts import part_numbers
+from trainfold.backends.flight.log_pieces import read_log
 from trainfold.backends.stores.local import Run, local_store, open_store
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.errors import CheckpointMissing

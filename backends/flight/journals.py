@@ -1,22 +1,18 @@
 """`read_journal` reads the journal of a run, wherever it is; `journal_writer` writes it."""
 
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from trainfold.backends.flight.flights import file_for_log
 from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journal_parts import JournalParts, written_here
-from trainfold.backends.flight.log_parts import part_name, part_numbers
-from trainfold.backends.side_by_side import side_by_side
+from trainfold.backends.flight.log_pieces import read_pieces, sizes_of
 from trainfold.backends.stores.local import local_store
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import TrainfoldError
-from trainfold.core.flight.journal_line import JournalLine, decode_journal
+from trainfold.core.flight.journal_line import Journal, JournalLine, decode_journal
 
 JournalWriter: TypeAlias = JournalFile | JournalParts
 JOURNAL: Final = "journal.jsonl"
-MOST_READ: Final = 2**26  # bytes, from its end
 
 
 def journal_writer(store: Store) -> JournalWriter:
@@ -25,26 +21,18 @@ def journal_writer(store: Store) -> JournalWriter:
     return JournalParts(store, JOURNAL) if path is None else JournalFile(path)
 
 
-def read_journal(store: Store) -> tuple[JournalLine, ...]:
-    """The journal of a run; empty for a run without one, or with one that cannot be read.
+def read_journal(store: Store) -> Journal:
+    """The journal of a run; empty for a run without one.
+
+    Raises:
+        CheckpointError: the matching subclass, if it is there and cannot be read.
 
     Examples:
         >>> from trainfold.stores import MemoryStore
         >>> read_journal(MemoryStore())
-        ()
+        Journal(lines=(), left_out=0, unreadable=0)
     """
-    try:
-        left, found = MOST_READ, []
-        for number in reversed(part_numbers(JOURNAL, store.list())):
-            name = part_name(JOURNAL, number)
-            size = store.size(name) or 0
-            found.append(partial(store.read, name, start=max(0, size - left), stop=size))
-            left -= size
-            if left <= 0:
-                break
-        return decode_journal(b"".join(side_by_side(found[::-1])))
-    except (TrainfoldError, OSError):
-        return ()
+    return decode_journal(read_pieces(store, sizes_of(store, JOURNAL, store.list())))
 
 
 def note_in_journal(store: Store, line: JournalLine) -> None:

@@ -1,16 +1,14 @@
-"""`LogParts`: a log that grows in a store that cannot append: the last part is put again, whole, until it is full. `read_log` reads such a log."""
+"""`LogParts`: a log that grows in a store that cannot append: the last part is put again, whole, until it is full."""
 
 import logging
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias, TypeVar, final
 
 from trainfold.backends.job import Job
-from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import TrainfoldError
 
@@ -42,19 +40,6 @@ def part_numbers(name: str, names: Iterable[str]) -> list[int]:
     wanted = re.compile(rf"{re.escape(stem)}-(\d{{5,}})\.{re.escape(ending)}")
     found = {int(match[1]) for each in names if (match := wanted.fullmatch(each))}
     return sorted(found | ({0} if name in names else set()))
-
-
-def read_log(store: Store, name: str, names: Collection[str]) -> bytes:
-    """The bytes of a log, whatever parts it has.
-
-    Args:
-        store: the run.
-        name: of the log.
-        names: what the run holds.
-    """
-    return b"".join(
-        side_by_side([partial(store.read, part_name(name, number)) for number in part_numbers(name, names)])
-    )
 
 
 @final
@@ -147,7 +132,7 @@ class LogParts:
         >>> log = LogParts(store, "a.log")
         >>> log.append(b"one")
         >>> log.close()
-        >>> read_log(store, "a.log", store.list())
+        >>> store.read("a.log")
         b'one'
     """
 

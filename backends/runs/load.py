@@ -43,6 +43,7 @@ from trainfold.core.layout.stage import Stage
 from trainfold.core.layout.world import Collectives, World
 from trainfold.core.printable import printable
 from trainfold.core.problem import Problem
+from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.fall_back import (
     Decided,
     Failure,
@@ -87,6 +88,7 @@ class Loaded:
         checkpoint: its directory.
         left_out: the optional components that are not from the checkpoint; rank 0 has warned of them.
         manifest: of the checkpoint, as this rank has opened it.
+        drifts: what differed and was accepted.
     """
 
     state: TrainState
@@ -94,6 +96,7 @@ class Loaded:
     checkpoint: str
     left_out: frozenset[str] = frozenset()
     manifest: Manifest | None = None
+    drifts: tuple[Drift, ...] = ()
 
 
 @final
@@ -214,7 +217,7 @@ def load_run(  # noqa: PLR0913 - keywords
                 warn_of_nothing(request.components, [each.name for each in outcome.actions])
                 left_out = frozenset(each.name for each in outcome.actions if each.note == _OPTIONAL)
                 descent = ParentCheckpoint(head.timeline, head.step, head.forks)
-                return Loaded(state, descent, outcome.checkpoint, left_out, outcome.manifest)
+                return Loaded(state, descent, outcome.checkpoint, left_out, outcome.manifest, outcome.drifts)
             without = after_failure(inventory, request, outcome.checkpoint, failures)
             if quarantine is not None and outcome.checkpoint not in mended:
                 mended.add(outcome.checkpoint)

@@ -2,13 +2,18 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
 
 LONGEST_LINE: Final = 2**16  # bytes; a longer one is not of this program
 _MOST_TEXT: Final = 4000  # characters of a detail
+MOST_LINES: Final = 200_000  # of a journal, that are kept; each takes some 300 bytes of memory
+_START, _END = b'"kind":"started"', b'"kind":"closed"'  # as they are written; in a text, quotes are escaped
+_MOST_DRIFTS: Final = 40
+_DRIFT_TEXT: Final = 120  # ASCII characters, so that 40 of five texts fit a line
 
 
 @final
@@ -18,7 +23,7 @@ class JournalLine:
 
     Attributes:
         at: when, in seconds since 1970 by the clock of the machine.
-        kind: ``started``, ``called``, ``written``, ``evaluated``, ``warned``, ``closed``, or the kind of an `Event`.
+        kind: ``started``, ``called``, ``written``, ``evaluated``, ``warned``, ``met``, ``closed``, or the kind of an `Event`.
         step: optimizer steps done; None if that has no meaning here.
         checkpoint: the directory of a checkpoint, or None.
         detail: more, in words.
@@ -79,12 +84,79 @@ def decode_journal_line(data: bytes) -> JournalLine | None:
     return JournalLine(at, kind, step, checkpoint, detail, more)
 
 
-def decode_journal(data: bytes) -> tuple[JournalLine, ...]:
-    """The lines of a journal; what is not one is left out.
+def drift_data(drifts: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The ``data`` of a line of kind ``met``: what differed at a resume, as (verdict, kind, where, saved, now); a line has at most 40, shortened.
+
+    Examples:
+        >>> drift_data([("adapt", "world", "ranks", "4", "2")])
+        {'drifts': [['adapt', 'world', 'ranks', '4', '2']], 'count': 1}
+    """
+    shown = [[text.encode("ascii", "backslashreplace").decode()[:_DRIFT_TEXT] for text in each] for each in drifts]
+    return {"drifts": shown[:_MOST_DRIFTS], "count": len(drifts)}
+
+
+def drifts_of(line: JournalLine) -> tuple[tuple[str, ...], ...]:
+    """What differed at a resume, of a line of kind ``met``; what is none is left out.
+
+    Law: ``drifts_of(JournalLine(0.0, "met", data=drift_data(drifts))) == tuple(drifts)`` for at most 40 short ones.
+    """
+    found = line.data.get("drifts")
+    if line.kind != "met" or not isinstance(found, list):
+        return ()
+    return tuple(
+        tuple(each)
+        for each in found
+        if isinstance(each, list) and len(each) == 5 and all(isinstance(text, str) for text in each)
+    )
+
+
+@final
+@attrs.frozen
+class Journal:
+    """What is read of a journal.
+
+    Attributes:
+        lines: in their order. Of a long journal, the newest, and of those before them the starts and the ends of processes alone.
+        left_out: how many lines before the newest ones are not here.
+        unreadable: how many lines cannot be read: a kill may tear one, and damage others.
+    """
+
+    lines: tuple[JournalLine, ...] = ()
+    left_out: int = 0
+    unreadable: int = 0
+
+
+def decode_journal(pieces: Iterable[bytes], *, most: int | None = None) -> Journal:
+    """A journal from its bytes.
 
     Law: of a journal that was cut anywhere all whole lines are there.
+
+    Args:
+        pieces: its bytes, in order.
+        most: lines that are kept, the newest; None for 200,000. Of those before them, the starts and ends of processes and the last line before each start are kept too.
+
+    Examples:
+        >>> lines = [encode_journal_line(JournalLine(1.0, kind, 3)) for kind in ("started", "called", "called", "written", "closed")]
+        >>> found = decode_journal(lines, most=2)
+        >>> [line.kind for line in found.lines], found.left_out
+        (['started', 'written', 'closed'], 2)
     """
-    return tuple(line for each in data.split(b"\n") if each and (line := decode_journal_line(each)) is not None)
+    newest, kept, rest, passed, left_out = deque[bytes](), list[bytes](), b"", b"", 0
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        newest.extend(filter(None, whole))
+        while len(newest) > (MOST_LINES if most is None else most):
+            line = newest.popleft()
+            if _START in line and passed:
+                kept.append(passed)
+                left_out -= 1
+            is_kept = _START in line or _END in line
+            passed = b"" if is_kept else line
+            left_out += not is_kept
+            kept += [line] * is_kept
+    texts = [*kept, *newest, *filter(None, [rest])]
+    lines = tuple(found for each in texts if (found := decode_journal_line(each)) is not None)
+    return Journal(lines, left_out, len(texts) - len(lines))
 
 
 def _number(value: object) -> float | None:

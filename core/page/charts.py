@@ -69,9 +69,15 @@ def save_chart(saves: Sequence[SaveTimes]) -> Chart:
     return Chart("Saves by step", text, step_axis(low, high, pad=True), y, marks, height=180)
 
 
-def curve_chart(title: str, curve: Curve, *, dots: Sequence[Point] = (), best: Point | None = None, name: str = "loss") -> Chart:  # fmt: skip
-    """A curve over steps, where steps without a finite value are marks at the foot; evaluations are dots, and the best is a square."""
-    values = [value for _, value in (*curve.points, *dots, *([best] if best else []))]
+def curve_chart(  # noqa: PLR0913 - what one chart may show
+    title: str, curve: Curve, *, dots: Sequence[Point] = (), best: Point | None = None, name: str = "loss", others: Sequence[Curve] = ()
+) -> Chart:  # fmt: skip
+    """A curve over steps, where steps without a finite value are marks at the foot; evaluations are dots, the best is a square, and curves of other ranks are dashed."""
+    beside = tuple(tuple((float(step), value) for step, value in each.points) for each in others)
+    values = [
+        value
+        for _, value in (*curve.points, *dots, *([best] if best else []), *(point for part in beside for point in part))
+    ]
     low, high = min(values), max(values)
     steps = [step for step, _ in (*curve.points, *dots, *([best] if best else []))]
     if high == low:
@@ -81,7 +87,10 @@ def curve_chart(title: str, curve: Curve, *, dots: Sequence[Point] = (), best: P
     parts = (tuple((float(step), value) for step, value in curve.points),)
     bad = tuple(((float(step), low - room),) for step in curve.not_finite)
     marks = (
-        Series(name if dots or best or bad else "", "line", "accent", parts),
+        Series("other ranks", "dashed", "quiet", beside),
+        Series(
+            (f"{name} of rank 0" if beside else name) if dots or best or bad or beside else "", "line", "accent", parts
+        ),
         Series("evaluation", "dots", "good", tuple((point,) for point in dots)),
         Series("the best", "squares", "ink", ((best,),) if best else ()),
         Series("not finite", "squares", "warm", bad),

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from trainfold.core.markup.html_table import html_table, safe
-from trainfold.core.markup.texts import count_text
+from trainfold.core.markup.texts import count_text, moment_text
+from trainfold.core.page.run_page import RunPage
 
 SHOWN: Final = 30  # rows of a table before the reader asks for more
 MOST: Final = 1000  # rows in all
@@ -32,3 +33,17 @@ def scrolling(title: str, table: str) -> str:
 def note(text: str) -> str:
     """A paragraph; ``text`` is HTML: its caller has escaped what comes from files."""
     return f'<p class="note">{text}</p>'
+
+
+def left_out_note(page: RunPage, what: str) -> str:
+    """That a section has no lines of a long journal before its newest ones; empty for a journal that is whole here.
+
+    Args:
+        page: the facts.
+        what: the section lacks of that time.
+    """
+    if not page.left_out:
+        return ""
+    first = next((line for line in page.journal if line.kind not in ("started", "closed")), None)
+    since = "" if first is None else f" before {moment_text(first.at, with_secs=True)}"
+    return note(f"The journal has {page.left_out:,} more lines than are read here: {what}{since} are not shown.")

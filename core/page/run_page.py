@@ -22,7 +22,8 @@ class FlightFacts:
         first: the first step of the log; None if it has none.
         last: the last one.
         written_at: when its last line was written, in seconds since 1970; None if that is not known.
-        ranks: how many ranks have a log.
+        others: the logs of other ranks that are shown, by rank.
+        not_shown: how many other ranks have a log that is not shown.
         damage: what of the log cannot be read, in words; empty if all can.
     """
 
@@ -31,7 +32,8 @@ class FlightFacts:
     first: int | None = None
     last: int | None = None
     written_at: float | None = None
-    ranks: int = 1
+    others: Mapping[int, "FlightFacts"] = attrs.field(factory=dict)
+    not_shown: int = 0
     damage: str = ""
 
 
@@ -63,6 +65,7 @@ class RunPage:
         pointers: checkpoint -> what names it, such as ``latest`` or ``best``.
         best: the run's ``best.json``; None without one.
         journal: what happened, in the order of its lines; empty for a run without a journal.
+        left_out: how many lines of a long journal are not in it: of the older ones, it has the starts and ends of processes alone.
         flight: from the flight log of rank 0; None for a run without one.
         resume: what a resume would do.
         unread: what of the run could not be read, and why.
@@ -77,6 +80,7 @@ class RunPage:
     flight: FlightFacts | None = None
     resume: ResumeFacts = attrs.field(factory=ResumeFacts)
     unread: tuple[str, ...] = ()
+    left_out: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from trainfold.core.flight.journal_line import drifts_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Entry, lineage
 from trainfold.core.markup.chart import chart_html
@@ -12,7 +13,7 @@ from trainfold.core.markup.timelines import lineage_chart
 from trainfold.core.page.charts import save_chart, time_line
 from trainfold.core.page.kept import changes_between, few_names, policy_of, why_kept
 from trainfold.core.page.losses import loss_section
-from trainfold.core.page.page_parts import RECORD, SHOWN, long_table, note
+from trainfold.core.page.page_parts import RECORD, SHOWN, left_out_note, long_table, note
 from trainfold.core.page.run_page import RunPage
 from trainfold.core.page.sessions import IN_WORDS, SaveTimes, saves_of, sessions_of
 from trainfold.core.page.sizes import size_section
@@ -38,7 +39,8 @@ def start_section(page: RunPage) -> str:
         for number, each in enumerate(sessions, 1)
     ]
     columns = ("process", "began (UTC)", "from step", "to step", "end", "steps computed again")
-    return chart + long_table("Processes", columns, rows, numbers=("from step", "to step", "steps computed again"))
+    table = long_table("Processes", columns, rows, numbers=("from step", "to step", "steps computed again"))
+    return chart + table + left_out_note(page, "saves and evaluations")
 
 
 def save_section(page: RunPage) -> str:
@@ -49,7 +51,8 @@ def save_section(page: RunPage) -> str:
     chart = chart_html(save_chart(saves), "saves") if any(save.durable is not None for save in saves) else ""
     columns = ("step", "called (UTC)", "loop stood still", "writing", "call to durable", "durable (UTC)", "end")
     rows = [_save_row(save) for save in reversed(saves)]
-    return chart + long_table("Saves, the newest first", columns, rows, numbers=columns[:1] + columns[2:5])
+    table = long_table("Saves, the newest first", columns, rows, numbers=columns[:1] + columns[2:5])
+    return chart + table + left_out_note(page, "saves")
 
 
 def _save_row(save: SaveTimes) -> tuple[str, ...]:
@@ -128,8 +131,10 @@ def finding_section(page: RunPage) -> str:
     drawn = [f'<ul class="findings">{"".join(_finding(*each) for each in found)}</ul>' if found else note(_nothing(page, newest))]  # fmt: skip
     if len(events) > SHOWN:
         drawn.append(note(f"{len(events) - SHOWN:,} earlier warnings are in the journal of the run."))
+    drawn.append(left_out_note(page, "warnings and drifts"))
     if page.resume.drifts:
         drawn.append(long_table("What a resume on this machine would meet", ("verdict", "kind", "where", "saved", "here"), page.resume.drifts))  # fmt: skip
+    drawn += _met(page)
     ordered = [each for each in reversed(lineage(page.inventory)) if each.manifest is not None]
     changes = changes_between(ordered)
     if changes:
@@ -138,6 +143,20 @@ def finding_section(page: RunPage) -> str:
     elif len(ordered) > 1:
         drawn.append(note(f"No setting, version or environment changed between the {len(ordered)} newest checkpoints."))
     return "".join(drawn)
+
+
+def _met(page: RunPage) -> list[str]:
+    """What resumes of the past have met, and what was done about it."""
+    lines = [line for line in reversed(page.journal) if line.kind == "met"]
+    rows = [
+        (moment_text(line.at, with_secs=True), "" if line.step is None else number_text(line.step), *each)
+        for line in lines
+        for each in drifts_of(line)
+    ]
+    left = sum(max(0, int(line.moment("count") or 0) - len(drifts_of(line))) for line in lines)
+    columns = ("resumed (UTC)", "step", "verdict", "kind", "where", "saved", "then")
+    found = [long_table("What past resumes have met", columns, rows, numbers=("step",))] if rows else []
+    return [*found, note(f"{left:,} more are not in the journal.")] if left else found
 
 
 def _nothing(page: RunPage, newest: Manifest | None) -> str:

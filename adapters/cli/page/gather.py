@@ -5,12 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
+import attrs
+
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.ls import committed_at, pointed_names, proved
 from trainfold.adapters.cli.plan import planned_resume
 from trainfold.backends.flight.flight_values import FlightValues
 from trainfold.backends.flight.flights import flight_name, ranks_with_log
 from trainfold.backends.flight.journals import JOURNAL, read_journal
+from trainfold.backends.flight.log_pieces import sizes_of
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.side_by_side import side_by_side
@@ -18,14 +21,17 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.errors import CheckpointError, TrainfoldError
+from trainfold.core.flight.journal_line import Journal
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.markup.curve import curve_of
+from trainfold.core.markup.texts import count_text
 from trainfold.core.page.run_page import FlightFacts, ResumeFacts, RunPage
 from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal
 
-_MOST_JOURNAL: Final = 200_000  # lines that a page looks at, the newest
+_MOST_RANKS: Final = 8  # whose logs are read
+_MOST_FLIGHT: Final = 2**27  # bytes of their logs: two million steps; that of rank 0 is read whatever it has
 
 
 @final
@@ -42,7 +48,7 @@ class PageReader:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._store, _ = open_run(run)
-        self._log = FlightValues(flight_name(0))
+        self._logs: dict[int, FlightValues] = {}
         self._seen: object = None
 
     def has_changed(self) -> bool:
@@ -50,7 +56,7 @@ class PageReader:
         if not isinstance(self._store, LocalStore):
             return True
         place = Path(self._store.url)
-        seen = [_stamp(place / name) for name in ("", JOURNAL, BEST_FILE, flight_name(0))]
+        seen = [_stamp(place / name) for name in ("", JOURNAL, BEST_FILE, *map(flight_name, range(_MOST_RANKS)))]
         has_changed, self._seen = seen != self._seen, seen
         return has_changed
 
@@ -65,32 +71,62 @@ class PageReader:
         inventory = with_quarantined(proved(store, inventory), quarantined(store))
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []
+        journal = _journal(store, unread)
         return RunPage(
             inventory,
             now,
             {entry.name: at for entry, at in zip(inventory.entries, times, strict=True) if at is not None},
             pointed_names(store),
             _best(store, unread),
-            read_journal(store)[-_MOST_JOURNAL:],
+            journal.lines,
             self._flight(store, unread),
             _resume(store, inventory),
             tuple(unread),
+            journal.left_out,
         )
 
     def _flight(self, store: Store, unread: list[str]) -> FlightFacts | None:
-        log = self._log
+        """The log of rank 0, and those of the others that fit."""
+        names, left, shown = store.list(), _MOST_FLIGHT, dict[int, FlightFacts]()
+        ranks = ranks_with_log(names)
+        for rank in ranks[:_MOST_RANKS]:
+            left -= sum(size for _, size in sizes_of(store, flight_name(rank), names))
+            if left < 0 and shown:
+                break
+            facts = self._log(store, rank, unread)
+            if facts is not None:
+                shown[rank] = facts
+        own = shown.pop(0, None)
+        if own is None and not shown:
+            return None
+        return attrs.evolve(own or FlightFacts(), others=shown, not_shown=len(ranks) - len(shown) - (0 in ranks))
+
+    def _log(self, store: Store, rank: int, unread: list[str]) -> FlightFacts | None:
+        log = self._logs.setdefault(rank, FlightValues(flight_name(rank)))
         try:
             log.read(store)
         except (CheckpointError, OSError) as error:
-            unread.append(f"the flight log: {error}")
+            unread.append(f"the flight log of rank {rank}: {error}")
             return None
-        damage = log.damage.text_of(flight_name(0)) if log.damage else ""
+        damage = log.damage.text_of(flight_name(rank)) if log.damage else ""
         if damage:
             unread.append(damage)
         if log.last is None and not damage:
             return None
-        ranks = len(ranks_with_log(store.list()))
-        return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, ranks, damage)
+        return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, damage=damage)
+
+
+def _journal(store: Store, unread: list[str]) -> Journal:
+    try:
+        found = read_journal(store)
+    except (CheckpointError, OSError) as error:
+        unread.append(f"the journal: {error}")
+        return Journal()
+    if found.unreadable:
+        unread.append(
+            f"{count_text(found.unreadable, 'line')} of the journal: torn, as a kill may leave one, or damaged"
+        )
+    return found
 
 
 def _best(store: Store, unread: list[str]) -> BestFile | None:

@@ -19,21 +19,17 @@ _NAMES: Final = (LOOPBACK, "localhost")
 _SLOW_SECS: Final = 15.0  # between two looks at a bucket
 
 
-def serve_page(run: Path, port: int, output: Path | None = None) -> Answer:
+def serve_page(run: Path, port: int) -> Answer:
     """Serve the page until Ctrl-C.
 
     Args:
         run: the run.
         port: on the loopback; 0 for a free one.
-        output: None: no file is written.
 
     Raises:
         CheckpointError: the matching subclass, if it is not a run.
-        UsageError: if the port is taken, or a file is named too.
+        UsageError: if the port is taken.
     """
-    if output is not None:
-        raise UsageError("trainfold page", expected="-o FILE, or --serve", found="both",
-                         fix="leave one of them out: --serve writes no file")  # fmt: skip
     live = LivePage(PageReader(run), every_secs=_SLOW_SECS if is_object_url(str(run)) else 1.0)
     try:
         server = PageServer(live, port)

@@ -14,7 +14,24 @@ from trainfold.core.page.sessions import sessions_of
 from trainfold.core.printable import bytes_text
 
 
-def write_page(run: Path, target: Path | None) -> Answer:
+def page_command(run: Path, output: Path | None, *, serves: bool, port: int) -> Answer:
+    """Write the page, or serve it.
+
+    Raises:
+        UsageError: for both, or neither; and as `serve_page` raises it.
+        TrainfoldError: as `write_page` and `serve_page` raise it.
+    """
+    if serves is (output is not None):
+        raise UsageError("trainfold page", expected="-o FILE, or --serve", found="both" if serves else "neither",
+                         fix="name the file, as in -o run.html; or follow the run with --serve, which writes no file")  # fmt: skip
+    if output is not None:
+        return write_page(run, output)
+    from trainfold.adapters.cli.page.serve import serve_page  # late: it imports a server
+
+    return serve_page(run, port)
+
+
+def write_page(run: Path, target: Path) -> Answer:
     """Write the page.
 
     Args:
@@ -25,14 +42,10 @@ def write_page(run: Path, target: Path | None) -> Answer:
         What was written.
 
     Raises:
-        UsageError: without a target.
         InvalidArgument: for a target in a checkpoint, or one that is something else than a page.
         CheckpointError: the matching subclass, if it is not a run.
         NotWritable: if it cannot be written there.
     """
-    if target is None:
-        raise UsageError("trainfold page", expected="-o FILE, or --serve", found="neither",
-                         fix="name the file, as in -o run.html, or follow the run with --serve")  # fmt: skip
     place = Path(free_path(str(target), argument="trainfold page -o"))
     check_replaceable(place)
     page = PageReader(run).read()
@@ -46,9 +59,12 @@ def write_page(run: Path, target: Path | None) -> Answer:
         "checkpoints": sum(entry.is_candidate for entry in page.inventory.entries),
         "processes": len(sessions_of(page.journal, page.flight)),
         "losses": 0 if page.flight is None else page.flight.loss.count,
+        "unread": list(page.unread),
+        "journal_lines_left_out": page.left_out,
     }
     rows = (("written", f"{place}, {bytes_text(len(data))}"), ("checkpoints", str(facts["checkpoints"])),
-            ("processes", str(facts["processes"]) if page.journal else "not recorded"), ("losses", str(facts["losses"])))  # fmt: skip
+            ("processes", str(facts["processes"]) if page.journal else "not recorded"), ("losses", str(facts["losses"])),
+            *(("not read", text) for text in page.unread))  # fmt: skip
     return Answer(facts, (Table(f"The page of {page.inventory.run}", ("", ""), rows),))
 
 

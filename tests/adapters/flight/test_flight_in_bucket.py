@@ -14,7 +14,7 @@ from trainfold.adapters.flight.flight_log import FlightLog, replay
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight.flights import flight_name, read_flights
 from trainfold.backends.flight.journals import JOURNAL, read_journal
-from trainfold.backends.flight.log_parts import read_log
+from trainfold.backends.flight.log_pieces import read_log
 from trainfold.backends.flight.replay_place import location_of
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.object_store import open_url
@@ -68,10 +68,10 @@ def test_a_run_in_a_bucket_that_was_killed_and_resumed_has_the_log_of_the_unkill
     commits = {int(re.findall(r"\d+", name)[0]): steps for name, steps in store.writes if isinstance(steps, list)}
     assert list(commits) == [2, 4, 6, 8]
     assert all(steps[:saved] == [*range(1, saved + 1)] for saved, steps in commits.items())
-    before, after = sessions_of(read_journal(store), None)
+    before, after = sessions_of(read_journal(store).lines, None)
     assert (before.first, before.ending, after.first, after.ending) == (0, "killed", 4, "closed")
     assert after.is_least
-    assert [(save.step, save.outcome) for save in saves_of(read_journal(store))][-1] == (8, "written")
+    assert [(save.step, save.outcome) for save in saves_of(read_journal(store).lines)][-1] == (8, "written")
 
 
 def test_a_loop_of_pure_steps_records_into_a_bucket_and_is_replayed_from_there():

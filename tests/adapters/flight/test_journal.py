@@ -7,6 +7,7 @@ import pytest
 from kit.adapters.flight_cases import died
 from kit.adapters.manager_cases import Job
 
+from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight.flight_values import FlightValues
 from trainfold.backends.flight.flights import flight_name
@@ -15,9 +16,11 @@ from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.user_warning import WARNED, warn_user
 from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.flight.journal_line import drifts_of
 from trainfold.core.page.run_page import FlightFacts
 from trainfold.core.page.sessions import saves_of, sessions_of
 from trainfold.core.save.retention import keep_every
+from trainfold.core.state.state import Progress, TrainState
 
 
 def trained(run, steps, *, closes, mode="async"):
@@ -46,7 +49,7 @@ def test_a_killed_and_resumed_run_shows_what_was_done_again_and_when_each_save_w
     run = tmp_path / "run"
     trained(run, 5, closes=False, mode=mode)
     trained(run, 8, closes=True, mode=mode)
-    journal = read_journal(LocalStore(run))
+    journal = read_journal(LocalStore(run)).lines
     values = FlightValues(flight_name(0))
     values.read(LocalStore(run))
     first, second = sessions_of(journal, FlightFacts(last=values.last, written_at=values.written_at))
@@ -78,7 +81,7 @@ def test_warnings_events_a_best_and_an_exception_are_in_the_journal(tmp_path):
         logging.getLogger("trainfold").warning("%s: odd", "here")
         save_best(run, updated(make_best_record(metric="acc", direction="max"), {"acc": 0.5}, step=2))
         raise KeyError
-    lines = read_journal(run)
+    lines = read_journal(run).lines
     assert {"UserWarning: by the way", "here: odd"} <= {line.detail for line in lines if line.kind == "warned"}
     assert [(line.step, line.data["score"]) for line in lines if line.kind == "best"] == [(2, 0.5)]
     assert [line.detail for line in lines if line.kind == "committed"]
@@ -106,3 +109,59 @@ def test_a_journal_that_cannot_be_written_ends_no_run(tmp_path, caplog):
         manager.restore(job.live)
         assert job.run(manager, 4) == [2, 4]
     assert sum("the journal is not continued" in line.getMessage() for line in caplog.records) == 1
+
+
+def counting(state, batch):
+    """A pure step."""
+    counted = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
+    return state.evolve(trainer=counted), {"loss": batch / 2}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_killed_and_resumed_loop_of_pure_steps_has_a_journal_and_the_log_of_the_unkilled_one(tmp_path, mode):
+    """W22, R04: starts, kills, what was computed again and the moments of saves, as of a live run."""
+
+    def trained(run, steps, *, closes=True):
+        manager = CheckpointManager(run, every=2, record=3, mode=mode)
+        step, state = manager.recorded(counting), TrainState(trainer=Progress())
+        if manager.should_load(state):
+            state = manager.load(state)
+        manager.step(state)
+        for batch in range(state.trainer.step + 1, steps + 1):
+            state, _ = step(state, batch)
+            manager.step(state)
+        manager.drain()
+        manager.close() if closes else died(manager)
+
+    trained(tmp_path / "whole", 8)
+    trained(tmp_path / "run", 5, closes=False)
+    trained(tmp_path / "run", 8)
+    assert (tmp_path / "run" / flight_name(0)).read_bytes() == (tmp_path / "whole" / flight_name(0)).read_bytes()
+    journal = read_journal(LocalStore(tmp_path / "run")).lines
+    first, second = sessions_of(journal, None)
+    assert (first.first, first.last, first.ending) == (0, 5, "killed")
+    assert (second.first, second.ending, second.recomputed) == (4, "closed", 1)
+    assert {save.step for save in saves_of(journal)} == {2, 4, 6, 8}
+
+
+def test_a_manager_that_does_not_record_gives_the_step_itself(tmp_path):
+    """A loop is written once, whatever its configuration says."""
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.recorded(counting) is counting
+    with DisabledManager() as manager:
+        assert manager.recorded(counting) is counting
+
+
+def test_what_a_resume_accepted_is_in_the_journal_for_good(tmp_path):
+    """W22: with `adapt` nothing is warned of, and the checkpoints after it have the new setting alone."""
+    for decay, policy in ((0.01, None), (0.1, {"hyperparameters": "adapt"})):
+        with CheckpointManager(tmp_path, every=2, record=0, policy=policy) as manager:
+            job = Job(0, decay=decay)
+            manager.restore(job.live)
+            job.run(manager, job.live.progress.step + 2)
+    lines = read_journal(LocalStore(tmp_path)).lines
+    ((found, *_),) = [drifts_of(line) for line in lines if line.kind == "met"]
+    assert found[:2] == ("adapt", "hyperparameters")
+    assert (found[3], found[4]) == ("0.01", "0.1")
+    started = [at for at, line in enumerate(lines) if line.kind == "started"]
+    assert [line.kind for line in lines[started[1] :]][:3] == ["started", "restored", "met"]

@@ -12,7 +12,8 @@ from trainfold.backends.flight.flight_parts import FlightParts
 from trainfold.backends.flight.flight_values import FlightValues
 from trainfold.backends.flight.flights import flight_name, flight_writer, read_flights
 from trainfold.backends.flight.journals import JOURNAL, journal_writer, note_in_journal, read_journal
-from trainfold.backends.flight.log_parts import LogParts, part_numbers, read_log
+from trainfold.backends.flight.log_parts import LogParts, part_numbers
+from trainfold.backends.flight.log_pieces import read_log
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, MemoryStore, SimulatedCrash, read_only
 from trainfold.core.errors import CheckpointMissing
@@ -209,7 +210,7 @@ def test_a_journal_in_parts_keeps_the_lines_of_every_process(monkeypatch):
     journal.start(JournalLine(4.0, "started", 0), flight.reached)
     journal.append([JournalLine(5.0, "warned", detail="x" * 300)])
     journal.close()
-    lines = read_journal(store)
+    lines = read_journal(store).lines
     assert [(line.kind, line.at) for line in lines] == [
         ("started", 1.0),
         ("best", 2.0),

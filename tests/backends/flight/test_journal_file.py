@@ -17,17 +17,17 @@ def test_a_process_begins_a_line_of_its_own_after_a_torn_one(tmp_path):
     JournalFile(path).append([ONE, TWO])
     path.write_bytes(path.read_bytes()[:-3])
     JournalFile(path).append([THREE])
-    assert read_journal(LocalStore(tmp_path)) == (ONE, THREE)
+    assert read_journal(LocalStore(tmp_path)).lines == (ONE, THREE)
 
 
 def test_only_a_run_that_has_a_journal_gets_a_note(tmp_path):
     """`save_best` of a run that does not record writes no journal."""
     for store in (LocalStore(tmp_path), MemoryStore()):
         note_in_journal(store, ONE)
-        assert read_journal(store) == ()
+        assert read_journal(store).lines == ()
     JournalFile(tmp_path / JOURNAL).append([ONE])
     note_in_journal(LocalStore(tmp_path), TWO)
-    assert read_journal(LocalStore(tmp_path)) == (ONE, TWO)
+    assert read_journal(LocalStore(tmp_path)).lines == (ONE, TWO)
 
 
 def test_a_log_that_is_a_link_is_neither_written_nor_read(tmp_path, caplog):
@@ -42,4 +42,4 @@ def test_a_log_that_is_a_link_is_neither_written_nor_read(tmp_path, caplog):
         str(tmp_path / "run" / name) for name in (JOURNAL, flight_name(0))
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert read_journal(store) == ()
+    assert read_journal(store).lines == ()

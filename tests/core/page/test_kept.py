@@ -35,7 +35,7 @@ class Own:
 def run_of(steps, policy):
     entries = tuple(Entry(f"step-{step:08d}", Head("r", step)) for step in sorted(steps))
     line = JournalLine(1.0, "started", 0, data={"keep": rules_to_json(policy.rules)})
-    return RunPage(Inventory("runs/a", "r", entries), 100.0, {entry.name: 99.0 for entry in entries}, journal=decode_journal(encode_journal_line(line)))  # fmt: skip
+    return RunPage(Inventory("runs/a", "r", entries), 100.0, {entry.name: 99.0 for entry in entries}, journal=decode_journal([encode_journal_line(line)]).lines)  # fmt: skip
 
 
 @given(steps=st.sets(st.integers(0, 99), min_size=1, max_size=12), policies=POLICIES)

@@ -60,10 +60,12 @@ def page_of(text="plain"):
             text,
             {"reached": 14, "reached_at": 1e9 + 9, "keep": [["last", 2], ["own", text]]},
         ),
+        JournalLine(1e9 + 21, "met", 10, data={"drifts": [[text] * 5], "count": 3}),
         JournalLine(1e9 + 30, "closed", detail=text),
     )
     losses = curve_of(range(40), [step % 7 if step != 5 else float("nan") for step in range(40)])
+    others = curve_of(range(40), [step % 5 for step in range(40)])
     best = BestFile(BestRecord("r", text, "min", 0.0, 0.25, 20), 0, ((BestEntry(0.25, 20), 0), (BestEntry(0.5, 10), 0)))
     resume = ResumeFacts(text, ((text,) * 5,), (text,))
     return RunPage(Inventory(f"/runs/{text}", text, entries, torn), 1e9 + 60, {entries[0].name: 1e9}, {entries[1].name: (text,)},
-                   best, journal, FlightFacts(losses, losses, 0, 39, 1e9 + 29), resume)  # fmt: skip
+                   best, journal, FlightFacts(losses, losses, 0, 39, 1e9 + 29, {1: FlightFacts(others, losses, 0, 39, damage=text)}, 3), resume, (text,), 7)  # fmt: skip

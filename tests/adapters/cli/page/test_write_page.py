@@ -9,6 +9,7 @@ from trainfold.adapters.cli.page import write_page as command
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journals import JOURNAL
+from trainfold.core.flight import journal_line
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.flight.log_lines import encode_lines
 from trainfold.core.flight.step_record import StepRecord, float_bits_of
@@ -104,6 +105,45 @@ def test_a_damaged_run_has_a_page_that_names_the_damage(recorded, tmp_path, call
     assert "best.json: expected" in shown
     assert "flight-00000.log is not a flight log" in shown
     assert "This run has no flight log" not in shown
+    assert "2 lines of the journal" in shown
+
+
+def test_the_json_of_a_page_has_what_could_not_be_read(recorded, tmp_path, answered):
+    """W22: a program that makes pages learns of damage without reading them."""
+    assert answered("page", recorded, "-o", tmp_path / "run.html")[0]["unread"] == []
+    cli_cases.flip(recorded / flight_name(0), 3 * 64 + 20)
+    with (recorded / JOURNAL).open("ab") as file:
+        file.write(b"torn")
+    found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
+    assert [text.partition(":")[0] for text in found["unread"]] == ["1 line of the journal", flight_name(0)]
+    (recorded / JOURNAL).unlink()
+    (recorded / JOURNAL).symlink_to(tmp_path / "elsewhere")
+    found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
+    assert found["unread"][0].startswith("the journal: ")
+    assert found["processes"] == 0
+
+
+def test_a_page_has_the_logs_of_all_ranks_that_fit_and_counts_the_others(recorded, tmp_path, call):
+    """W22: a rank that came less far, or whose loss is another one, is seen."""
+    for rank in range(1, 11):
+        lines = [StepRecord(step, loss=float_bits_of(step + rank)) for step in range(1, 7 - (rank == 3))]
+        (recorded / flight_name(rank)).write_bytes(encode_lines(lines))
+    call("page", recorded, "-o", tmp_path / "run.html")
+    shown = text_of(tmp_path / "run.html")
+    assert "Flight logs of the ranks" in shown
+    assert "other ranks" in shown
+    assert "3 ranks more have a log that is not read here" in shown
+
+
+def test_a_journal_that_is_longer_than_is_read_says_so(recorded, tmp_path, answered, monkeypatch):
+    """It was shown as not recorded, when the start was among the lines that were not read."""
+    monkeypatch.setattr(journal_line, "MOST_LINES", 3)
+    JournalFile(recorded / JOURNAL).append(
+        JournalLine(1e9 + 10 + at, "evaluated", at, data={"metric": "acc", "score": 0.5}) for at in range(9)
+    )
+    found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
+    assert (found["processes"], found["journal_lines_left_out"]) == (1, 7)
+    assert "The journal has 7 more lines than are read here: evaluations before" in text_of(tmp_path / "run.html")
 
 
 def test_a_damaged_line_of_the_flight_log_is_named_and_costs_no_other(recorded, tmp_path, answered):
