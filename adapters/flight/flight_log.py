@@ -132,6 +132,7 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
 
     Examples:
         >>> from trainfold import Progress
+        >>> from trainfold.core.flight.step_record import StepRecord, float_bits_of
         >>> def step(state, batch):
         ...     return state.evolve(trainer=Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)), {"loss": batch / 2}
         >>> log = flight_of([StepRecord(1, 0, 8, loss=float_bits_of(4.0)), StepRecord(2, 0, 16, loss=float_bits_of(4.0))])
