@@ -9,7 +9,7 @@ from trainfold.backends.flight.journal_parts import JournalParts, written_here
 from trainfold.backends.flight.log_pieces import read_pieces, sizes_of
 from trainfold.backends.stores.local import local_store
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.flight.journal_line import Journal, JournalLine, decode_journal
+from trainfold.core.flight.journal_line import JournalLine, JournalLines, decode_journal
 
 JournalWriter: TypeAlias = JournalFile | JournalParts
 JOURNAL: Final = "journal.jsonl"
@@ -21,7 +21,7 @@ def journal_writer(store: Store) -> JournalWriter:
     return JournalParts(store, JOURNAL) if path is None else JournalFile(path)
 
 
-def read_journal(store: Store) -> Journal:
+def read_journal(store: Store) -> JournalLines:
     """The journal of a run; empty for a run without one.
 
     Raises:
@@ -30,7 +30,7 @@ def read_journal(store: Store) -> Journal:
     Examples:
         >>> from trainfold.stores import MemoryStore
         >>> read_journal(MemoryStore())
-        Journal(lines=(), left_out=0, unreadable=0)
+        JournalLines(lines=(), left_out=0, unreadable=0)
     """
     return decode_journal(read_pieces(store, sizes_of(store, JOURNAL, store.list())))
 

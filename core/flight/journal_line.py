@@ -96,7 +96,7 @@ def drift_data(drifts: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def drifts_of(line: JournalLine) -> tuple[tuple[str, ...], ...]:
-    """What differed at a resume, of a line of kind ``met``; what is none is left out.
+    """What differed at a resume, of a line of kind ``met``; anything else is left out.
 
     Law: ``drifts_of(JournalLine(0.0, "met", data=drift_data(drifts))) == tuple(drifts)`` for at most 40 short ones.
     """
@@ -112,7 +112,7 @@ def drifts_of(line: JournalLine) -> tuple[tuple[str, ...], ...]:
 
 @final
 @attrs.frozen
-class Journal:
+class JournalLines:
     """What is read of a journal.
 
     Attributes:
@@ -126,7 +126,7 @@ class Journal:
     unreadable: int = 0
 
 
-def decode_journal(pieces: Iterable[bytes], *, most: int | None = None) -> Journal:
+def decode_journal(pieces: Iterable[bytes], *, most: int | None = None) -> JournalLines:
     """A journal from its bytes.
 
     Law: of a journal that was cut anywhere all whole lines are there.
@@ -156,7 +156,7 @@ def decode_journal(pieces: Iterable[bytes], *, most: int | None = None) -> Journ
             kept += [line] * is_kept
     texts = [*kept, *newest, *filter(None, [rest])]
     lines = tuple(found for each in texts if (found := decode_journal_line(each)) is not None)
-    return Journal(lines, left_out, len(texts) - len(lines))
+    return JournalLines(lines, left_out, len(texts) - len(lines))
 
 
 def _number(value: object) -> float | None:

@@ -21,7 +21,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.errors import CheckpointError, TrainfoldError
-from trainfold.core.flight.journal_line import Journal
+from trainfold.core.flight.journal_line import JournalLines
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.markup.curve import curve_of
@@ -116,12 +116,12 @@ class PageReader:
         return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, damage=damage)
 
 
-def _journal(store: Store, unread: list[str]) -> Journal:
+def _journal(store: Store, unread: list[str]) -> JournalLines:
     try:
         found = read_journal(store)
     except (CheckpointError, OSError) as error:
         unread.append(f"the journal: {error}")
-        return Journal()
+        return JournalLines()
     if found.unreadable:
         unread.append(
             f"{count_text(found.unreadable, 'line')} of the journal: torn, as a kill may leave one, or damaged"

@@ -7,7 +7,7 @@ import torch
 import trainfold
 from trainfold import Loss, init_state, make_step, optimizer, replay
 from trainfold.backends.flight.flights import flight_name, read_flights
-from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.errors import CheckpointMissing, InvalidArgument, InvalidState
 from trainfold.core.flight.flight import Flight
 from trainfold.states import FlightLog
 
@@ -109,7 +109,7 @@ def test_a_replay_without_anything_to_compare_is_refused(tmp_path, flight):
             replay(step, state, batches, log)
     with pytest.raises(CheckpointMissing, match="record=100"):
         replay(step, state, BATCHES, tmp_path)
-    with pytest.raises(InvalidArgument, match="init_state"):
+    with pytest.raises(InvalidState, match="init_state"):
         replay(step, trainfold.TrainState(), BATCHES, flight)
 
 

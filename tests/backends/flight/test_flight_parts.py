@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfold.backends.flight import flight_values, log_parts
+from trainfold.backends.flight import log_parts, log_pieces
 from trainfold.backends.flight.flight_file import FlightFile
 from trainfold.backends.flight.flight_parts import FlightParts
 from trainfold.backends.flight.flight_values import FlightValues
@@ -139,7 +139,7 @@ def test_the_loop_makes_no_request_and_a_put_few():
 
 def test_a_log_is_read_by_pieces_in_parts_as_it_is_read_at_once(monkeypatch):
     """W22: the page of a run in a bucket has the losses of all its parts, also while it goes on, and after a resume has cut it."""
-    for module in (log_parts, flight_values):
+    for module in (log_parts, log_pieces):
         monkeypatch.setattr(module, "PART_BYTES", 4 * LINE_BYTES)
     store, values = MemoryStore(), FlightValues(NAME)
     assert not values.read(store)

@@ -1,10 +1,13 @@
 """The file of a journal: a torn end stays the only line that is lost."""
 
+import pytest
+
 from trainfold.backends.flight.flights import flight_name, flight_writer
 from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journals import JOURNAL, journal_writer, note_in_journal, read_journal
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import CheckpointHostile
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.flight.step_record import StepRecord
 
@@ -42,4 +45,5 @@ def test_a_log_that_is_a_link_is_neither_written_nor_read(tmp_path, caplog):
         str(tmp_path / "run" / name) for name in (JOURNAL, flight_name(0))
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert read_journal(store).lines == ()
+    with pytest.raises(CheckpointHostile):
+        read_journal(store)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from trainfold.core.flight.journal_line import (
     LONGEST_LINE,
-    Journal,
     JournalLine,
+    JournalLines,
     decode_journal,
     decode_journal_line,
     drift_data,
@@ -33,7 +33,7 @@ LINES = st.builds(
 def test_a_journal_that_is_cut_anywhere_has_its_whole_lines(lines, cut):
     """A kill, or a full disk, may leave half a line; the next process begins a line of its own."""
     data = [encode_journal_line(line) for line in lines]
-    assert decode_journal(data) == Journal(tuple(lines))
+    assert decode_journal(data) == JournalLines(tuple(lines))
     kept = b"".join(data)[:cut]
     whole = kept.count(b"\n")
     found = decode_journal([kept, b"\n" + encode_journal_line(JournalLine(7.0, "closed"))]).lines
@@ -60,7 +60,7 @@ def test_of_a_long_journal_the_newest_lines_and_all_starts_and_ends_are_there(ki
     old, new = lines[:-most], lines[-most:]
     last_before = [one for one, other in itertools.pairwise(old) if other.kind == "started"]
     expected = [line for line in old if line.kind in ("started", "closed") or line in last_before]
-    assert found == Journal((*expected, *new), len(lines) - len(expected) - len(new))
+    assert found == JournalLines((*expected, *new), len(lines) - len(expected) - len(new))
 
 
 @given(st.lists(st.tuples(*[st.text()] * 5), max_size=60))
