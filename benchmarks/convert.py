@@ -10,8 +10,8 @@ first in each round. Every conversion is durable when it ends, and so is the cop
                   as a step does, so that all weights are in private memory, which no later change of the files can reach; with the CPU seconds and the page faults until then.
                   trainfold and ``load_file`` copy the weights at once, into a model that was built before. ``from_pretrained`` builds it, too, and its weights are pages of the files until something writes them:
                   warm, it has a model before 2 GB can be copied, and needs several times as long until the weights are its own. It is measured if transformers is installed
-    planning      CPU seconds from a path to the plan of a conversion of many tensors, from each format to each: a process that has read nothing yet reads the source's headers, pickles or
-                  manifest, and plans all files, headers and indexes of the target
+    planning      CPU seconds from a path to the plan of a conversion of many tensors, from each format to each, and of a Llama with the rules between the hub's names and Meta's: a process that has
+                  read nothing yet reads the source's headers, pickles or manifest, and plans all files, headers and indexes of the target
 """
 
 import importlib.util
@@ -276,7 +276,8 @@ def ratios(found, base, name, what="secs"):
 def measure_conversions(folder, size, rounds, only):
     """A row for each conversion."""
     every = conversions(size)
-    names = [name for name in every if not only or name in only or name == "copy"]
+    names = [name for name in every if not only or name in only or "conversions" in only]
+    names = ["copy", *names] if names and "copy" not in names else names
     found = in_turns(rounds, names, lambda name: forked(lambda: converted(every[name][0], folder, folder / "target")))
     rows = []
     for name in names:
@@ -294,7 +295,7 @@ def measure_conversions(folder, size, rounds, only):
 
 def measure_loads(folder, size, rounds, only):
     """A row for each load, warm and cold."""
-    names = [name for name in LOADS if not only or name in only]
+    names = [name for name in LOADS if not only or name in only or "loads" in only]
     if importlib.util.find_spec("transformers") is None and "from_pretrained" in names:
         names.remove("from_pretrained")
     rows = []
@@ -331,17 +332,23 @@ def main():
     parser.add_argument("--layers", type=int, default=10, help="180 MB each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--names", type=int, default=100_000, help="tensors of the planning")
-    parser.add_argument("--only", nargs="+", default=[], help="conversions and loads; copy is always measured")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="conversions, loads, planning, or some conversions and loads by name"
+    )
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     size = Size(64, 96, 2, 512, 4, 2) if options.quick else Size(2048, 5632, options.layers, 32000, 32, 8)
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(dir=options.directory) as top:
         folder = Path(top)
-        forked(lambda: prepare(folder, size))
-        written = measure_conversions(folder, size, rounds, options.only)
-        loads = measure_loads(folder, size, rounds, options.only)
-        planning = measure_plans(folder / "plans", 300 if options.quick else options.names, rounds)
+        written, loads, planning = [], [], {"tensors": 0, "rows": []}
+        only = set(options.only)
+        if only != {"planning"}:
+            forked(lambda: prepare(folder, size))
+            written = measure_conversions(folder, size, rounds, only)
+            loads = measure_loads(folder, size, rounds, only)
+        if not only or "planning" in only:
+            planning = measure_plans(folder / "plans", 300 if options.quick else options.names, rounds)
     size_bytes = sum(4 * torch.Size(each).numel() for each in size.shapes().values())
     largest = max(4 * torch.Size(each).numel() for each in size.shapes().values())
     targets = [

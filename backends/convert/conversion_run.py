@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -188,7 +189,7 @@ def _hub_options(planned: PlannedConversion) -> dict[str, Any]:
 
 def _hub_plan(planned: PlannedConversion) -> Conversion:
     plan = plan_hub_directory(planned.opened.model, **_hub_options(planned))
-    tensors = {name: each for file in plan.files for name, each in file.tensors.items()}
+    tensors = dict(chain.from_iterable(file.tensors.items() for file in plan.files))
     return attrs.evolve(
         _in_a_directory(planned.plan, plan.sizes),
         before=planned.opened.model.specs(),
@@ -225,7 +226,7 @@ def _dcp_plan(planned: PlannedConversion) -> Conversion:
         return attrs.evolve(
             _in_a_directory(planned.plan, files),
             before=weights.specs,
-            after={name: each.spec for name, each in contents.read.items() if name.startswith("model.")},
+            after={name: each for name, each in contents.specs.items() if name.startswith("model.")},
             components=contents.components,
             left_out=contents.left_out,
             files=files,

@@ -1,7 +1,8 @@
 """`dcp_contents` and `write_dcp_contents`: a model, with the optimizer and the step of a checkpoint, as `torch.distributed.checkpoint` has them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, final
 
 import attrs
@@ -18,11 +19,10 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.format.manifest import ComponentRecord
 from trainfold.core.format.structure.rebuild import rebuild
 from trainfold.core.json_values import canonical_json
-from trainfold.core.layout.leaf_spec import leaf_specs
-from trainfold.core.layout.slices import Box
+from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.torch_files.dcp_metadata import PathInState
 from trainfold.core.torch_files.dcp_plan import DcpPlan, plan_dcp
-from trainfold.core.transform.expression import Expression, computed_whole
+from trainfold.core.transform.expression import computed_whole
 from trainfold.core.transform.families.tied_heads import with_aliases
 from trainfold.core.transform.transform import Transform
 from trainfold.core.weights.open_weights import OpenWeights
@@ -39,7 +39,8 @@ class DcpContents:
 
     Attributes:
         plan: the files.
-        read: name -> what reads the tensor.
+        specs: name -> dtype and shape of each tensor.
+        read: reads a tensor, by its name.
         components: what it has of a run.
         left_out: what the source has and it has not.
         reasons: component -> why it is left out, where torch has no form for it.
@@ -47,7 +48,8 @@ class DcpContents:
     """
 
     plan: DcpPlan
-    read: Mapping[str, LaterLeaf] = attrs.field(repr=False)
+    specs: Mapping[str, LeafSpec] = attrs.field(repr=False)
+    read: Callable[[str], torch.Tensor] = attrs.field(repr=False)
     components: tuple[str, ...]
     left_out: tuple[str, ...]
     reasons: Mapping[str, str]
@@ -69,16 +71,18 @@ def dcp_contents(
     table = model_table(weights, rules, dtype)
     if rules is None:
         table = with_aliases(table, weights.ties)
-    specs = leaf_specs(table)
+    names = [f"{_MODEL}.{name}" for name in table]
+    later = dict[str, LaterLeaf]()  # tensors of the optimizer
+    model = dict(zip(names, table.values(), strict=True))
 
-    def of_model(each: Expression) -> torch.Tensor:
-        found = computed_whole(each, weights.read)
+    def read(name: str) -> torch.Tensor:
+        if name in later:
+            return later[name].read()
+        found = computed_whole(model[name], weights.read)
         advance(found.nbytes)
         return found
 
-    names = {name: f"{_MODEL}.{name}" for name in table}
-    read = {names[name]: LaterLeaf(name, specs[name], partial(of_model, each)) for name, each in table.items()}
-    paths: dict[str, PathInState] = {full: (_MODEL, name) for name, full in names.items()}
+    paths: dict[str, PathInState] = dict(zip(names, zip(repeat(_MODEL), table, strict=False), strict=True))
     objects: dict[str, Any] = {} if opened.step is None else {_STEP: opened.step}
     components, reasons, identity = [_MODEL], {}, weights.identity
     record = (
@@ -92,7 +96,7 @@ def dcp_contents(
                 name = ".".join(map(str, (_OPTIMIZER, *keys)))
                 paths[name] = (_OPTIMIZER, *keys)
                 if isinstance(value, LaterLeaf):
-                    read[name] = value
+                    later[name] = value
                 else:
                     objects[name] = value
             components.append("optimizer")
@@ -101,9 +105,10 @@ def dcp_contents(
             reasons["optimizer"] = f"{error.found}: {error.expected} are written"
     if "trainer" in opened.others and opened.step is not None:
         reasons["trainer"] = "its step is written, and torch has no form for its samples, tokens and epoch"
-    plan = plan_dcp({name: each.spec for name, each in read.items()}, objects, paths=paths)
+    specs = leaf_specs(model) | {name: each.spec for name, each in later.items()}
+    plan = plan_dcp(specs, objects, paths=paths)
     left = tuple(in_order(name for name in opened.others if name not in components))
-    return DcpContents(plan, read, tuple(components), left, reasons, identity)
+    return DcpContents(plan, specs, read, tuple(components), left, reasons, identity)
 
 
 def write_dcp_contents(contents: DcpContents, weights: OpenWeights, target: str) -> None:
@@ -113,11 +118,9 @@ def write_dcp_contents(contents: DcpContents, weights: OpenWeights, target: str)
         InvalidArgument: if there is something else at the target.
         CheckpointError: the matching subclass, if something cannot be read or written.
     """
-
-    def read(name: str, _: Box) -> torch.Tensor:
-        return contents.read[name].read()
-
-    write_dcp(contents.plan, read, target, identity=contents.identity, check=weights.check)
+    write_dcp(
+        contents.plan, lambda name, _: contents.read(name), target, identity=contents.identity, check=weights.check
+    )
 
 
 def _with_later(record: ComponentRecord, opened: OpenedSource, advance: Advance) -> Any:
@@ -128,5 +131,5 @@ def _with_later(record: ComponentRecord, opened: OpenedSource, advance: Advance)
     return rebuild(
         record.nodes[0],
         record.name,
-        lambda index, _: LaterLeaf(table[index].path, table[index].spec, read[table[index].path]),
+        lambda index, _: LaterLeaf(table[index].path, table[index].spec, partial(read, table[index].path)),
     )

@@ -1,6 +1,7 @@
 """`contents_of_checkpoint` and `contents_of_weights`: what a new checkpoint will hold: all of another one, or a model that is read from anywhere."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from trainfold.core.format.manifest import TensorRecord
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.described import Described
 from trainfold.core.json_values import Json, canonical_json
-from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
+from trainfold.core.layout.leaf_spec import leaf_specs
 from trainfold.core.resume.reads import ComponentReads, tensor_reads
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.notes import CONVERTED
@@ -47,16 +48,21 @@ def contents_of_checkpoint(opened: OpenedSource, checkpoint: NativeCheckpoint, a
     omitted = {*manifest.omitted, *(each.name for each in manifest.components if each.is_own)}
     return NativeContents(
         manifest.head.step,
-        {each.name: Described(each.nodes[0], {record.path: record.spec for record in each.tensors[0]}) for each in shared},
-        {each.name: {record.path: _stored(reader, each.tensors[0], index, advance) for index, record in enumerate(each.tensors[0])} for each in shared},
+        {each.name: Described(each.nodes[0], leaf_specs({record.path: record for record in each.tensors[0]})) for each in shared},
+        {each.name: _stored(reader, each.tensors[0], advance) for each in shared},
         tuple(in_order(omitted)),
         {**manifest.contract, CONVERTED: _note(opened, "")},
         digest_of(canonical_json([manifest.summary.fingerprints, [each.digest for each in manifest.files]])),
     )  # fmt: skip
 
 
-def _stored(reader: PlanReader, table: Sequence[TensorRecord], index: int, advance: Advance) -> ReadLeaf:
-    def read() -> torch.Tensor:
+def _stored(reader: PlanReader, table: Sequence[TensorRecord], advance: Advance) -> ReadLeaf:
+    index_of = dict[str, int]()  # a plan reads nothing
+
+    def read(path: str) -> torch.Tensor:
+        if not index_of:
+            index_of.update((each.path, index) for index, each in enumerate(table))
+        index = index_of[path]
         found = reader.read(ComponentReads({}, tensor_reads(table, {index: (table[index].path, None)})), {})[index]
         advance(found.nbytes)
         return found
@@ -79,28 +85,24 @@ def contents_of_weights(
         advance: called for each tensor.
     """
     table = model_table(weights, rules, dtype)
-    params = {name: each for name, each in table.items() if not is_made_of(each, weights.buffers)}
-    described, names = _described(
-        params,
-        {name: each for name, each in table.items() if name not in params},
-        {} if rules is not None else weights.ties,
+    buffers = (
+        {name: each for name, each in table.items() if is_made_of(each, weights.buffers)} if weights.buffers else {}
     )
+    params = {name: each for name, each in table.items() if name not in buffers} if buffers else table
+    described, names = _described(params, buffers, {} if rules is not None else weights.ties)
     others = () if opened.checkpoint is None else opened.checkpoint.manifest.omitted
     omitted = {*_RUN_HAS, *opened.others, *others} - {"model"}
     said = "\n".join(str(each) for each in (rules, None if dtype is None else cast(dtype)) if each is not None)
 
-    def leaf(each: Expression) -> ReadLeaf:
-        def read() -> torch.Tensor:
-            found = computed_whole(each, weights.read)
-            advance(found.nbytes)
-            return found
-
-        return read
+    def read(path: str) -> torch.Tensor:
+        found = computed_whole(table[names[path]], weights.read)
+        advance(found.nbytes)
+        return found
 
     return NativeContents(
         opened.step or 0,
         {"model": described},
-        {"model": {path: leaf(table[name]) for path, name in names.items()}},
+        {"model": read},
         tuple(in_order(omitted)),
         {CONVERTED: _note(opened, said)},
         digest_of(canonical_json([weights.identity, said])),
@@ -127,14 +129,13 @@ def _described(
     """A model with these tensors, and leaf path -> name."""
     described, _ = describe(ModelState(Leaves({}), Leaves({}), tuple(ties.items())), "model")
     node: Any = described.node
-    specs, paths = dict[str, LeafSpec](), dict[str, str]()
-    few = leaf_specs({**params, **buffers})  # equal ones are one object, which a plan makes use of
-    for field, table in (("params", params), ("buffers", buffers)):
-        node["fields"][field]["leaves"] = {name: {"t": len(specs) + number} for number, name in enumerate(table)}
-        for name in table:
-            path = f"model.{field}[{name!r}]"
-            specs[path], paths[path] = few[name], name
-    return Described(node, specs), paths
+    names = [*params, *buffers]
+    paths = [f"model.params[{name!r}]" for name in params] + [f"model.buffers[{name!r}]" for name in buffers]
+    for field, table, first in (("params", params, 0), ("buffers", buffers, len(params))):
+        node["fields"][field]["leaves"] = {name: {"t": number} for number, name in enumerate(table, first)}
+    # equal specs are one object, which a plan makes use of
+    specs = leaf_specs(dict(zip(paths, chain(params.values(), buffers.values()), strict=True)))
+    return Described(node, specs), dict(zip(paths, names, strict=True))
 
 
 def _note(opened: OpenedSource, transforms: str) -> dict[str, Json]:

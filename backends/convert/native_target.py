@@ -1,6 +1,7 @@
 """`write_native`: writes a checkpoint from tensors that are read one after the other, and goes on where a killed process stopped."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, final
 
 import attrs
@@ -30,7 +31,9 @@ from trainfold.core.save.save_plan import SavePlan, plan_save
 from trainfold.core.save.written import Wrote, manifest_of, whole_manifest
 from trainfold.core.state.notes import CONVERTED
 
-ReadLeaf = Callable[[], torch.Tensor]
+ReadLeaf = Callable[[str], torch.Tensor]
+"""Reads a tensor, by its leaf path."""
+
 _ROOM_BYTES: Final = 1 << 20
 
 
@@ -42,7 +45,7 @@ class NativeContents:
     Attributes:
         step: its step.
         described: component -> its structure, and the specs of its tensors.
-        read: component -> leaf path -> what reads the tensor.
+        read: component -> what reads its tensors.
         omitted: components that the source has, or a run would have, and that are left out. A full resume passes such a checkpoint over.
         contract: what must be equal at a resume, and under `CONVERTED` where it comes from.
         identity: of the source, so that what another source has given is not gone on with.
@@ -51,7 +54,7 @@ class NativeContents:
 
     step: int
     described: Mapping[str, Described]
-    read: Mapping[str, Mapping[str, ReadLeaf]] = attrs.field(repr=False)
+    read: Mapping[str, ReadLeaf] = attrs.field(repr=False)
     omitted: tuple[str, ...]
     contract: Mapping[str, Json]
     identity: str
@@ -195,22 +198,20 @@ def _check_bytes(store: LocalStore, directory: str, manifest: Manifest) -> None:
 
 def _leaves(file: FilePlan, contents: NativeContents, kept: Kept) -> dict[str, LaterLeaf]:
     """The tensors of a file: those that are kept are read from it, the others from the source."""
-    read = {path: leaf for name in file.components for path, leaf in contents.read[name].items()}
     return {
         each.path: LaterLeaf(
             each.path,
             LeafSpec(each.dtype, each.shape),
-            _of_file(each, kept) if each.stop <= kept.size_bytes else read[each.path],
+            partial(_of_file, each, kept)
+            if each.stop <= kept.size_bytes
+            else partial(contents.read[file.component_of(each.path)], each.path),
         )
         for each in file.tensors
     }
 
 
-def _of_file(placed: TensorPlacement, kept: Kept) -> ReadLeaf:
-    def read() -> torch.Tensor:
-        dtype = torch_dtype(placed.dtype)
-        if placed.start == placed.stop:
-            return torch.empty(placed.shape, dtype=dtype)
-        return torch.frombuffer(kept.read(placed.start, placed.stop), dtype=torch.uint8).view(dtype).view(placed.shape)
-
-    return read
+def _of_file(placed: TensorPlacement, kept: Kept) -> torch.Tensor:
+    dtype = torch_dtype(placed.dtype)
+    if placed.start == placed.stop:
+        return torch.empty(placed.shape, dtype=dtype)
+    return torch.frombuffer(kept.read(placed.start, placed.stop), dtype=torch.uint8).view(dtype).view(placed.shape)

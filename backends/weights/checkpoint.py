@@ -29,6 +29,8 @@ from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 _BATCH_BYTES: Final = 64 << 20  # read at once, side by side
+_PARAMS: Final = "model.params['"
+_END: Final = "']"
 _PATH: Final = re.compile(r"^\w+(?:\.(?:params|buffers))?\[(?P<name>(['\"]).*\2)\]$")
 
 
@@ -59,6 +61,7 @@ class CheckpointWeights:
         self._step = None if step is None else count("step", step, least=0, fix="name a saved step")
         self._component = component
         self._chosen: Manifest | None = None
+        self._named: tuple[Manifest, list[str | None]] | None = None  # names that were looked for last
 
     def __repr__(self) -> str:
         return f"CheckpointWeights({self._store.url!r}, step={self._step}, component={self._component!r})"
@@ -203,6 +206,11 @@ class CheckpointWeights:
         Raises:
             InvalidState: if two tensors of a flat dict, or of the model, are one of its names without the prefixes.
         """
+        if self._named is None or self._named[0] is not manifest:
+            self._named = manifest, self._names_of(manifest, table)
+        return self._named[1]
+
+    def _names_of(self, manifest: Manifest, table: Sequence[TensorRecord]) -> list[str | None]:
         names = [weight_name(each.path) for each in table]
         flat = f"{self._component}["
         are_flat = [each.path.startswith(flat) for each in table]
@@ -254,6 +262,10 @@ class CheckpointWeights:
 
 def weight_name(path: str) -> str | None:
     """The name that a tensor with this leaf path was saved under; None if it is not at the top of its component."""
+    if (
+        path.startswith(_PARAMS) and path.endswith(_END) and "\\" not in path
+    ):  # nearly all; repr quotes so unless there is a quote inside
+        return path[len(_PARAMS) : -len(_END)]
     match = _PATH.match(path)
     if match is None:
         return None

@@ -39,7 +39,7 @@ from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
 from trainfold.core.transform.families.hub_rules import check_experts_apart
 from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
-from trainfold.core.transform.transform import Transform, compose, transform_given
+from trainfold.core.transform.transform import Table, Transform, compose, transform_given
 from trainfold.core.transform.values import cast
 from trainfold.core.weights.hub.file_header import HUB_DTYPES
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of, config_text, is_tied
@@ -235,10 +235,8 @@ def _planned(  # noqa: PLR0913 - keywords
     rounding = None if name is None else cast(name)
     done = compose() if rules is None else rules
     table = with_aliases(table_of(compose(), weights.specs), weights.ties, done)
-    base = dict.fromkeys(
-        (key for key in table if names.adapter and not is_of_adapter(key, names.adapter)), "no part of the adapter"
-    )
-    table = done.on({key: each for key, each in table.items() if key not in base})
+    base = dict.fromkeys(_beside_adapter(table, names.adapter), "no part of the adapter")
+    table = done.on({key: each for key, each in table.items() if key not in base} if base else table)
     tied = is_tied(config, by_default=None if config is None else tied_by_default(config.get("model_type")))
     table, left_out = by_convention(table, weights.ties, is_tied=tied)
     left_out |= base
@@ -274,6 +272,11 @@ def _planned(  # noqa: PLR0913 - keywords
         raise InvalidArgument("like", expected="other names for files of weights", found=", ".join(taken), fix="pass shard_bytes")  # fmt: skip
     said = "\n".join(str(each) for each in (rules, rounding) if each is not None)
     return _Work(HubPlan(files, dict(sorted(beside.items())), left_out, said), table, weights)
+
+
+def _beside_adapter(table: Table, adapter: str) -> list[str]:
+    """What is not of an adapter, if one is written."""
+    return [key for key in table if not is_of_adapter(key, adapter)] if adapter else []
 
 
 def _checked(rules: object, config: object, about: object) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Reads a manifest strictly: every field is checked before any is used."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -139,20 +139,28 @@ def check_structures(manifest: Manifest, where: str) -> None:
         for part, (node, table) in enumerate(zip(component.nodes, component.tensors, strict=True)):
             if node is None and component.is_own and manifest.opened is not None and part not in manifest.opened:
                 continue
-            first: dict[int, str] = {}
-            for leaf in _places(node, component.name, where):
-                if leaf.tensor is not None and leaf.tensor >= len(table):
-                    raise hostile(f"{where}: {leaf.path}", f"a tensor index below {len(table)}", leaf.tensor)
-                if leaf.tensor is not None and table[leaf.tensor].path != first.setdefault(leaf.tensor, leaf.path):
-                    raise hostile(f"{where}: {leaf.path}", "its own path in the tensor table", table[leaf.tensor].path)
-                if leaf.as_numpy and leaf.tensor is not None and table[leaf.tensor].dtype not in _OF_NUMPY:
-                    raise hostile(f"{where}: {leaf.path}", "a dtype of numpy", table[leaf.tensor].dtype)
+            first = _first_places(node, component.name, table, where)
             misfit = misfit_of(node, component.name)
             if misfit is not None:
                 raise hostile(f"{where}: {misfit.path}", misfit.expected, misfit.found)
             if len(first) < len(table):
                 raise hostile(f"{where}: {component.name}", f"places for {len(table)} tensors", f"{len(first)} tensors")
     _check_step(manifest, where)
+
+
+def _first_places(node: Json, name: str, table: Sequence[TensorRecord], where: str) -> dict[int, str]:
+    """Index of a tensor -> the path of its first place, which the table has too."""
+    first: dict[int, str] = {}
+    for path, index, _, as_numpy in _places(node, name, where):
+        if index is None:
+            continue
+        if index >= len(table):
+            raise hostile(f"{where}: {path}", f"a tensor index below {len(table)}", index)
+        if table[index].path != first.setdefault(index, path):
+            raise hostile(f"{where}: {path}", "its own path in the tensor table", table[index].path)
+        if as_numpy and table[index].dtype not in _OF_NUMPY:
+            raise hostile(f"{where}: {path}", "a dtype of numpy", table[index].dtype)
+    return first
 
 
 def _check_step(manifest: Manifest, where: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trainfold.core.digest import DIGEST_PREFIX
@@ -13,6 +13,8 @@ from trainfold.core.printable import printable
 
 _NAME = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(f"{DIGEST_PREFIX}[0-9a-f]{{32}}")
+_DIGESTS = re.compile(f"(?:{_DIGEST.pattern})*+")
+_DIGEST_LENGTH = len(DIGEST_PREFIX) + 32
 _MAX_COUNT = 2**62
 
 Read: TypeAlias = Callable[[Any, str], Any]
@@ -188,6 +190,19 @@ def digest_text(value: object, where: str) -> str:
     if not isinstance(value, str) or _DIGEST.fullmatch(value) is None:
         raise hostile(where, "a digest xxh3:<32 hex digits>", shown(value))
     return value
+
+
+def are_digests(values: Sequence[object]) -> bool:
+    """Whether each is a digest in text form: one look at all of them.
+
+    Examples:
+        >>> one = "xxh3:" + "0a" * 16
+        >>> are_digests([one, one]), are_digests([one + "0", one[:-1]]), are_digests([one, None])
+        (True, False, False)
+    """
+    if {*map(type, values)} != {str} or {*map(len, values)} != {_DIGEST_LENGTH}:  # type: ignore[arg-type] # all are texts
+        return False
+    return _DIGESTS.fullmatch("".join(values)) is not None  # type: ignore[arg-type]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

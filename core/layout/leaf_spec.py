@@ -1,7 +1,8 @@
 """Leaf specs: dtypes and shapes without the values, and all differences between two sets of specs. Imports no torch."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, final
 
 import attrs
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from trainfold.core.layout.placement import Placement
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
+_FORM: Final = attrgetter("dtype", "shape")
 
 
 @final
@@ -52,15 +54,9 @@ def leaf_specs(found: Mapping[str, HasForm]) -> dict[str, LeafSpec]:
         >>> leaf_specs({"w": LeafSpec("float32", (2,), slices=(((0, 1),),))})
         {'w': LeafSpec(dtype='float32', shape=(2,), slices=(), placement=None)}
     """
-    kinds: dict[tuple[str, tuple[int, ...]], LeafSpec] = {}
-    specs = {}
-    for name, each in found.items():
-        kind = each.dtype, each.shape
-        spec = kinds.get(kind)
-        if spec is None:
-            kinds[kind] = spec = LeafSpec(*kind)
-        specs[name] = spec
-    return specs
+    kinds = [*map(_FORM, found.values())]
+    specs = {kind: LeafSpec(*kind) for kind in dict.fromkeys(kinds)}
+    return dict(zip(found, map(specs.__getitem__, kinds), strict=True))
 
 
 @final

@@ -1,7 +1,7 @@
 """`read_dcp_metadata`: the `.metadata` of a directory of torch's distributed checkpoints as checked values: which tensors it has, and where each chunk is."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias, TypeGuard, final
+from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard, final
 
 import attrs
 
@@ -44,8 +44,7 @@ _FIX: Final = "copy the directory again from where it was written"
 
 
 @final
-@attrs.frozen
-class FileRange:
+class FileRange(NamedTuple):
     """Bytes of a file.
 
     Attributes:
@@ -64,8 +63,7 @@ class FileRange:
 
 
 @final
-@attrs.frozen
-class DcpTensor:
+class DcpTensor(NamedTuple):
     """A tensor of the directory.
 
     Attributes:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import attrs
 
@@ -29,8 +29,7 @@ _TYPED: Final = {
 
 
 @final
-@attrs.frozen
-class DcpEntry:
+class DcpEntry(NamedTuple):
     """A tensor or an object in a file.
 
     Attributes:
@@ -45,7 +44,7 @@ class DcpEntry:
     start: int
     size: int
     spec: LeafSpec | None
-    members: tuple[tuple[str, bytes], ...] = attrs.field(repr=False)
+    members: tuple[tuple[str, bytes], ...]
 
     @property
     def data_bytes(self) -> int:

@@ -105,7 +105,7 @@ def keys_of_values(values: Mapping[Any, Any], *, top: PathInState = ()) -> Itera
         [('model', 'a.weight'), ('step',)]
     """
     for key, each in values.items():
-        if isinstance(each, Mapping) and each:
+        if isinstance(each, dict) and each:
             yield from keys_of_values(each, top=(*top, key))
         else:
             yield *top, key

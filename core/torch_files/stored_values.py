@@ -328,7 +328,7 @@ def flattened(value: Mapping[Any, Any], where: str, *, prefix: str = "") -> dict
         start, rest = open_ones[-1]
         for key, each in rest:
             name = f"{start}{key}"
-            if isinstance(each, Mapping) and each:
+            if isinstance(each, dict) and each:
                 open_ones.append((f"{name}.", iter(each.items())))
                 break
             if name in found:
@@ -345,7 +345,7 @@ def flattened(value: Mapping[Any, Any], where: str, *, prefix: str = "") -> dict
 def _names(value: Mapping[Any, Any], known: dict[int, tuple[int, int]]) -> int:
     """How many names the values in nested dicts get; ``known`` has that and the length of each dict, which is looked at once."""
     if id(value) not in known:
-        inner = [_names(each, known) if isinstance(each, Mapping) and each else 1 for each in value.values()]
+        inner = [_names(each, known) if isinstance(each, dict) and each else 1 for each in value.values()]
         known[id(value)] = sum(inner), len(inner)
     return known[id(value)][0]
 

@@ -44,8 +44,7 @@ class NameTemplate:
 
     def match(self, name: str) -> Captures | None:
         """The captures of a name; None for a name of another form."""
-        found = self._regex.fullmatch(name)
-        return None if found is None else tuple(sorted(found.groupdict().items()))
+        return self.among((name,)).get(name)
 
     def among(self, names: Iterable[str]) -> dict[str, Captures]:
         """The captures of each of some names that has this form.
@@ -55,11 +54,17 @@ class NameTemplate:
             {'0.w': (('i', '0'),)}
         """
         literal = self._literal  # nearly all names do not have it, and a look for it takes a tenth of the time
+        fullmatch, fields = self._regex.fullmatch, self._fields
         return {
-            name: tuple(sorted(found.groupdict().items()))
+            name: tuple([(each, found[each]) for each in fields])
             for name in names
-            if literal in name and (found := self._regex.fullmatch(name)) is not None
+            if literal in name and (found := fullmatch(name)) is not None
         }
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        """The captures without their stars, sorted."""
+        return tuple(sorted(self._regex.groupindex))
 
     def fill(self, captures: Captures) -> str:
         """The name that has these captures."""
@@ -127,7 +132,7 @@ def check_captures(where: str, one: NameTemplate, other: NameTemplate) -> None:
         )
 
 
-def matching(templates: Iterable[NameTemplate], names: Iterable[str]) -> set[str]:
-    """Those of some names that have one of these forms."""
+def matching(templates: Iterable[NameTemplate], names: Iterable[str]) -> dict[str, None]:
+    """Those of some names that have one of these forms: first those that have the first one."""
     every = list(names)
-    return {name for each in templates for name in each.among(every)}
+    return {name: None for each in templates for name in each.among(every)}

@@ -35,12 +35,9 @@ class Rename:
         if not captures:
             return dict(table)
         new = {name: self.new.fill(each) for name, each in captures.items()}
-        found = {new.get(name, name): each for name, each in table.items()}
-        return (
-            found
-            if len(found) == len(table)
-            else put(str(self), ((new.get(name, name), each) for name, each in table.items()))
-        )
+        names = [*map(new.get, table, table)]
+        found = dict(zip(names, table.values(), strict=True))
+        return found if len(found) == len(table) else put(str(self), zip(names, table.values(), strict=True))
 
 
 @final

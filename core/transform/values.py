@@ -1,6 +1,6 @@
 """Transforms of values: `rearrange`, `transpose`, `cast` and `dequantise`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, final
 
 import attrs
@@ -40,11 +40,13 @@ class Rearrange:
 
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
-        found = matching(self.names, table)
-        return {
-            name: Rearranged(each, self.by, self.by.axes_of(name, each.shape)) if name in found else each
-            for name, each in table.items()
-        }
+        found, axes = dict(table), dict[tuple[int, ...], Mapping[str, int]]()  # there are many tensors, and few shapes
+        for name in matching(self.names, table):
+            each = table[name]
+            if each.shape not in axes:
+                axes[each.shape] = self.by.axes_of(name, each.shape)
+            found[name] = Rearranged(each, self.by, axes[each.shape])
+        return found
 
 
 @final

@@ -22,9 +22,10 @@ from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import file_state
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
+from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.layout.slices import Box, intersect
 from trainfold.core.printable import printable
-from trainfold.core.torch_files.dcp_metadata import DcpMetadata, FileRange, read_dcp_metadata
+from trainfold.core.torch_files.dcp_metadata import DcpMetadata, DcpTensor, FileRange, read_dcp_metadata
 from trainfold.core.torch_files.dcp_plan import METADATA
 from trainfold.core.torch_files.stored_values import StoredTensor, row_major
 
@@ -44,6 +45,7 @@ class DcpReader:
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         self._state: list[tuple[str, int, int, int, int]] | None = None
+        self._under: dict[str, tuple[dict[str, DcpTensor], dict[str, LeafSpec]]] = {}
 
     def now(self) -> "DcpReader":
         """This reader; or a new one, if what says where the tensors are is another file than this one has read."""
@@ -80,12 +82,28 @@ class DcpReader:
                 raise CheckpointDamaged(file.name, expected=f"at most {_METADATA_LIMIT} bytes", found=file.size, fix="write it again")  # fmt: skip
             return _read(file.read(0, file.size), file.name)
 
-    def check_files(self, files: OpenFiles, chunks: Mapping[str, Iterable[tuple[Box, FileRange]]]) -> None:
+    def under(self, start: str) -> tuple[Mapping[str, DcpTensor], Mapping[str, LeafSpec]]:
+        """The tensors whose names start so, under the rest of their names; and the dtype and shape of each. They are looked for once.
+
+        Raises:
+            CheckpointMissing: and others, as `metadata` raises them.
+        """
+        found = self._under.get(start)
+        if found is None:
+            tensors, at = self.metadata.tensors, len(start)
+            mine = dict(tensors) if not start and "" not in tensors else {full[at:]: each for full, each in tensors.items() if len(full) > at and full.startswith(start)}  # fmt: skip
+            self._under[start] = found = mine, leaf_specs(mine)
+        return found
+
+    def check_files(
+        self, files: OpenFiles, chunks: Mapping[str, Iterable[tuple[Box, FileRange]]], *, start: str = ""
+    ) -> None:
         """Check that every range that is to be read is there.
 
         Args:
             files: of this directory.
             chunks: name -> the chunks of it that are to be read, with their ranges.
+            start: of the names, where it is left out.
 
         Raises:
             CheckpointMissing, CheckpointTorn: if a file is not there, or too short.
@@ -96,7 +114,7 @@ class DcpReader:
             for _, stretch in each:
                 size = sizes.get(stretch.file)
                 if size is None or stretch.transforms or stretch.start + stretch.size > size:
-                    self._range(files, stretch, name)
+                    self._range(files, stretch, start + name)
                     sizes[stretch.file] = files.whole(stretch.file).size
 
     def read_tensor(self, files: OpenFiles, name: str, box: Box) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter, le
 from pathlib import Path
 from typing import Any, final
 
@@ -11,9 +12,9 @@ from trainfold.backends.formats.dcp.dcp_reader import DcpReader
 from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import local_path
-from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
+from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box, intersect
-from trainfold.core.torch_files.dcp_metadata import DcpMetadata, DcpTensor, FileRange
+from trainfold.core.torch_files.dcp_metadata import DcpMetadata, FileRange
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
@@ -71,7 +72,7 @@ class DcpDirectory:
             CheckpointHostile: if it names a class that metadata do not have, or a file outside of the directory.
             CheckpointDamaged: if it is cut off, or its chunks do not cover a tensor once.
         """
-        return leaf_specs(self._tensors(self._now()))
+        return dict(self._now().under(self._prefix)[1])
 
     def supply(self, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the part of each tensor that this rank holds, in the order of the files.
@@ -109,21 +110,23 @@ class DcpDirectory:
             CheckpointMissing: as in `supply`, and so the others.
         """
         reader = self._now()
-        tensors = self._tensors(reader)
         with OpenFiles(reader.path) as files:
             yield OpenWeights(
-                self._checked(reader, files, tensors),
+                self._checked(reader, files),
                 lambda name, box: reader.read_tensor(files, self._prefix + name, box),
                 read_into=lambda name, box, into: reader.read_into(files, self._prefix + name, box, into),
                 identity=f"{reader.path.resolve()} {self._prefix} {files.stats()}",
             )
 
     @without_collecting
-    def _checked(self, reader: DcpReader, files: OpenFiles, tensors: Mapping[str, DcpTensor]) -> dict[str, LeafSpec]:
+    def _checked(self, reader: DcpReader, files: OpenFiles) -> dict[str, LeafSpec]:
         """The specs in the order of the files, which have all chunks."""
-        reader.check_files(files, {self._prefix + name: each.chunks for name, each in tensors.items()})
-        ordered = sorted(tensors, key=lambda name: _begin(tensors[name].chunks))
-        return leaf_specs({name: tensors[name] for name in ordered})
+        tensors, specs = reader.under(self._prefix)
+        reader.check_files(files, {name: each.chunks for name, each in tensors.items()}, start=self._prefix)
+        places = [*map(_begin, (each.chunks for each in tensors.values()))]
+        if all(map(le, places, places[1:])):  # torch writes them so
+            return dict(specs)
+        return {name: specs[name] for _, name in sorted(zip(places, tensors, strict=True), key=itemgetter(0))}
 
     def objects(self) -> dict[str, Any]:
         """Name -> value of what is not a tensor, such as a step or the settings of an optimizer.
@@ -153,13 +156,6 @@ class DcpDirectory:
         """What reads the directory as it is now; all of a call, or of a block, is read by one."""
         self._reader = self._reader.now()
         return self._reader
-
-    def _tensors(self, reader: DcpReader) -> dict[str, DcpTensor]:
-        start, tensors = self._prefix, reader.metadata.tensors
-        if not start and "" not in tensors:
-            return dict(tensors)
-        at = len(start)
-        return {full[at:]: each for full, each in tensors.items() if len(full) > at and full.startswith(start)}
 
     def _mine(self, full: str) -> str:
         """The name without the prefix; empty if it has another one."""

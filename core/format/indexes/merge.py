@@ -1,6 +1,7 @@
 """Puts the root of a checkpoint and the indexes of its ranks together, as the document that `parse_manifest` checks."""
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
 
@@ -231,8 +232,9 @@ def _component(  # noqa: PLR0913 - private
         for rank, table in enumerate(tables):
             if rank in read:
                 _add_shards(rank, read[rank], {name: table}, files, where)
-    for record in (record for table in tables for record in table):
-        record["shards"].sort(key=_BOX)
+    for record in chain.from_iterable(tables):
+        if len(record["shards"]) > 1:
+            record["shards"].sort(key=_BOX)
     return {"name": name, "fingerprint": each["fingerprint"], "nodes": nodes, "tensors": tables}
 
 

@@ -1,11 +1,11 @@
 """Reads the rows of an index: where a rank's part of a tensor is.
 
-There may be one for each tensor and rank, so the usual row is read with few steps, and one that a rank does not need is not read beyond its place.
+There may be one for each tensor and rank, so the usual rows are read column by column, and one that a rank does not need is not read beyond its place.
 """
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from operator import add, not_
 from typing import Any, Final, final
@@ -13,7 +13,7 @@ from typing import Any, Final, final
 from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.indexes.needed import TableNeeds
 from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES, OtherShards, ShardRecord, box_by_rule
-from trainfold.core.format.strict_json import digest_text, hostile, int_of, list_of, sized, text_of
+from trainfold.core.format.strict_json import are_digests, digest_text, hostile, int_of, list_of, sized, text_of
 from trainfold.core.json_values import Json, shown
 from trainfold.core.layout.slices import Box, intersect
 
@@ -60,10 +60,10 @@ class ShardRows:
             CheckpointHostile: if one is not a row of a shard of such a tensor, or its box does not lie inside of it.
         """
         others = None if needed is None or file is None else _Others(file, component)
-        if needed is not None and others is not None:
+        if file is not None:
             by_rule, rows = _apart(rows)
             if by_rule:
-                self._add_by_rule(by_rule, table, needed, others)
+                self._add_by_rule(by_rule, table, file, needed, others)
         for row in rows:
             number, shard = self._shard(row, table, file)
             box = None if needed is None else needed.kinds[needed.groups[number]][1]
@@ -75,26 +75,46 @@ class ShardRows:
         return None if others is None else others.done()
 
     def _add_by_rule(
-        self, rows: list[list[Any]], table: list[dict[str, Any]], needed: TableNeeds, others: "_Others"
+        self,
+        rows: list[list[Any]],
+        table: list[dict[str, Any]],
+        file: int,
+        needed: TableNeeds | None,
+        others: "_Others | None",
     ) -> None:
         """The same for rows of parts by rule: whether one is needed depends on its group alone."""
         numbers, starts, _, digests, pieces = zip(*rows, strict=True)
         if not (_are_below(numbers, len(table)) and _are_below(starts, _MOST_BYTES)):
             for row in rows:
-                self._shard(row, table, others.file)  # raises
-        groups = [*map(needed.groups.__getitem__, numbers)]
-        parts = {group: self._part(needed.kinds[group][0]) for group in set(groups)}
+                self._shard(row, table, file)  # raises
+        groups = [id(table[each]["box"]) for each in numbers] if needed is None else [*map(needed.groups.__getitem__, numbers)]  # fmt: skip
+        parts = {group: self._part(table[number]) for group, number in dict(zip(groups, numbers, strict=True)).items()}
+        columns = zip(numbers, starts, map(parts.__getitem__, groups), digests, pieces, strict=True)
+        if needed is None or others is None:
+            self._put(file, columns, table)
+            return
         needs = {group: _is_needed(*part, needed.kinds[group][1]) for group, part in parts.items()}
         here = [*map(needs.__getitem__, groups)]
-        columns = zip(numbers, starts, groups, digests, pieces, strict=True)
-        for number, start, group, digest, text in compress(columns, here):
-            record, (box, nbytes) = table[number], parts[group]
-            proof = _proof(digest, text, nbytes, record)
-            record["shards"].append(ShardRecord(others.file, start, start + nbytes, box, *proof))
+        self._put(file, compress(columns, here), table)
         elsewhere = [*map(not_, here)]
         left, sizes = [*compress(starts, elsewhere)], {group: nbytes for group, (_, nbytes) in parts.items()}
         stops = map(add, left, map(sizes.__getitem__, compress(groups, elsewhere)))
         others.extend([*compress(numbers, elsewhere)], left, [*stops])
+
+    def _put(
+        self, file: int, rows: Iterable[tuple[int, int, tuple[Box, int], Json, Json]], table: list[dict[str, Any]]
+    ) -> None:
+        """Add shards: tensor, first byte, box and size, digest, and digests of pieces."""
+        rows = [*rows]
+        are_proved = are_digests([row[3] for row in rows])
+        for number, start, (box, nbytes), digest, pieces in rows:
+            record = table[number]
+            one = nbytes <= PIECE_BYTES and pieces == "" and are_proved
+            proof = (digest, "") if one else _proof(digest, pieces, nbytes, self._at(record))
+            record["shards"].append(ShardRecord(file, start, start + nbytes, box, *proof))
+
+    def _at(self, record: Mapping[str, Any]) -> str:
+        return f"{self._where}: {record['path'][:200]}"
 
     def _shard(self, row: Json, table: list[dict[str, Any]], file: int | None) -> tuple[int, ShardRecord]:
         number, start, sides, digest, pieces, *more = sized(row, 5, self._where, more=1)
@@ -103,9 +123,10 @@ class ShardRows:
             raise hostile(self._where, wanted, f"{shown(number)}, file {file}")
         record = table[number]
         box, nbytes = self._part(record) if sides is None else self._given(sides, record)
-        start = int_of(start, record["where"])
-        whole = None if not more else "" if more[0] == "" else digest_text(more[0], record["where"])
-        proof = _proof(digest, pieces, nbytes, record)
+        where = self._at(record)
+        start = int_of(start, where)
+        whole = None if not more else "" if more[0] == "" else digest_text(more[0], where)
+        proof = _proof(digest, pieces, nbytes, where)
         return number, ShardRecord(file, start, start + nbytes, box, *proof, whole)
 
     def _part(self, record: Mapping[str, Any]) -> tuple[Box, int]:
@@ -122,7 +143,7 @@ class ShardRows:
     def _given(self, sides: Json, record: Mapping[str, Any]) -> tuple[Box, int]:
         box, shape = _box(sides, self._where), record["sizes"]
         if len(box) != len(shape) or any(high > size for (_, high), size in zip(box, shape, strict=True)):
-            raise hostile(record["where"], f"a box inside {list(shape)}", box)
+            raise hostile(self._at(record), f"a box inside {list(shape)}", box)
         return box, _bytes_of(box, record)
 
 
@@ -164,11 +185,11 @@ def _is_needed(held: Box, nbytes: int, box: Box | None) -> bool:
     return nbytes > _MOST_BYTES or (box is not None and intersect(held, box) is not None)
 
 
-def _proof(digest: Json, pieces: Json, nbytes: int, record: Mapping[str, Any]) -> tuple[str, str]:
+def _proof(digest: Json, pieces: Json, nbytes: int, where: str) -> tuple[str, str]:
     """The checked digests of a row."""
     if pieces != "" or nbytes > PIECE_BYTES:
-        pieces = _pieces(pieces, nbytes, record["where"])
-    return digest_text(digest, record["where"]), pieces
+        pieces = _pieces(pieces, nbytes, where)
+    return digest_text(digest, where), pieces
 
 
 def _bytes_of(box: Box, record: Mapping[str, Any]) -> int:

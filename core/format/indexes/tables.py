@@ -28,7 +28,7 @@ def table_of_rows(rows: Json, _node: Json, _name: str, layouts: list[Placement],
     for row in list_of(rows, where):
         path, *kind = sized(row, 4, where)
         place = f"{where}: {text_of(path, where)[:200]}"
-        table.append({"path": path, **_kind(kind, layouts, place), "shards": [], "where": place})
+        table.append({"path": path, **_kind(kind, layouts, place), "shards": []})
     return table
 
 
@@ -54,7 +54,7 @@ def table_of_kinds(value: Json, node: Json, name: str, layouts: list[Placement],
         raise hostile(f"{where}: {error.where}", error.expected, error.found) from error
     # `check_structures` refuses one without a place
     named = [(paths.get(index, ""), kinds[number]) for index, number in enumerate(numbers)]
-    return [{"path": path, **kind, "shards": [], "where": f"{where}: {path[:200]}"} for path, kind in named]
+    return [{"path": path, **kind, "shards": []} for path, kind in named]
 
 
 def _kind(values: list[Any], layouts: list[Placement], where: str) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ def rebuild(node: Json, name: str, tensor: Callable[[int, bool], Any]) -> tree.T
         {'w': 'tensor 0', 'n': (1, None)}
     """
     return Walk(
-        lambda leaf, as_numpy: leaf.value if leaf.tensor is None else tensor(leaf.tensor, as_numpy),
+        lambda leaf: leaf.value if leaf.tensor is None else tensor(leaf.tensor, leaf.as_numpy),
         make=make_node,
         leaves=Leaves,
     ).node(node, name, 0)

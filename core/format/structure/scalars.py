@@ -40,7 +40,7 @@ def read_scalars(node: Json, name: str) -> Any:
         >>> read_scalars({"node": "trainfold.Opaque", "fields": {"value": {"dict": {"w": {"t": 0}, "n": {"tuple": [1]}}}}}, "rng")
         Unbuilt(kind='trainfold.Opaque', fields={'value': {'w': None, 'n': (1,)}})
     """
-    return Walk(lambda leaf, _as_numpy: leaf.value, make=_unbuilt).node(node, name, 0)
+    return Walk(lambda leaf: leaf.value, make=_unbuilt).node(node, name, 0)
 
 
 def _unbuilt(name: str, values: Mapping[str, Any], static: Mapping[str, Any], _path: str) -> Unbuilt:

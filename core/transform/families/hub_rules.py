@@ -8,7 +8,7 @@ from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.json_values import shown
 from trainfold.core.transform.families.family_tables import FAMILIES, IN_TRANSFORMERS, Family, Row
 from trainfold.core.transform.fusing import split, unstack
-from trainfold.core.transform.name_template import template
+from trainfold.core.transform.name_template import matching, template
 from trainfold.core.transform.naming import rename, tie
 from trainfold.core.transform.transform import Composed, Invertible, InvertibleComposed, compose
 from trainfold.core.transform.values import dequantise, float_dtype, rearrange
@@ -131,7 +131,7 @@ def check_experts_apart(config: Mapping[str, object], names: Iterable[str]) -> N
     family = config.get("model_type")
     rows = IN_TRANSFORMERS.get(family, ()) if isinstance(family, str) else ()
     fused = [template(row[1]) for row in rows if row[0] == "unstack"]
-    odd = next((name for name in names if any(each.match(name) for each in fused)), None)
+    odd = next(iter(matching(fused, names)), None)
     if odd is not None:
         raise InvalidState(
             odd, expected=f"the experts of this {family} apart, as files of the hub have them", found="all of them in one tensor",

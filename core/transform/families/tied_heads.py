@@ -84,7 +84,9 @@ def by_convention(
             if name in found:
                 found = tie(_HEAD, name).on(found)
                 left_out[_HEAD] = f"tied to {name}"
-    return {name: each for name, each in found.items() if name not in left_out}, left_out
+    for name in left_out:
+        found.pop(name, None)
+    return found, left_out
 
 
 def tied_by_default(model_type: object) -> bool | None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Final, final
@@ -43,7 +44,9 @@ class HubFile:
     @cached_property
     def tensor_bytes(self) -> int:
         """The bytes of all tensors."""
-        return sum(size_bytes(each.dtype, each.shape) for each in self.tensors.values())
+        few = {id(each): each for each in self.tensors.values()}  # there are many tensors, and few specs
+        counts = Counter(map(id, self.tensors.values()))
+        return sum(size_bytes(each.dtype, each.shape) * counts[key] for key, each in few.items())
 
     @property
     def size_bytes(self) -> int:
@@ -158,8 +161,11 @@ def plan_hub_files(  # noqa: PLR0913 - keywords
         where = _by_map(specs, weight_map, tied)
     files: dict[str, dict[str, LeafSpec]] = {file: {} for file in sorted(set(where.values()))}
     # larger elements first, so that every tensor is aligned to its own
-    for name, each in sorted(specs.items(), key=lambda pair: -_itemsize(pair[1])):
-        files[where[name]][name] = each
+    sizes = {id(each): _itemsize(each) for each in specs.values()}
+    for size in sorted({*sizes.values()}, reverse=True):
+        for name, each in specs.items():
+            if sizes[id(each)] == size:
+                files[where[name]][name] = each
     return tuple(HubFile(file, tensors, dict(metadata or {})) for file, tensors in files.items())
 
 
@@ -188,15 +194,19 @@ def _itemsize(each: LeafSpec) -> int:
 
 
 def _by_size(specs: Mapping[str, LeafSpec], shard_bytes: int | None) -> list[list[str]]:
+    if shard_bytes is None:
+        return [[*specs]]
     groups: list[list[str]] = [[]]
     room = shard_bytes
+    sizes = {
+        id(each): size_bytes(each.dtype, each.shape) for each in {id(each): each for each in specs.values()}.values()
+    }
     for name, each in specs.items():
-        size = size_bytes(each.dtype, each.shape)
-        if room is not None and shard_bytes is not None:
-            if size > room and groups[-1]:
-                groups.append([])
-                room = shard_bytes
-            room -= size
+        size = sizes[id(each)]
+        if size > room and groups[-1]:
+            groups.append([])
+            room = shard_bytes
+        room -= size
         groups[-1].append(name)
     return groups
 

@@ -1,5 +1,7 @@
-"""What a plan reads of its source: everything once, however often it is asked for, and again where the source is another one."""
+"""What a plan reads of its source: everything once, however often it is asked for, and again where the source is another one. And how much it does for each tensor."""
 
+import json
+import sys
 from collections import Counter
 
 import pytest
@@ -59,6 +61,53 @@ def test_a_plan_parses_its_source_once(sources, monkeypatch, source, once, to):
     if source == "dcp":  # the step is an object, in an archive of its own
         calls.subtract(["read_values", "_listed"])
     assert +calls == dict.fromkeys(once, 1)
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}  # fmt: skip
+
+
+def written(folder, layers):
+    """A hub directory of a Llama, and of it a run, a file and a directory of torch."""
+    shapes = {"self_attn.q_proj": (4, 4), "self_attn.k_proj": (2, 4), "mlp.up_proj": (8, 4), "input_layernorm": (4,)}
+    model = {f"model.layers.{layer}.{name}.weight": torch.zeros(each) for layer in range(layers) for name, each in shapes.items()}  # fmt: skip
+    (folder / "hf").mkdir(parents=True)
+    save_file(model, folder / "hf" / "model.safetensors")
+    (folder / "hf" / "config.json").write_text(json.dumps(LLAMA))
+    run_conversion(plan_conversion(open_source(folder / "hf"), folder / "run", to="native", rules="llama"))
+    torch.save({"model": model}, folder / "x.pt")
+    dcp.save({"model": model}, checkpoint_id=folder / "dcp", no_dist=True)
+    return len(model)
+
+
+def calls_of_a_plan(folder, source, to, rules):
+    """How many functions of Python are called."""
+    count = [0]
+
+    def seen(_frame, event, _arg):
+        count[0] += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        plan_conversion(open_source(folder / source), folder / "target", to=to, rules=rules, like=folder / "hf" / "config.json")  # fmt: skip
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+def test_a_plan_calls_few_functions_for_each_tensor(tmp_path, monkeypatch):
+    """There may be 100,000 tensors, and a function that is called for each takes 0.02 to 0.1 s then: a number that grows is a second look at all of them."""
+    monkeypatch.setattr(archive, "_LARGE_BYTES", 0)
+    few, many = written(tmp_path / "few", 20), written(tmp_path / "many", 60)
+    most = {
+        ("hf", "native", None): 10, ("hf", "dcp", None): 17, ("run", "native", None): 16, ("run", "hf", "llama"): 26, ("hf", "native", "llama"): 19,
+        ("x.pt", "hf", None): 29, ("dcp", "hf", None): 23,
+    }  # fmt: skip
+    found = {}
+    for row in most:
+        calls_of_a_plan(tmp_path / "few", *row)  # what is imported and cached
+        more = calls_of_a_plan(tmp_path / "many", *row) - calls_of_a_plan(tmp_path / "few", *row)
+        found[row] = more / (many - few)
+    assert {row: each for row, each in found.items() if each > most[row]} == {}, found
 
 
 def test_a_source_that_was_opened_reads_a_file_that_is_another_one_now(tmp_path):
