@@ -23,14 +23,14 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 
 
 def is_object_url(place: str) -> bool:
-    """Whether a run's location names a bucket; pathlib makes ``s3:/`` of ``s3://``, and that is one too.
+    """Whether a run's location is a URL of anything but this machine; pathlib makes ``s3:/`` of ``s3://``, and that is one too.
 
     Examples:
         >>> is_object_url("s3://bucket/run"), is_object_url("s3:/bucket/run"), is_object_url("file:///run"), is_object_url("runs/a")
         (True, True, False, False)
     """
     found = _SCHEME.match(place)
-    return found is not None and found[1].lower() in PROVIDERS
+    return found is not None and found[1].lower() != "file"
 
 
 def local_path(place: str | os.PathLike[str], *, argument: str = "run") -> str:
@@ -53,7 +53,7 @@ def local_path(place: str | os.PathLike[str], *, argument: str = "run") -> str:
         Traceback (most recent call last):
             ...
         trainfold.core.errors.InvalidArgument: run: expected a path or a file:// URL, found 'hdfs://host/run'; name a local \
-or mounted directory, or for a run pass a store of your own: trainfold has none for hdfs:// yet
+or mounted directory; for a run, pass a store of your own
     """
     text = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(text, str):
@@ -63,10 +63,7 @@ or mounted directory, or for a run pass a store of your own: trainfold has none 
         return text
     scheme, rest = found[1].lower(), text[found.end() :]
     if scheme != "file":
-        fix = f"name a local or mounted directory, or for a run pass a store of your own: trainfold has none for {scheme}:// yet"
-        if scheme in PROVIDERS:
-            fix = "name a local or mounted directory: only a run may be in a bucket"
-        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(text), fix=fix)
+        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(text), fix="name a local or mounted directory; for a run, pass a store of your own")  # fmt: skip
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
         raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(text),

@@ -6,6 +6,7 @@ The names are re-exports, each documented where it lives.
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.backends.stores.object_store.open_filesystem import fsspec_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.tiers.collect_run import collect_run, plan_collect
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
@@ -23,6 +24,7 @@ __all__ = [
     "TwoTiers",
     "collect_run",
     "copy_run",
+    "fsspec_store",
     "plan_collect",
     "plan_copy",
 ]

@@ -479,7 +479,7 @@ def holds_how_to_install(text, request):
     root = request.getfixturevalue("root")
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.findall(r"'\.\[(\w+)\]'", text)
-    assert named == ["plot", "properties", "objectstore"]
+    assert named == ["plot", "properties", "objectstore", "fsspec"]
     assert set(named) <= set(extras)
     assert all(line.startswith(("python3 -m venv", "pip install")) for line in text.splitlines())
 

@@ -1,4 +1,4 @@
-"""`Bucket`: the few requests that a run in an object store needs, with errors that have names. The only module that calls obstore."""
+"""`Bucket`: the few requests that a run in an object store needs, with errors that have names. The only module that calls obstore, or what stands for it."""
 
 import re
 import time
@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 
+from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
 from trainfold.backends.stores.os_errors import missing
 from trainfold.core.errors import (
     CheckpointError,
@@ -81,15 +82,13 @@ class Bucket:
     """A prefix of an object store.
 
     Args:
-        store: a store of obstore, whose prefix is that of the run.
+        store: a store of obstore, whose prefix is that of the run; or an `FsspecPrefix`.
         url: the location in messages.
     """
 
     def __init__(self, store: Any, url: str) -> None:
-        import obstore  # late: an extra, and only runs in object stores need it
-
-        self._api = obstore
-        self._errors = obstore.exceptions
+        self._api = calls_of(store)
+        self._errors = self._api.exceptions
         self._store = store
         self.url = url
 
@@ -350,6 +349,15 @@ class _NotThere(SaveFailed):
 
 class _Refused(Exception):
     """A conditional put was refused."""
+
+
+def calls_of(store: Any) -> Any:
+    """The module of obstore, or what has the calls of it that are made here."""
+    if isinstance(store, FsspecPrefix):
+        return FsspecCalls()
+    import obstore  # late: an extra, and only runs in object stores need it
+
+    return obstore
 
 
 def tag_of(version: Version) -> str:

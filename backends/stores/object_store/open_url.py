@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from trainfold.backends.stores.object_store.bucket import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
 from trainfold.backends.stores.place import PROVIDERS
 from trainfold.core.errors import InvalidArgument
 
@@ -21,17 +22,24 @@ def open_url(place: str) -> ObjectStore:
     """Open the store of a run in a bucket. Nothing is asked of the provider yet.
 
     The provider's environment variables are used (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``, such as ``AWS_ENDPOINT_URL``), then what its machines offer. Profiles of
-    AWS are read by boto3, if it is installed.
+    AWS are read by boto3, if it is installed. A scheme that is not one of these providers is looked for among the filesystems of fsspec.
 
     Raises:
         InvalidArgument: if obstore is not installed, or it is not such a URL, or has what may be secret.
     """
-    found = _URL.match(place)
-    if found is None or any(mark in place for mark in "@?#"):
-        shown = repr(place) if found is None else f"one of {found[1].lower()}:// with a name, a password or a query"
+    named, _, rest = place.partition(":")
+    found, is_foreign, is_secret = (
+        _URL.match(place),
+        named.lower() not in PROVIDERS,
+        any(mark in place for mark in "@?#"),
+    )
+    if is_secret or (found is None and not is_foreign):
+        shown = f"one of {named.lower()}:// with a name, a password or a query" if is_secret else repr(place)
         raise InvalidArgument("run", expected="a URL such as s3://bucket/runs/a", found=shown,
                               fix="leave out credentials and queries: they are taken from the provider's own chain")  # fmt: skip
-    scheme, bucket, prefix = PROVIDERS[found[1].lower()], found[2], found[3].strip("/")
+    if is_foreign or found is None:
+        return open_foreign_url(named.lower(), rest.strip("/"))
+    scheme, bucket, prefix = PROVIDERS[named.lower()], found[2], found[3].strip("/")
     if not prefix:
         raise InvalidArgument(
             "run",

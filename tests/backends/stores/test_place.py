@@ -43,7 +43,7 @@ def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, mon
         ["demo", "--run", url],
     ):
         assert main(command) != 0
-        assert "has none for" in capsys.readouterr().err
+        assert "pass a store of your own" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

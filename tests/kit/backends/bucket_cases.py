@@ -116,10 +116,12 @@ class Proxy:
 
     async def _one(self, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
+        if _field(head, b"expect"):  # the body comes after a word of the server
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await reader.readexactly(int(_field(head, b"content-length") or 0))
         method, path = head.split(b" ", 2)[:2]
         lines = head.split(b"\r\n")
-        head = b"\r\n".join(line for line in lines if line.partition(b":")[0].lower() not in self.dropped)
+        head = b"\r\n".join(line for line in lines if line.partition(b":")[0].lower() not in self.dropped | {b"expect"})
         method, path = method.decode(), path.decode()
         fault = self.fault(len(self.requests), method, path)
         entry = [method, path, len(body), 0, fault]

@@ -2,23 +2,22 @@
 
 from contextlib import suppress
 
-import obstore
-
 from kit.laws.manager_machine_cases import GatedStore
 from trainfold.backends.stores.memory import Effect, SimulatedCrash
+from trainfold.backends.stores.object_store.bucket import calls_of
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.writer_lease import LEASE
 from trainfold.core.format.file_names import MANIFEST, directory_of
 
 
 class FailingRequests:
-    """The calls of obstore; ``_fault`` decides by the number of a request that changes something whether it fails, or the machine dies.
+    """The calls of obstore, or of what stands for it; ``_fault`` decides by the number of a request that changes something whether it fails, or the machine dies.
 
     A request at which the machine dies is carried out if its number is even.
     """
 
-    def __init__(self):
-        self.exceptions = obstore.exceptions
+    def __init__(self, calls):
+        self._calls, self.exceptions = calls, calls.exceptions
         self._attempts, self._fault, self._crash = 0, None, None
 
     def __getattr__(self, verb):
@@ -28,8 +27,8 @@ class FailingRequests:
             if self._crash is not None:
                 raise SimulatedCrash(*self._crash.args)
             if verb in {"put", "delete"}:
-                self._fail(verb, args[1], lambda: getattr(obstore, verb)(*args, **kwargs))
-            return getattr(obstore, verb)(*args, **kwargs)
+                self._fail(verb, args[1], lambda: getattr(self._calls, verb)(*args, **kwargs))
+            return getattr(self._calls, verb)(*args, **kwargs)
 
         return call
 
@@ -53,13 +52,14 @@ class GatedBucket(GatedStore):
     def __init__(self, client):
         self.client = client
         self.store = ObjectStore(self.client, url="memory:")
-        self.requests = self.store._bucket._api = FailingRequests()
+        self.calls = calls_of(client)
+        self.requests = self.store._bucket._api = FailingRequests(self.calls)
         super().__init__(_Inner(self.store, self.requests))
 
     @property
     def files(self):
-        keys = [each["path"] for page in obstore.list(self.client) for each in page]
-        return {key: bytes(obstore.get(self.client, key).bytes()) for key in keys}
+        keys = [each["path"] for page in self.calls.list(self.client, None) for each in page]
+        return {key: bytes(self.calls.get(self.client, key).bytes()) for key in keys}
 
     def manifest(self, step):
         return self.files.get(f"{directory_of(step)}/{MANIFEST}")
@@ -69,7 +69,7 @@ class GatedBucket(GatedStore):
         return None if found is None else found.decode()
 
     def put(self, name, data):
-        obstore.put(self.client, name, data)
+        self.calls.put(self.client, name, data, use_multipart=False)
 
     def after_crash(self, **_):
         """What the next process finds."""

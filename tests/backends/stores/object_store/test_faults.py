@@ -2,16 +2,18 @@
 
 import warnings
 
-import obstore
+import fsspec
 import pytest
 import torch
-from kit.backends.bucket_cases import one_in_four, store_at
+from kit.backends.bucket_cases import new_name, one_in_four, store_at
 from obstore.store import MemoryStore
 
 import trainfold
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.object_store import writer_lease
+from trainfold.backends.stores.object_store.bucket import calls_of
 from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
 from trainfold.core.errors import TrainfoldError
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
@@ -20,19 +22,19 @@ LONG = pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
 
 
 class Dying:
-    """The calls of obstore, of which all fail from one on: the machine is gone. That one may have been carried out."""
+    """The calls of a store, of which all fail from one on: the machine is gone. That one may have been carried out."""
 
-    def __init__(self, left, *, is_done):
-        self.left, self.is_done, self.exceptions = left, is_done, obstore.exceptions
+    def __init__(self, calls, left, *, is_done):
+        self.calls, self.left, self.is_done, self.exceptions = calls, left, is_done, calls.exceptions
 
     def __getattr__(self, name):
         def call(*args, **kwargs):
             self.left -= 1
             if self.left < 0:
                 if self.left == -1 and self.is_done:
-                    getattr(obstore, name)(*args, **kwargs)
-                raise obstore.exceptions.GenericError("the machine is gone")
-            return getattr(obstore, name)(*args, **kwargs)
+                    getattr(self.calls, name)(*args, **kwargs)
+                raise self.exceptions.GenericError("the machine is gone")
+            return getattr(self.calls, name)(*args, **kwargs)
 
         return call
 
@@ -55,6 +57,15 @@ def loaded(store):
 
 
 @pytest.mark.parametrize(
+    "new_client",
+    [
+        pytest.param(MemoryStore, id="obstore"),
+        pytest.param(
+            lambda: FsspecPrefix(fsspec.filesystem("memory"), new_name()), id="fsspec", marks=pytest.mark.long
+        ),
+    ],
+)
+@pytest.mark.parametrize(
     ("step", "is_done"),
     [
         pytest.param(2, True, id="another step, carried out"),
@@ -63,16 +74,18 @@ def loaded(store):
         pytest.param(1, True, id="the step again, carried out", marks=pytest.mark.long),
     ],
 )
-def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_one(step, is_done, monkeypatch):
+def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
+    step, is_done, new_client, monkeypatch
+):
     """E01, E02: and the next writer takes over and saves, as after the death of a process."""
     monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
     old, new = state_at(1), state_at(step, salt=1)
     died, at = True, 0
     while died:
-        client = MemoryStore()
+        client = new_client()
         trainfold.save(old, ObjectStore(client, url="memory://run"))
         dying = ObjectStore(client, url="memory://run")
-        dying._bucket._api = Dying(at, is_done=is_done)
+        dying._bucket._api = Dying(calls_of(client), at, is_done=is_done)
         try:
             trainfold.save(new, dying)
             died = dying._bucket._api.left < 0
