@@ -52,7 +52,8 @@ rivals: $(DEV)  ## the tests with accelerate and Lightning, which it installs: b
 	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[rivals]'
 	$(PYTEST) -m "" tests/adapters/bridges/test_lightning_rivals.py tests/adapters/bridges/test_accelerate_rivals.py tests/adapters/loaders/test_prepared_loader.py tests/backends/weights/foreign/test_programs_rivals.py
 
-buckets: $(DEV)  ## all tests of runs in buckets, on emulators of S3 and of Azure, which npm installs (a quarter of an hour)
+buckets: $(DEV)  ## all tests of runs in buckets, on emulators of S3, Google Cloud Storage and Azure, which it installs (half an hour)
+	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[buckets]'
 	npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.35.0
 	TRAINFOLD_AZURITE=$(CURDIR)/build/azurite/node_modules/.bin $(PYTEST) -m "" tests/backends/stores/object_store tests/laws/test_manager_machine.py
 

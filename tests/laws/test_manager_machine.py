@@ -10,11 +10,12 @@ import warnings
 from contextlib import suppress
 from functools import cache
 
+import fsspec
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kit.backends import azure_cases, bucket_cases
+from kit.backends import azure_cases, bucket_cases, filesystem_cases
 from kit.backends.best_file_cases import best_name
 from kit.laws.bucket_cases import GatedBucket
 from kit.laws.manager_machine_cases import (
@@ -38,6 +39,7 @@ from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore, SimulatedCrash
 from trainfold.backends.stores.object_store import writer_lease
+from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
 from trainfold.core.best.record import updated
 from trainfold.core.errors import CheckpointError, ResumeRefused, SaveFailed
 from trainfold.core.format.file_names import directory_of
@@ -471,6 +473,34 @@ class ManagerAndAzure(ManagerAndBucket):
         return azure_cases.azure_client(servers(azure_cases.AzureServer).port, azure_cases.new_name())
 
 
+class ManagerAndFilesystem(ManagerAndBucket):
+    """The same through a filesystem of fsspec, in memory."""
+
+    def new_client(self):
+        return FsspecPrefix(fsspec.filesystem("memory"), bucket_cases.new_name())
+
+
+class ManagerAndS3Fs(ManagerAndBucket):
+    """The same through s3fs, over HTTP."""
+
+    library = "s3fs"
+
+    def new_client(self):
+        return filesystem_cases.client_at(self.library, servers(filesystem_cases.SERVERS[self.library]).port)
+
+
+class ManagerAndGcsFs(ManagerAndS3Fs):
+    """The same through gcsfs, on a server that speaks Google's JSON interface."""
+
+    library = "gcsfs"
+
+
+class ManagerAndAdlFs(ManagerAndS3Fs):
+    """The same through adlfs."""
+
+    library = "adlfs"
+
+
 @cache
 def servers(kind):
     """One of each kind for all examples, until Python ends."""
@@ -479,13 +509,24 @@ def servers(kind):
     return server
 
 
-for each in (ManagerAndBucket, ManagerAndS3, ManagerAndAzure):
+LONG = [pytest.mark.timeout(0 if EXAMPLES > 14 else 900), pytest.mark.long]
+for each in (
+    ManagerAndBucket,
+    ManagerAndS3,
+    ManagerAndAzure,
+    ManagerAndFilesystem,
+    ManagerAndS3Fs,
+    ManagerAndGcsFs,
+    ManagerAndAdlFs,
+):
     each.TestCase.settings = settings(ManagerAndDisk.TestCase.settings, max_examples=EXAMPLES)
+    lacks = filesystem_cases.lacks(each.library) if hasattr(each, "library") else ""
+    each.TestCase.pytestmark = [*LONG, pytest.mark.skipif(bool(lacks), reason=lacks)]
 TestManagerAndBucket, TestManagerAndS3, TestManagerAndAzure = ManagerAndBucket.TestCase, ManagerAndS3.TestCase, ManagerAndAzure.TestCase  # fmt: skip
-TestManagerAndBucket.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 14 else 900), pytest.mark.long]
-TestManagerAndS3.pytestmark = TestManagerAndBucket.pytestmark
+TestManagerAndFilesystem, TestManagerAndS3Fs = ManagerAndFilesystem.TestCase, ManagerAndS3Fs.TestCase
+TestManagerAndGcsFs, TestManagerAndAdlFs = ManagerAndGcsFs.TestCase, ManagerAndAdlFs.TestCase
 TestManagerAndAzure.pytestmark = [
-    *TestManagerAndBucket.pytestmark,
+    *LONG,
     pytest.mark.skipif(azure_cases.PROGRAM is None, reason="needs azurite: `make buckets` installs it"),
 ]
 TestManagerAndDisk = ManagerAndDisk.TestCase
