@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kit.backends import azure_cases, bucket_cases, filesystem_cases
+from kit.backends import azure_cases, bucket_cases, filesystem_cases, gcs_cases
 from kit.backends.best_file_cases import best_name
 from kit.laws.bucket_cases import GatedBucket
 from kit.laws.manager_machine_cases import (
@@ -473,6 +473,13 @@ class ManagerAndAzure(ManagerAndBucket):
         return azure_cases.azure_client(servers(azure_cases.AzureServer).port, azure_cases.new_name())
 
 
+class ManagerAndGcs(ManagerAndBucket):
+    """The same at ``gs://``, over a translation of its interface that is our own."""
+
+    def new_client(self):
+        return servers(gcs_cases.Gcs).client(bucket_cases.new_name())
+
+
 class ManagerAndFilesystem(ManagerAndBucket):
     """The same through a filesystem of fsspec, in memory."""
 
@@ -510,24 +517,22 @@ def servers(kind):
 
 
 LONG = [pytest.mark.timeout(0 if EXAMPLES > 14 else 900), pytest.mark.long]
-for each in (
-    ManagerAndBucket,
-    ManagerAndS3,
-    ManagerAndAzure,
-    ManagerAndFilesystem,
-    ManagerAndS3Fs,
-    ManagerAndGcsFs,
-    ManagerAndAdlFs,
-):
+LACKS = {
+    ManagerAndBucket: "",
+    ManagerAndS3: "",
+    ManagerAndAzure: "" if azure_cases.PROGRAM else "needs azurite: `make buckets` installs it",
+    ManagerAndGcs: "" if gcs_cases.PROGRAM else "needs fake-gcs-server: `make buckets` installs it",
+    ManagerAndFilesystem: "",
+    ManagerAndS3Fs: filesystem_cases.lacks("s3fs"),
+    ManagerAndGcsFs: filesystem_cases.lacks("gcsfs"),
+    ManagerAndAdlFs: filesystem_cases.lacks("adlfs"),
+}
+for each, lacks in LACKS.items():
     each.TestCase.settings = settings(ManagerAndDisk.TestCase.settings, max_examples=EXAMPLES)
-    lacks = filesystem_cases.lacks(each.library) if hasattr(each, "library") else ""
     each.TestCase.pytestmark = [*LONG, pytest.mark.skipif(bool(lacks), reason=lacks)]
-TestManagerAndBucket, TestManagerAndS3, TestManagerAndAzure = ManagerAndBucket.TestCase, ManagerAndS3.TestCase, ManagerAndAzure.TestCase  # fmt: skip
+TestManagerAndBucket, TestManagerAndS3 = ManagerAndBucket.TestCase, ManagerAndS3.TestCase
+TestManagerAndAzure, TestManagerAndGcs = ManagerAndAzure.TestCase, ManagerAndGcs.TestCase
 TestManagerAndFilesystem, TestManagerAndS3Fs = ManagerAndFilesystem.TestCase, ManagerAndS3Fs.TestCase
 TestManagerAndGcsFs, TestManagerAndAdlFs = ManagerAndGcsFs.TestCase, ManagerAndAdlFs.TestCase
-TestManagerAndAzure.pytestmark = [
-    *LONG,
-    pytest.mark.skipif(azure_cases.PROGRAM is None, reason="needs azurite: `make buckets` installs it"),
-]
 TestManagerAndDisk = ManagerAndDisk.TestCase
 TestManagerAndDisk.pytestmark = [pytest.mark.timeout(0 if EXAMPLES > 14 else 300), pytest.mark.slow(10)]

@@ -72,7 +72,7 @@ def _store(scheme: str, bucket: str, prefix: str) -> Any:
         "client_options": {"timeout": timedelta(seconds=_REQUEST_SECS), "connect_timeout": timedelta(seconds=5)},
         "retry_config": {"retry_timeout": timedelta(seconds=_RETRY_SECS)},
     }
-    if os.environ.get("AWS_ALLOW_HTTP", os.environ.get("AZURE_ALLOW_HTTP", "")).lower() in {"1", "true"}:
+    if any(os.environ.get(f"{each}_ALLOW_HTTP", "").lower() in {"1", "true"} for each in ("AWS", "AZURE", "GOOGLE")):
         options["client_options"]["allow_http"] = True
     if scheme == "gs":
         return stores.GCSStore(bucket, **options)

@@ -7,7 +7,14 @@ import subprocess
 import time
 import urllib.request
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+
+from obstore.store import GCSStore
+
+from kit.backends.bucket_cases import new_name
+from kit.backends.gcs_front import GcsFront
+from trainfold.backends.stores.object_store.object_store import ObjectStore
 
 
 def _program():
@@ -50,3 +57,29 @@ class GcsServer:
             data=json.dumps({"name": "bucket"}).encode(), headers={"Content-Type": "application/json"},
         )  # fmt: skip
         urllib.request.urlopen(request, timeout=10).close()
+
+
+class Gcs:
+    """The server and `GcsFront` before it: what ``gs://`` is in tests."""
+
+    def __init__(self):
+        self._server = GcsServer()
+        self.front = GcsFront(self._server.port)
+        self.port = self.front.port
+
+    def close(self):
+        self.front.close()
+        self._server.close()
+
+    def client(self, run, port=None):
+        """Of a run, through a proxy if there is one; it tries again at once, and often."""
+        quick = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=4), "base": 2}
+        return GCSStore(
+            "bucket", prefix=run, service_account_key=self.front.account(port), client_options={"allow_http": True, "timeout": timedelta(seconds=30)},
+            retry_config={"max_retries": 12, "retry_timeout": timedelta(seconds=60), "backoff": quick},
+        )  # fmt: skip
+
+    def run(self, port=None, run=None):
+        """A run in the bucket, by default one of its own."""
+        run = new_name() if run is None else run
+        return ObjectStore(self.client(run, port), url=f"gs://bucket/{run}")
