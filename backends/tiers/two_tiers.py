@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, final
 
@@ -141,9 +141,9 @@ class TwoTiers:
         Raises:
             RunLocked: if another writer has one of them.
             CheckpointForeign: if they are of two runs.
-            SaveFailed: if what is fetched cannot be written; or, at the end, with what was not sent.
+            SaveFailed: if the far tier does not answer, or what is fetched cannot be written; or, at the end, with what was not sent.
         """
-        with self.near.lock(), self.far.lock():
+        with self.near.lock(), self._lock_of_far():
             uploads = Uploads(
                 self.near, self.far, keep=self._keep_far, most_waiting=self._most_waiting, report=self._report
             )
@@ -162,6 +162,21 @@ class TwoTiers:
                 uploads.wait()
             finally:
                 self._uploads = None
+
+    @contextmanager
+    def _lock_of_far(self) -> Iterator[None]:
+        """The lock of the far tier. Without it nothing begins: what is newest there is not guessed."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self.far.lock())
+            except SaveFailed as error:
+                if type(error) is not SaveFailed:  # another writer has it, or it may not be written
+                    raise
+                raise SaveFailed(
+                    self.far.url, expected="a far tier that answers: it may have a newer checkpoint than the near one", found=error_text(error),
+                    fix=f"start again when it answers; or, if no other machine has continued this run, use {self.near.url} by itself as the run: what it saves is sent when both are used again",
+                ) from error  # fmt: skip
+            yield
 
     def _catch_up(self) -> list[str]:
         """Fetch the newest checkpoint if the far tier alone has it; return what the near tier alone has, the oldest first."""

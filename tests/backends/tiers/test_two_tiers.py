@@ -163,6 +163,36 @@ def test_an_upload_that_fails_is_tried_again_and_the_end_names_what_is_not_there
     assert [each.step for each in events if each.kind == "uploaded"] == [1, 2, 3]
 
 
+class Away(MemoryStore):
+    """A bucket behind a network that is down."""
+
+    def lock(self):
+        raise SaveFailed("s3://bucket/run/.probe", expected="the planned bytes to be stored", found="a network that is down", fix="look at the network")  # fmt: skip
+
+
+def test_a_run_does_not_begin_while_the_far_tier_is_away(near, far):
+    """E01: that may have a newer step than the disk, so nothing is restored, nothing is saved, and nothing is guessed; the disk alone is the way out, and goes back later."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        manager.save(at(1))
+    for act in (lambda manager: manager.load(LIKE), lambda manager: manager.save(at(2))):
+        with pytest.raises(SaveFailed) as refused, CheckpointManager(TwoTiers(near, Away())) as manager:
+            act(manager)
+        assert "expected a far tier that answers: it may have a newer checkpoint than the near one, found" in str(
+            refused.value
+        )
+        assert "a network that is down" in str(refused.value)
+        assert (
+            f"use {near.url} by itself as the run: what it saves is sent when both are used again" in refused.value.fix
+        )
+    assert steps_in(near) == steps_in(far) == [1]
+    with CheckpointManager(near) as manager:
+        assert manager.load(LIKE).trainer.step == 1
+        manager.save(at(2))
+    with CheckpointManager(TwoTiers(near, far)):
+        pass
+    assert steps_in(far) == [1, 2]
+
+
 def test_a_resume_takes_the_newest_that_can_be_had_from_both(near, far, tmp_path):
     """The disk is lost; the far tier is behind; files of the newest are lost here, or it was damaged; the newest there is damaged."""
 

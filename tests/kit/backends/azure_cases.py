@@ -75,6 +75,11 @@ def new_name():
     return f"runs/{next(_RUNS)}"
 
 
+def environ_of(port):
+    """What a program needs to open ``az://bucket/...``."""
+    return {"AZURE_STORAGE_ACCOUNT_NAME": _ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": _KEY, "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{_ACCOUNT}", "AZURE_ALLOW_HTTP": "true"}  # fmt: skip
+
+
 def azure_client(port, run):
     """Of a run; it tries again at once, and often."""
     quick = {"init_backoff": dt.timedelta(milliseconds=1), "max_backoff": dt.timedelta(milliseconds=4), "base": 2}

@@ -5,41 +5,14 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from kit.backends.bucket_cases import KEYS, one_in_four, store_at
+from kit.backends.tier_cases import lose_machines, state_at
 
 import trainfold
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
 
 PROGRAM = "import sys; from trainfold.adapters.cli import main; sys.exit(main(sys.argv[1:]))"
-LOOP = """
-import sys
-import torch, trainfold
-from trainfold.stores import TwoTiers
-
-near, far, last = sys.argv[1:]
-torch.manual_seed(0)
-model = torch.nn.Linear(300, 300)
-live = trainfold.attach(model)
-
-def say(event):
-    if event.kind in ("fetched", "restored", "committed", "uploaded"):
-        print(event.kind, event.step, flush=True)
-
-with trainfold.CheckpointManager(TwoTiers(near, far), every=1, keep_last=2, mode="async", on_event=say) as manager:
-    manager.restore(live)
-    while live.progress.step < int(last):
-        with torch.no_grad():
-            model.weight.fill_(live.progress.step + 1)
-        live.advance(samples=1)
-        manager.step(live)
-"""
-
-
-def state_at(step, *, width=3):
-    live = trainfold.attach(torch.nn.Linear(width, width))
-    return live.capture().evolve(trainer=trainfold.Progress(step=step))
 
 
 def contents(store):
@@ -115,35 +88,6 @@ def test_a_command_that_is_killed_at_any_request_is_continued(proxy, run, tmp_pa
 def test_a_machine_that_is_lost_loses_only_what_was_not_said_to_be_uploaded(proxy, tmp_path, first):
     """SIGKILL at some request, and the disk is gone; the next program, in another place, goes on from what was said to be uploaded, or from a later one that was."""
     far = store_at(proxy.port)
-    environ = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}
-    uploaded, committed, was_killed, at, resumed = 0, 0, True, 25 + first * 7, []
-    while was_killed:
-        processes, near, until = [], tmp_path / f"disk-{at}", len(proxy.requests) + at
-
-        def fault(number, method, path, last=until, processes=processes):
-            if number < last:
-                return None
-            processes[0].kill()
-            return "cut"
-
-        proxy.fault = fault
-        command = [sys.executable, "-c", LOOP, str(near), far.url, "8"]
-        processes.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        )
-        said = [(kind, int(step)) for kind, step in map(str.split, processes[0].communicate()[0].splitlines())]
-        was_killed = processes[0].returncode == -9
-        proxy.fault = lambda number, method, path: None
-        assert was_killed or processes[0].returncode == 0
-        for step in (step for kind, step in said if kind == "restored"):
-            resumed.append(step)
-            assert uploaded <= step <= committed
-            assert ("fetched", step) in said
-        uploaded = max([uploaded, *(step for kind, step in said if kind == "uploaded")])
-        committed = max([step for kind, step in said if kind in {"restored", "committed"}], default=committed) + 1
-        if uploaded:
-            again = store_at(proxy.port, run=far.url.removeprefix("s3://bucket/"))
-            assert uploaded <= trainfold.load(again, like=state_at(0, width=300)).trainer.step <= committed
-        at += 16
-    assert uploaded == 8
-    assert resumed
+    environ = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}
+    name = far.url.removeprefix("s3://bucket/")
+    lose_machines(proxy, far.url, environ, lambda: store_at(proxy.port, run=name), tmp_path, first=25 + first * 7)
