@@ -437,7 +437,7 @@ def prune(  # noqa: PLR0913 - one for each option
     """Delete old checkpoints by the rules of a manager's retention. Needs at least one rule.
 
     The newest complete checkpoint stays, and so does what a pointer or best.json names. It is read whole before another one is deleted.
-    Leftovers of older saves and deletions that did not finish are deleted too. A run into which another program may save is refused;
+    Leftovers of older saves, deletions and uploads that did not finish are deleted too. A run into which another program may save is refused;
     --dry-run only reads.
 
     Example: trainfold prune runs/a --keep-last 3 --keep-every 10000 --dry-run

@@ -16,7 +16,7 @@ from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.reuse.leftovers import leftovers
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.os_errors import locked
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import LeavesUploads, Store
 from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.errors import CheckpointError, InvalidArgument, TrainfoldError
 from trainfold.core.history.inventory import Inventory
@@ -106,9 +106,10 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
         if not dry_run and damage is None:
             pruner.prune(written, events)
             pruner.clear(left)
+        aborted = store.abort_uploads() if not dry_run and isinstance(store, LeavesUploads) else 0
     deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)
     return attrs.evolve(
-        _answer(inventory, plan, deleted, sizes, alone=alone, left=left, grown=grown, dry_run=dry_run),
+        _answer(inventory, plan, deleted, sizes, alone=alone, left=left, grown=grown, aborted=aborted, dry_run=dry_run),
         error=damage or next(iter(wrong), None),
     )
 
@@ -207,6 +208,7 @@ def _answer(  # noqa: PLR0913 - of one call
     alone: Sequence[str],
     left: Mapping[str, Mapping[str, int]],
     grown: int,
+    aborted: int,
     dry_run: bool,
 ) -> Answer:
     planned = {**plan.lineage.kept, **plan.left_behind.kept}
@@ -221,6 +223,8 @@ def _answer(  # noqa: PLR0913 - of one call
         (name, verb, bytes_text(sum(files.values())), f"{len(files)} files: {UNFINISHED}")
         for name, files in left.items()
     ]
+    if aborted:
+        rows.append(("uploads", verb, "", f"{aborted} {'that was' if aborted == 1 else 'that were'} killed"))
     freed = (
         sum(sizes[name] for name in (*deleted, *plan.torn)) + sum(sum(each.values()) for each in left.values()) - grown
     )
@@ -241,6 +245,7 @@ def _answer(  # noqa: PLR0913 - of one call
         "leftovers": [
             {"name": name, "files": list(files), "size_bytes": sum(files.values())} for name, files in left.items()
         ],
+        "aborted_uploads": aborted,
         "freed_bytes": freed,
     }
     return Answer(data, (Table(title, ("checkpoint", "what", "size", "why"), tuple(rows)),))

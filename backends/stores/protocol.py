@@ -137,6 +137,14 @@ class ReadsAhead(Protocol):
 
 
 @runtime_checkable
+class LeavesUploads(Protocol):
+    """A `Store` in which a killed writer leaves uploads that no list of files shows. This method is optional."""
+
+    def abort_uploads(self) -> int:
+        """Abort them; returns how many. The caller holds the lock, and no save is under way. What cannot be aborted is logged as a warning."""
+
+
+@runtime_checkable
 class HasFarTier(Protocol):
     """A `Store` whose checkpoints are sent to another place, in the background. These methods are optional."""
 

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 
+from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
 from trainfold.backends.stores.os_errors import missing
 from trainfold.core.errors import (
@@ -206,11 +207,14 @@ class Bucket:
 
     def put_parts(self, key: str, parts: Iterable[bytearray], *, chunk_bytes: int, at_once: int) -> str:
         """Put an object in parts, which are sent while later ones are made, and return its tag; nothing is left if ``parts`` raises."""
-        with self._writing(key):
-            given = self._api.put(
-                self._store, key, parts, use_multipart=True, chunk_size=chunk_bytes, max_concurrency=at_once
+
+        def send(given: Iterable[bytearray]) -> Any:
+            return self._api.put(
+                self._store, key, given, use_multipart=True, chunk_size=chunk_bytes, max_concurrency=at_once
             )
-        return tag_of(_version(given))
+
+        with self._writing(key):
+            return tag_of(_version(fed(send, parts)))
 
     def put_if(self, key: str, data: bytes, expected: Version | None) -> Version | None:
         """Put an object if its contents are those of a version, or if there is none.

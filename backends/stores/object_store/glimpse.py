@@ -9,14 +9,14 @@ from trainfold.backends.stores.names import is_component, prefix_directory, spli
 from trainfold.backends.stores.object_store.recent_changes import BucketList
 from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.os_errors import missing
-from trainfold.backends.stores.protocol import Buffer, GivesGlimpses, ReadsAhead, Store
+from trainfold.backends.stores.protocol import Buffer, GivesGlimpses, LeavesUploads, ReadsAhead, Store
 from trainfold.core.errors import CheckpointMissing
 
 HINTS: Final = ".hints"
 _HINT_BYTES: Final = 256
 
 
-class Looked(Store, ReadsAhead, GivesGlimpses, Protocol):
+class Looked(Store, ReadsAhead, GivesGlimpses, LeavesUploads, Protocol):
     """A store of which there are glimpses."""
 
 
@@ -157,6 +157,10 @@ class Glimpse:
     def point(self, name: str, target: str) -> None:
         """See `Store.point`."""
         self._forget().point(name, target)
+
+    def abort_uploads(self) -> int:
+        """See `LeavesUploads`."""
+        return self._store.abort_uploads()
 
     def lock(self) -> AbstractContextManager[None]:
         """See `Store.lock`."""

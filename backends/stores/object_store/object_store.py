@@ -11,6 +11,7 @@ from trainfold.backends.helpers import Helpers
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
 from trainfold.backends.stores.object_store.bucket import Bucket, Found, tag_of
 from trainfold.backends.stores.object_store.glimpse import HINTS, Glimpse
+from trainfold.backends.stores.object_store.killed_uploads import abort_killed_uploads
 from trainfold.backends.stores.object_store.pieces_ahead import AT_ONCE, PiecesAhead
 from trainfold.backends.stores.object_store.recent_changes import BucketList, RecentChanges
 from trainfold.backends.stores.object_store.small_reads import SmallReads
@@ -49,6 +50,7 @@ class ObjectStore:
 
     def __init__(self, store: Any, *, url: str, lease_secs: float = _LASTS_SECS) -> None:
         self._url = url.rstrip("/")
+        self._client = store
         self._bucket = Bucket(store, self._url)
         self._lease = WriterLease(self._bucket, lease_secs)
         self._changes = RecentChanges()
@@ -264,12 +266,18 @@ class ObjectStore:
             if self._lease.is_held:
                 raise RunLocked(self._url, expected="no other writer", found="a writer of this store object",
                                 fix="close the manager that holds it, or leave its with block")  # fmt: skip
-            self._lease.acquire()
+            is_taken_over = self._lease.acquire()
             self._changes.learn(self._lease.recent)
         try:
+            if is_taken_over:
+                self.abort_uploads()
             yield
         finally:
             self._lease.release()
+
+    def abort_uploads(self) -> int:
+        """See `LeavesUploads`."""
+        return abort_killed_uploads(self._client, self._url)
 
     def _lock_held(self) -> AbstractContextManager[None]:
         return nullcontext() if self._lease.is_held else self.lock()

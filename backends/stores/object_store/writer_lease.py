@@ -120,8 +120,11 @@ class WriterLease:
         record = self._record
         return 0 if record is None else record.broken
 
-    def acquire(self) -> None:
+    def acquire(self) -> bool:
         """Take the lease.
+
+        Returns:
+            Whether the holder before has not given it back.
 
         Raises:
             RunLocked: if a living process holds it. That of another machine is watched until its next renewal shows that it lives.
@@ -138,7 +141,7 @@ class WriterLease:
                 time.sleep(min(_LOOK_SECS, self._lasts_secs / 10))
                 continue
             if self._take(found, record):
-                return
+                return record is not None and record.holder != ""
             first = None
 
     def _is_over(self, record: LeaseRecord, found: Stored) -> bool:
