@@ -36,7 +36,7 @@ from trainfold.core.state.state import TrainState
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.transform.apply import is_made_of, table_of
 from trainfold.core.transform.expression import Expression
-from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
+from trainfold.core.transform.families.adapter_rules import adapter_rules, before_base_model, is_of_adapter
 from trainfold.core.transform.families.hub_rules import check_experts_apart
 from trainfold.core.transform.families.tied_heads import by_convention, tied_by_default, with_aliases
 from trainfold.core.transform.transform import Table, Transform, compose, transform_given
@@ -145,7 +145,7 @@ def write_adapter_directory(  # noqa: PLR0913 - keywords
     """Write a LoRA adapter as `peft` has it: ``adapter_model.safetensors`` and ``adapter_config.json``. Everything else in the weights, such as the base, is left out.
 
     Args:
-        weights: of a model of peft, as in `write_hub_directory`; a checkpoint with the adapter alone will do.
+        weights: of a model of peft, as in `write_hub_directory`, or of a module that has one inside, such as that of Lightning; a checkpoint with the adapter alone will do.
         path: the directory, as there.
         config: of the adapter, such as ``model.peft_config["default"].to_dict()``. Modules of its ``modules_to_save`` are written too.
         adapter: the name that it has in the model.
@@ -156,7 +156,7 @@ def write_adapter_directory(  # noqa: PLR0913 - keywords
         What was written, and what was left out.
 
     Raises:
-        InvalidState: if the weights have no tensor of such an adapter, or a module that was trained whole and is not of ``modules_to_save``.
+        InvalidState: if the weights have no tensor of such an adapter, those of two models of peft, or a module that was trained whole and is not of ``modules_to_save``.
         InvalidArgument: if biases were trained too; and others, as from `write_hub_directory`.
 
     Examples:
@@ -242,9 +242,8 @@ def _planned(  # noqa: PLR0913 - keywords
     left_out |= base
     if config is not None:
         check_experts_apart(config, table)
-    if names.adapter and (odd := [key for key in table if key in weights.specs]):
-        raise InvalidState(odd[0], expected="a matrix of low rank, or a module of modules_to_save in the configuration", found="another part of the adapter",
-                           fix="pass the configuration of this adapter; or publish the merged weights")  # fmt: skip
+    if names.adapter:
+        table = _of_adapter(table, weights)
     if rounding is not None:
         cut = rounding.on(table)
         table = {key: table[key] if is_made_of(table[key], weights.buffers) else each for key, each in cut.items()}
@@ -277,6 +276,19 @@ def _planned(  # noqa: PLR0913 - keywords
 def _beside_adapter(table: Table, adapter: str) -> list[str]:
     """What is not of an adapter, if one is written."""
     return [key for key in table if not is_of_adapter(key, adapter)] if adapter else []
+
+
+def _of_adapter(table: Mapping[str, Expression], weights: OpenWeights) -> dict[str, Expression]:
+    """The tensors of an adapter under the names of its files.
+
+    Raises:
+        InvalidState: if one has the name that it has in the model.
+    """
+    if odd := [key for key in table if key in weights.specs]:
+        raise InvalidState(odd[0], expected="a matrix of low rank, or a module of modules_to_save in the configuration", found="another part of the adapter",
+                           fix="pass the configuration of this adapter; or publish the merged weights")  # fmt: skip
+    before = before_base_model(table)
+    return {key.removeprefix(before): each for key, each in table.items()}
 
 
 def _checked(rules: object, config: object, about: object) -> dict[str, str]:

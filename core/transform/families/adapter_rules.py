@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterable
 
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.json_values import shown
 from trainfold.core.transform.naming import rename
 from trainfold.core.transform.transform import InvertibleComposed, compose
 
+_BASE = ".base_model."
 _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
@@ -40,6 +41,31 @@ def adapter_rules(adapter: str = "default", *, modules_to_save: Iterable[str] | 
         for inner in ("{tensor}", "{child}.{tensor}")
     ]
     return compose(*saved, *weights, *embeddings, magnitudes)
+
+
+def before_base_model(names: Iterable[str]) -> str:
+    """What is before ``base_model.`` in the names of an adapter, where the model of peft is inside of another module; files of peft begin with that word.
+
+    Args:
+        names: of the tensors of the adapter.
+
+    Raises:
+        InvalidState: if they are of several models of peft.
+
+    Examples:
+        >>> before_base_model(["net.base_model.model.q.lora_A.weight", "net.base_model.model.v.lora_A.weight"])
+        'net.'
+        >>> before_base_model(["q.lora_A.weight"]), before_base_model(["base_model.model.q.lora_A.weight"])
+        ('', '')
+    """
+    found = {name: f".{name}".partition(_BASE)[0] if _BASE in f".{name}" else None for name in names}
+    several = dict.fromkeys(found.values())
+    if len(several) > 1:
+        one, other = (next(name for name in found if found[name] == each) for each in list(several)[:2])
+        raise InvalidState(other, expected=f"a tensor of the model of peft that has {one}", found="one of another module",
+                           fix='write each by itself: trainfold.weights.Transformed(source, keep("net.{path*}"))')  # fmt: skip
+    place = next(iter(several), None)
+    return f"{place}."[1:] if place else ""
 
 
 def is_of_adapter(name: str, adapter: str = "default") -> bool:

@@ -478,6 +478,23 @@ def test_an_argument_that_files_cannot_have_is_refused_before_anything_is_read_o
     assert not list(tmp_path.iterdir())
 
 
+def test_an_adapter_of_a_model_inside_of_another_module_has_the_names_that_peft_looks_for(tmp_path):
+    """K03: those of a module of Lightning began with its attribute, and `peft` loaded nothing of them, with no more than a warning."""
+    names = [f"net.base_model.model.{layer}.lora_{part}.default.weight" for layer in "qv" for part in "AB"]
+    tensors = {name: torch.ones(2, 2) for name in names} | {
+        "net.base_model.model.q.base_layer.weight": torch.ones(2, 2)
+    }
+    write_adapter_directory(state_of(tensors), tmp_path / "a", config={"peft_type": "LORA"})
+    assert list(load_file(tmp_path / "a/adapter_model.safetensors")) == [
+        f"base_model.model.{layer}.lora_{part}.weight" for layer in "qv" for part in "AB"
+    ]
+    two = tensors | {"other.base_model.model.q.lora_A.default.weight": torch.ones(2, 2)}
+    with pytest.raises(
+        InvalidState, match=r"other\.base_model\..* expected a tensor of the model of peft that has net\.base_model"
+    ):
+        write_adapter_directory(state_of(two), tmp_path / "b", config={"peft_type": "LORA"})
+
+
 def test_a_name_with_a_rare_letter_is_written(tmp_path):
     """Its header has a pair of surrogates."""
     write_hub_directory(state_of({"w\U0001f600": torch.ones(1)}), tmp_path / "hub")

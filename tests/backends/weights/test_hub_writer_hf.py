@@ -134,6 +134,9 @@ def test_adapters_go_out_to_peft_and_come_in_again(settings, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     again = peft.PeftModel.from_pretrained(base, tmp_path / "mine")
     assert torch.equal(logits(again), logits(tuned))
+    inside = torch.nn.ModuleDict({"net": tuned})  # as a module of Lightning has it
+    write_adapter_directory(trainfold.attach(inside).capture(), tmp_path / "inside", config=config)
+    assert same(tensors_of(tmp_path / "inside"), tensors_of(tmp_path / "theirs"))
 
     other = adapted(3, tmp_path / "base", **settings)
     assert not torch.equal(logits(other), logits(tuned))
