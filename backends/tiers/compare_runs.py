@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import attrs
 
@@ -31,6 +31,7 @@ from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.json_values import shown
 from trainfold.core.problem import Problem, error_from, problem_of
 
+DELETED: Final = "deleted from the source meanwhile"
 Steps: TypeAlias = Literal["all", "newest"] | Sequence[int]
 
 
@@ -60,7 +61,7 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
         try:
             offered[name], found = _compared(source, here, target, there, name)
         except CheckpointError as error:
-            problems[name] = problem_of(error)
+            problems[name] = problem_of(_deleted(source, here, name) or error)
         else:
             present |= {} if found is None else {name: found}
     looked_at = [
@@ -198,6 +199,14 @@ def _compared(
     beside = tuple(CopiedFile(f"{name}/{each}", size, "") for each, size in others.items() if size is not None)
     folders = tuple(each for each, size in others.items() if size is None)
     return Offered(entry.head, digest, files, beside, folders), present
+
+
+def _deleted(source: Store, here: Inventory, name: str) -> CheckpointMissing | None:
+    """What is wrong with a checkpoint that was whole when the run was listed, and is gone now: a deletion begins with the manifest."""
+    entry = here.entry(name)
+    if entry is None or entry.problem is not None or source.size(f"{name}/{MANIFEST}") is not None:
+        return None
+    return CheckpointMissing(f"{here.run}/{name}", expected="a checkpoint that stays until it is copied", found=DELETED, fix="run it again: it copies what is there then")  # fmt: skip
 
 
 def _files_of(manifest: Manifest, name: str) -> tuple[CopiedFile, ...]:

@@ -16,7 +16,7 @@ from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store, glimpse
-from trainfold.backends.tiers.compare_runs import Steps, planned_copy, unless_empty
+from trainfold.backends.tiers.compare_runs import DELETED, Steps, planned_copy, unless_empty
 from trainfold.backends.tiers.copy_file import copy_file
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.digest import digest_of
@@ -35,7 +35,6 @@ from trainfold.core.history.inventory import lineage
 from trainfold.core.problem import error_from
 
 _AT_ONCE: Final = 4  # files: a request to a bucket waits longer than it works
-_DELETED: Final = "deleted from the source meanwhile"
 _ROOM_BYTES: Final = 1 << 20  # for a manifest
 
 
@@ -139,7 +138,7 @@ def carried_out(
         while True:
             check_copy(plan)
             wrong = carry_out(plan, source, target, advance=advance)
-            gone = {name: _DELETED for name in wrong if source.size(f"{name}/{MANIFEST}") is None}
+            gone = {name: DELETED for name in wrong if source.size(f"{name}/{MANIFEST}") is None}
             _tidy(target, plan, gone)
             is_again = bool([error for error in wrong.values() if again(error)]) or (bool(gone) and not deleted)
             deleted |= gone
@@ -172,7 +171,7 @@ def _without(deleted: Mapping[str, str], first: CopyPlan, last: CopyPlan) -> Cop
 
 def _deleted_error(source: str, deleted: Mapping[str, str]) -> CheckpointMissing:
     names = ", ".join(sorted(deleted))
-    return CheckpointMissing(source, expected="checkpoints that stay until they are copied", found=f"{names}: {_DELETED}",
+    return CheckpointMissing(source, expected="checkpoints that stay until they are copied", found=f"{names}: {DELETED}",
                              fix="run it again: it copies what is there then")  # fmt: skip
 
 

@@ -316,3 +316,31 @@ def test_a_deleted_checkpoint_is_an_error_where_it_was_asked_for_or_nothing_newe
     with pytest.raises(CheckpointMissing, match=r"step-00000003: deleted .*run it again"):
         copy_run(run, target, steps=steps)
     assert max(each for each in target.list() if each[:4] == "step") == "step-00000002"
+
+
+class GoneSoon(LocalStore):
+    """A run of which a step is deleted after it was listed, before its manifest is read again."""
+
+    reads = 0
+
+    def read(self, name, *, start=0, stop=None):
+        if name == "step-00000002/manifest.json":
+            self.reads += 1
+            if self.reads == 2:
+                self.delete("step-00000002/")
+        return super().read(name, start=start, stop=stop)
+
+
+@pytest.mark.parametrize("steps", ["all", [1, 2]])
+def test_a_step_that_is_deleted_while_the_plan_is_made_is_called_so(tmp_path, steps):
+    """It was called torn, as a save is that did not finish."""
+    for step in (1, 2, 3):
+        trainfold.save(LIKE.evolve(trainer=Progress(step=step)), tmp_path / "a")
+    run = GoneSoon(tmp_path / "a")
+    plan = plan_copy(run, LocalStore(tmp_path / "b"), steps=steps)
+    said = str(plan)
+    assert (
+        "step-00000002: expected a checkpoint that stays until it is copied, found deleted from the source meanwhile; run it again"
+        in said
+    )
+    assert [each.error for each in plan.refused] == ([] if steps == "all" else ["CheckpointMissing"])
