@@ -13,11 +13,13 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 import warnings
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import obstore
 import torch
@@ -25,7 +27,7 @@ from _targets import Target, finish, machine, make_parser
 from obstore.store import S3Store
 
 import trainfold
-from trainfold.stores import ObjectStore
+from trainfold.stores import ObjectStore, TwoTiers, copy_run
 
 SERVER = """
 import json, sys, threading
@@ -39,9 +41,10 @@ value, BLOCK = FakeKey.value, 1 << 18
 
 def put(key, data):
     value.fset(key, data)
-    key._kept = bytes(data)
+    if isinstance(key.name, str):  # parts have numbers
+        key._kept = bytes(data)
 
-FakeKey.value = property(lambda key: key._kept, put)
+FakeKey.value = property(lambda key: vars(key).get("_kept") or value.fget(key), put)
 inner, counts, lock = DomainDispatcherApplication(create_backend_app), {"requests": 0, "sent": 0, "received": 0}, threading.Lock()
 
 def app(environ, start):
@@ -51,6 +54,7 @@ def app(environ, start):
             counts.update(dict.fromkeys(counts, 0))
         start("200 OK", [("Content-Length", str(len(found)))])
         return [found]
+    FakeKey.instances_tracked.clear()  # else no object is ever freed
     span = environ.pop("HTTP_RANGE", "") if environ["REQUEST_METHOD"] == "GET" else ""
     said = []
     answer = b"".join(inner(environ, lambda *args: said.append(args[:2])))
@@ -73,7 +77,7 @@ WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections stay open, as th
 run_simple("127.0.0.1", int(sys.argv[1]), app, threaded=True)
 """
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "hunter2hunter2", "AWS_REGION": "us-east-1"}
-UP, DOWN = ("upload", "put"), ("download", "get")
+UP, DOWN, COPY = ("upload", "put"), ("download", "get"), ("copy", "put of a file")
 
 
 @contextmanager
@@ -225,6 +229,41 @@ def requests_in_memory(dcp, reader, writer, model):
     return {**found, "over": "the memory of fsspec (calls)"}
 
 
+def copies(port, model, rounds):
+    """Seconds of a copy from a disk to the bucket, and of the client's own put of the same file, in turns; of a save in two tiers, until each has it; requests of both."""
+    live = trainfold.attach(model)
+    plain, found, requests = client(port, "plain"), {way: [] for way in (*COPY, "on the disk", "uploaded")}, {}
+    with tempfile.TemporaryDirectory() as disk:
+        live.advance(samples=1)
+        trainfold.save(live.capture(), f"{disk}/run")
+        (file,) = Path(disk).glob("run/step-*/model-*.safetensors")
+        for number in range(rounds + 1):
+            far = ObjectStore(client(port, f"copy{number}"), url=f"s3://bucket/copy{number}")
+            counts(port)
+            ways = {
+                "copy": lambda far=far: copy_run(f"{disk}/run", far),
+                "put of a file": lambda: obstore.put(plain, "file", file),
+            }
+            for way in sorted(ways, reverse=number % 2 == 0):
+                taken = secs(ways[way])
+                requests[way] = counts(port)
+                if number:  # the first turn warms up
+                    found[way].append(taken)
+            far.delete("step-00000001/")
+        events, far = [], ObjectStore(client(port, "far"), url="s3://bucket/far")
+        run = TwoTiers(f"{disk}/near", far)
+        with trainfold.CheckpointManager(run, keep_last=1, mode="sync", on_event=events.append) as manager:
+            for _ in range(rounds + 1):
+                live.advance(samples=1)
+                counts(port)
+                manager.save(live)
+                run.wait()
+                requests["two tiers"] = counts(port)
+        for kind, way in (("committed", "on the disk"), ("uploaded", "uploaded")):
+            found[way] = [event.secs for event in events if event.kind == kind][1:]
+    return found, requests
+
+
 def listing(port, number):
     """Requests of a list of a run with so many checkpoints."""
     from trainfold.adapters.cli.ls import list_store
@@ -253,29 +292,36 @@ def main():
     with server() as port:
         model = model_of(mib)
         found = speeds(port, model, rounds)
+        copied, sent = copies(port, model, rounds)
+        found |= copied
         ours, theirs = requests_of_ours(port, model), requests_of_torch(port, model)
         listed = listing(port, number)
     rows = {way: statistics.median(each) for way, each in found.items()}
     ratios = {
-        mine: statistics.median(b / a for a, b in zip(found[mine], found[its], strict=True)) for mine, its in (UP, DOWN)
+        mine: statistics.median(b / a for a, b in zip(found[mine], found[its], strict=True))
+        for mine, its in (UP, DOWN, COPY)
     }
-    table = [f"{way:10} {taken:7.2f} s {mib / taken:8.0f} MiB/s" for way, taken in rows.items()]
+    table = [f"{way:14} {taken:7.2f} s {mib / taken:8.0f} MiB/s" for way, taken in rows.items()]
     table += [
         f"{who:32} {what}: {each['requests']:5} requests, {each['sent'] / 2**20:8.1f} MiB sent, {each['received'] / 2**20:8.1f} MiB received"
         for who, what_of in (("trainfold", ours), (f"torch, {theirs['over']}", theirs))
         for what, each in what_of.items()
         if what != "over"
     ]
+    table += [
+        f"{way:32} {each['requests']:5} requests, {each['sent'] / 2**20:8.1f} MiB sent" for way, each in sent.items()
+    ]
     table.append(f"ls of {number} checkpoints: {listed} requests")
     targets = [
         Target("upload: speed / the client's own put", ratios["upload"], ">=", 0.9),
         Target("download: speed / the client's own get", ratios["download"], ">=", 0.9),
+        Target("copy: speed / the client's own put of the file", ratios["copy"], ">=", 0.9),
         Target("ls: requests besides one for each checkpoint", listed - number, "<=", 20),
     ]
     return finish(
         options,
         {"machine": around, "mib": mib, "rounds": rounds, "rows": rows, "ratios": ratios,
-         "requests": {"ours": ours, "torch": theirs}, "ls": listed},
+         "requests": {"ours": ours, "torch": theirs, "copies": sent}, "ls": listed},
         targets,
         table,
     )  # fmt: skip

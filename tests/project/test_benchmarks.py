@@ -63,7 +63,7 @@ TARGETS = {
     "discovery": ["ls", "resume"],
     "meshes": ["saves: most", "loads: most", "loads: median"],
     "many_ranks": ["load", "inspect", "verify", "plan"],
-    "object_store": ["upload: speed", "download: speed", "ls: requests"],
+    "object_store": ["upload: speed", "download: speed", "copy: speed", "ls: requests"],
     "plan": [
         "plan_save,",
         "plan_resume,",
