@@ -69,6 +69,7 @@ class GcsFront:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer in two packets waits 40 ms for a word of the client
     front: GcsFront
 
     def log_message(self, *args):
