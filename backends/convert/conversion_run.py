@@ -18,7 +18,7 @@ from trainfold.backends.convert.native_contents import (
 from trainfold.backends.convert.native_target import NativeContents, check_native_target, native_room, write_native
 from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource, with_adapter
 from trainfold.backends.formats.present_directory import is_present
-from trainfold.backends.formats.staged_directory import check_room, check_vacant, staging_of
+from trainfold.backends.formats.staging_place import check_room, check_vacant, staging_of
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import bytes_on_disk, free_path, local_path
 from trainfold.backends.weights.hub_directory import HubDirectory

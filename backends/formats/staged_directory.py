@@ -18,7 +18,6 @@ from trainfold.backends.formats.present_directory import (
     PresentDirectory,
     failures,
     in_the_way,
-    is_present,
     what_is_at,
 )
 from trainfold.backends.formats.staged_record import (
@@ -31,16 +30,15 @@ from trainfold.backends.formats.staged_record import (
     read_record,
     remove_record,
 )
+from trainfold.backends.formats.staging_place import check_room, check_vacant, locked_staging, staging_name, staging_of
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.direct_io import write_stream
 from trainfold.backends.stores.os_errors import wrong_size
-from trainfold.backends.stores.place import free_bytes_at, free_path
 from trainfold.backends.stores.protocol import Buffer
-from trainfold.backends.stores.staged_files import check_path, make_directories, sync_above
+from trainfold.backends.stores.staged_files import make_directories, sync_above
 from trainfold.core.checks import mapping_given
 from trainfold.core.digest import DIGEST_PREFIX
-from trainfold.core.errors import CheckpointHostile, InvalidArgument, NoSpace, RunLocked, RunReplaced
-from trainfold.core.json_values import shown
+from trainfold.core.errors import CheckpointHostile
 
 _FILES: Final = "files"  # what becomes the directory
 
@@ -201,7 +199,7 @@ class StagedDirectory:
                 with suppress(FileNotFoundError):
                     os.unlink(run_lock.LOCK_NAME, dir_fd=self._staging)
                 remove_record(self._staging)
-                os.rmdir(_staging_name(self._path), dir_fd=self._above)
+                os.rmdir(staging_name(self._path), dir_fd=self._above)
 
     def _open_files(self) -> None:
         self._files = os.open(_FILES, DIRECTORY, dir_fd=self._staging)
@@ -259,7 +257,7 @@ def staged_directory(
             make_directories(above_path, "")
             above = os.open(above_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, above)
-            staging = _locked(above, above_path, name, held)
+            staging = locked_staging(above, above_path, name, held)
         staged = StagedDirectory(real, above, staging)
         held.callback(staged.close)
         if what_is_at(real):
@@ -270,98 +268,6 @@ def staged_directory(
         else:
             staged.begin(plan, size_bytes=sum(files.values()))
             yield staged
-
-
-def check_vacant(path: str | Path, files: Mapping[str, int]) -> str:
-    """Raise if something is in the way of a directory.
-
-    Args:
-        path: as for `staged_directory`.
-        files: as there.
-
-    Returns:
-        The path behind all links.
-
-    Raises:
-        InvalidArgument: if there is something at the path that has not these files; and for another URL.
-        SaveFailed: if no such path can be written.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise InvalidArgument("path", expected="a directory", found=shown(path), fix="name the directory that is to be written")  # fmt: skip
-    given = os.fspath(path)
-    check_path(given)
-    given = free_path(given)
-    real = os.path.realpath(given)
-    with failures(real):
-        if real == "/" or (what_is_at(real) and not is_present(real, files)):
-            raise in_the_way(real)
-    return real
-
-
-def check_room(path: str, needed_bytes: int) -> int:
-    """Raise if there is not enough room for what is written.
-
-    Args:
-        path: where it is written; it need not be there.
-        needed_bytes: how much.
-
-    Returns:
-        How much is free.
-
-    Raises:
-        NoSpace: if that is less.
-    """
-    free_bytes = free_bytes_at(path)
-    if needed_bytes > free_bytes:
-        raise NoSpace(path, expected=f"{needed_bytes} bytes free", found=free_bytes,
-                      fix="make room there, or choose another disk; nothing was written")  # fmt: skip
-    return free_bytes
-
-
-def staging_of(path: str) -> str:
-    """Where the files of a directory are staged.
-
-    Args:
-        path: of the directory, behind all links.
-    """
-    return f"{os.path.dirname(path)}/{_staging_name(path)}"  # noqa: PTH120
-
-
-def _locked(above: int, above_path: str, name: str, held: ExitStack) -> int:
-    """Make and lock the directory of staged files, and open it."""
-    path = f"{above_path}/{_staging_name(name)}"
-    while True:
-        with suppress(FileExistsError):
-            os.mkdir(_staging_name(name), 0o700, dir_fd=above)
-        try:
-            staging = os.open(_staging_name(name), DIRECTORY, dir_fd=above)
-        except FileNotFoundError:
-            continue  # another process has committed, and removed it
-        except NotADirectoryError as error:
-            raise _planted(path, "a link or a file") from error
-        held.callback(os.close, staging)
-        if os.fstat(staging).st_uid != os.geteuid():
-            raise _planted(path, "one of another user")
-        try:
-            lock = run_lock.acquire(path)
-        except RunLocked as error:
-            fix = "wait for it; or stop it and run this again, which goes on where it stopped"
-            raise RunLocked(path, expected="no other writer", found=error.found, fix=fix) from None
-        except FileNotFoundError:
-            continue
-        held.callback(run_lock.release, lock)
-        with suppress(RunReplaced):
-            run_lock.check(lock)
-            return staging
-
-
-def _staging_name(path: str) -> str:
-    return f".{os.path.basename(path)}.partial"  # noqa: PTH119
-
-
-def _planted(path: str, found: str) -> CheckpointHostile:
-    return CheckpointHostile(path, expected="a directory of this user, for the files that are staged", found=found,
-                             fix="find out what put it there, and remove it")  # fmt: skip
 
 
 def _is_as_recorded(directory: int, name: str, known: Durable) -> bool:
