@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from trainfold.adapters.batches.feed import END
-from trainfold.adapters.bridges.lightning_logged import add_sums, is_alike, states_of_metrics, sums_of
+from trainfold.adapters.bridges.lightning_kept import go_on, kept_by
+from trainfold.adapters.bridges.lightning_logged import add_sums
 from trainfold.adapters.bridges.lightning_seams import (
     Followed,
     RunOrFile,
@@ -19,16 +20,13 @@ from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.own_state.plain_form import from_plain, to_plain
 from trainfold.backends.runs.api import load, plan
-from trainfold.backends.runs.load import ResumeDrift
 from trainfold.backends.stores.local import Run, open_store
-from trainfold.backends.user_warning import warn_user
 from trainfold.core.checks import mapping_given
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.resume.resume_plan import Refusal
 from trainfold.core.state.state import Opaque, TrainState
 
 _KEPT = "lightning"
-_ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")  # components of their own
 _ALIKE = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "limit_train_batches", "overfit_batches")  # fmt: skip
 _LIGHTNINGS = ("model._current_fx_name", "model._metric_attributes")
 _NOTHING = TrainState(extra={_KEPT: Opaque({})})
@@ -254,51 +252,21 @@ class LightningCallback:
                                fix="leave out the callback that replaces them, such as StochasticWeightAveraging, or write the loop")  # fmt: skip
 
     def _go_on(self) -> None:
-        trainer, kept = self._trainer, self._kept
-        saved, wanted = kept.get("schedules", []), self._schedules()
-        if saved and saved != wanted:
-            warn_user(
-                f"the schedulers are stepped otherwise: saved {saved}, wanted {wanted}; put it back if it is not meant",
-                ResumeDrift,
-            )
-        trainer.callback_metrics.update(kept["metrics"])
-        if kept["is_at_end"]:
-            return
-        self._sums = kept["sums"]
-        trainer.accumulate_grad_batches = kept.get("accumulates") or trainer.accumulate_grad_batches
-        for name, states in kept["states"].items():
-            vars(trainer.lightning_module.get_submodule(name)).update(states)
-        fit = trainer.fit_loop
-        fit.load_state_dict(kept["checkpoint"]["loops"]["fit_loop"])
-        steps = fit.epoch_loop
-        for each in (fit, steps, steps.val_loop, steps.automatic_optimization, steps.manual_optimization):
-            each.on_iteration_done()  # it goes on inside of them, and does not begin them again
+        kept = self._kept
+        go_on(self._trainer, kept)
+        self._sums = {} if kept["is_at_end"] else kept["sums"]
 
     # --- state of the trainer -----------------------------------------------------------------------------------------
 
     def _keep(self) -> dict[str, Any]:
         self._trainer.save_checkpoint(self.path, weights_only=False)
         taken, self._checkpoint = self._checkpoint, {}
-        checkpoint = {name: value for name, value in taken.items() if name not in _ELSEWHERE}
-        if not is_alike(taken["state_dict"], self._trainer.strategy.lightning_module_state_dict()):
-            checkpoint["state_dict"] = taken["state_dict"]  # a hook has put others there, such as averages
-        kept = {
-            "checkpoint": checkpoint,
-            "metrics": dict(self._trainer.callback_metrics),
-            "sums": sums_of(self._trainer),
-            "states": states_of_metrics(self._trainer.lightning_module),
-            "is_at_end": self._is_at_end,
-            "schedules": self._schedules(),
-        }
+        kept = kept_by(self._trainer, taken, is_at_end=self._is_at_end)
         if self._trainer.accumulate_grad_batches != self._accumulates:
             kept["accumulates"] = self._trainer.accumulate_grad_batches
         plain: dict[str, Any] = to_plain(kept, {})
         check_unpickled(plain["checkpoint"])
         return plain
-
-    def _schedules(self) -> list[dict[str, Any]]:
-        names = ("interval", "frequency", "monitor", "strict", "reduce_on_plateau")
-        return [{name: getattr(each, name) for name in names} for each in self._trainer.lr_scheduler_configs]
 
     def _take(self, kept: dict[str, Any]) -> None:
         self._kept = from_plain(kept, {})
