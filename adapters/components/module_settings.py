@@ -11,7 +11,7 @@ from trainfold.adapters.own_state.attributes import attributes
 from trainfold.adapters.sharded.dtensor import FSDP_ATTRIBUTES, own_class
 from trainfold.core.format.structure.united_contract import PLACES, settings_of_places
 from trainfold.core.json_values import Json, encode_scalar
-from trainfold.core.state.fqn import path_in, short_path_in
+from trainfold.core.state.names.wrapper_names import path_in, short_path_in
 
 _OF_MODULES: Final = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl", "_version"})
 # Settings that also show in the shapes of the tensors: a resume refuses the shapes, and so reports one cause only.

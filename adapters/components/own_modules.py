@@ -13,7 +13,7 @@ from trainfold.adapters.own_state.read_back import first_unequal, unlike_saved
 from trainfold.adapters.own_state.remembered import remember
 from trainfold.adapters.sharded.dtensor import local_part, named_shards
 from trainfold.core.errors import InvalidState, TrainfoldError
-from trainfold.core.state.fqn import short_path_in
+from trainfold.core.state.names.wrapper_names import short_path_in
 from trainfold.core.state.state import Opaque
 
 _EXTRA: Final = "_extra_state"

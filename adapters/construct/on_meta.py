@@ -8,7 +8,8 @@ import torch
 from trainfold.adapters.construct.build_recorder import recorded
 from trainfold.adapters.construct.recipes import Kind, Recipe, Recipes, tensors_of
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.state.fqn import RECIPES, name_in
+from trainfold.core.state.fqn import RECIPES
+from trainfold.core.state.names.wrapper_names import name_in
 
 M = TypeVar("M", bound=torch.nn.Module)
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute")

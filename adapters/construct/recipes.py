@@ -7,7 +7,8 @@ import attrs
 import torch
 
 from trainfold.adapters.construct.tape import EMPTY, Place, RecordedCall, Tape
-from trainfold.core.state.fqn import RECIPES, name_in
+from trainfold.core.state.fqn import RECIPES
+from trainfold.core.state.names.wrapper_names import name_in
 
 Kind = Literal["parameter", "buffer", "attribute"]
 

@@ -10,7 +10,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
 from trainfold.core import tree
-from trainfold.core.state.fqn import path_in
+from trainfold.core.state.names.wrapper_names import path_in
 
 _MOST: Final = 12
 

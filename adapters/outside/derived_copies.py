@@ -13,7 +13,7 @@ from trainfold.backends.user_warning import warn_user
 from trainfold.core import tree
 from trainfold.core.errors import StaleCopy
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.fqn import under_names_of
+from trainfold.core.state.names.wrapper_names import under_names_of
 from trainfold.core.state.state import Opaque
 
 _STAYS: Final = (

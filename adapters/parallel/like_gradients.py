@@ -8,7 +8,7 @@ from trainfold.adapters.parallel.pipelines.pipeline import PipelineParallelism
 from trainfold.adapters.parallel.torch_parallelism import TorchParallelism
 from trainfold.core.errors import InvalidState, RanksDisagree, place
 from trainfold.core.layout.parallelism import Parallelism
-from trainfold.core.state.fqn import name_in
+from trainfold.core.state.names.wrapper_names import name_in
 from trainfold.core.step.reduce import unequal_gradients
 
 _FIX = "run a backward on every rank before live.check, and clear gradients only after the optimizer's step"

@@ -5,7 +5,7 @@ from typing import Any, final
 
 import torch
 
-from trainfold.core.state.fqn import canonical_name, name_in
+from trainfold.core.state.names.wrapper_names import canonical_name, name_in
 
 
 @final

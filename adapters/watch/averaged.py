@@ -10,8 +10,8 @@ import torch
 from trainfold.adapters.sharded.dtensor import local_part, named_shards
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
-from trainfold.core.state.fqn import under_names_of
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.names.wrapper_names import under_names_of
 from trainfold.core.state.state import ModelState
 
 

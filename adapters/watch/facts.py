@@ -30,7 +30,8 @@ from trainfold.core.state.audit import (
     Fact,
     attribute_of,
 )
-from trainfold.core.state.fqn import RECIPES, path_in
+from trainfold.core.state.fqn import RECIPES
+from trainfold.core.state.names.wrapper_names import path_in
 from trainfold.core.tensor_memory import tensor_bytes
 
 _DEPTH: Final = 6

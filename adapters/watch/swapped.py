@@ -9,7 +9,8 @@ import torch
 from trainfold.adapters.own_state.attributes import SEQUENCES, attributes
 from trainfold.adapters.sharded.dtensor import local_part
 from trainfold.core.errors import SwappedWeights
-from trainfold.core.state.fqn import named_tensors, under_names_of
+from trainfold.core.state.fqn import named_tensors
+from trainfold.core.state.names.wrapper_names import under_names_of
 
 _PROBES: Final = 4
 _PROBE_NUMEL: Final = 1 << 16

@@ -61,7 +61,7 @@ from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
 from trainfold.core.state.audit import not_restored_text
 from trainfold.core.state.components import components_of
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.names.wrapper_names import canonical_name
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 from trainfold.core.state.state import TrainState
 

@@ -23,7 +23,7 @@ from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.resume.compare import saved_ties
 from trainfold.core.resume.reads import ComponentReads, TensorRead, tensor_reads
 from trainfold.core.resume.request import resume_request
-from trainfold.core.state.fqn import canonical_name, names_alone
+from trainfold.core.state.names.wrapper_names import canonical_name, names_alone
 from trainfold.core.weights.detected import reader_of
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted

@@ -9,8 +9,9 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.optim.schedule import ScheduleFunction, describe_schedule
 from trainfold.core.rng import make_key
 from trainfold.core.state.aliasing import check_apart
-from trainfold.core.state.fqn import NamedTensors, check_real, check_set, check_uncut, name_in
+from trainfold.core.state.fqn import NamedTensors, check_real, check_set, check_uncut
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.names.wrapper_names import name_in
 from trainfold.core.state.state import ModelState, Progress, TrainableState
 from trainfold.core.step.optimizer import Optimizer, OptimizerLike, pair_of
 

@@ -12,7 +12,7 @@ from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.united_contract import FROZEN, FROZEN_NAMES, group_params_of, renamed_frozen
 from trainfold.core.json_values import Json
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.names.wrapper_names import canonical_name
 from trainfold.core.state.notes import LINEAGE, TRAINED
 from trainfold.core.transform.expression import SourceTensor
 from trainfold.core.transform.naming import Rename

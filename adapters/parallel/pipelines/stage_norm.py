@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, TypeAlias, final
 import torch
 
 from trainfold.core.format.codec import DENSE
-from trainfold.core.state.fqn import name_in
+from trainfold.core.state.names.wrapper_names import name_in
 
 # the stage and the name there of the parameter of each gradient; no name if it is in no stage
 Owners: TypeAlias = list[tuple[int, str | None]]

@@ -16,8 +16,8 @@ from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.names.wrapper_names import canonical_name
 from trainfold.core.state.state import Opaque, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.core.weights.source import Wanted
 

@@ -14,7 +14,7 @@ from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.core.errors import CheckpointForeign, CheckpointHostile, CheckpointMissing, InvalidArgument
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.printable import printable
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.names.wrapper_names import canonical_name
 from trainfold.core.weights.source import ListedSource, Wanted
 
 _SHOWN: Final = 8  # names in a message

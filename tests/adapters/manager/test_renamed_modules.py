@@ -20,8 +20,8 @@ from trainfold.core.errors import InvalidArgument, InvalidState, ResumeRefused
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.layout.shard import make_shard
 from trainfold.core.resume.resume_plan import Refusal, ResumePlan
-from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.names.wrapper_names import canonical_name
 from trainfold.core.state.state import ModelState, OptimizerState, ParamGroup, Progress, TrainState
 from trainfold.core.transform.renamed_manifest import renaming_of
 from trainfold.transforms import cast, compose, drop, merge, rename

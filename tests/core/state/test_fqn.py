@@ -12,7 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.optim.swa_utils import AveragedModel
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.state.fqn import canonical_name, name_in, named_tensors, under_names_of
+from trainfold.core.state.fqn import named_tensors
+from trainfold.core.state.names.wrapper_names import canonical_name, name_in, under_names_of
 
 
 class Hiding(nn.Module):

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import nn
 
-from trainfold.core.state.fqn import canonical_name
+from trainfold.core.state.names.wrapper_names import canonical_name
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

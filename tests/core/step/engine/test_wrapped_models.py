@@ -26,8 +26,8 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.rng import fold_in, forked_rng, make_key
-from trainfold.core.state.fqn import canonical_name
 from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.names.wrapper_names import canonical_name
 from trainfold.core.state.state import OptimizerState
 from trainfold.core.step.init_state import init_state
 from trainfold.core.step.loss import Loss

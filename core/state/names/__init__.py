@@ -1,0 +1,1 @@
+"""Names of tensors in modules, where wrappers have prefixes. May import torch, and the ground floor."""
