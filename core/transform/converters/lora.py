@@ -9,7 +9,7 @@ import attrs
 
 from trainfold.core.checks import document, positive
 from trainfold.core.errors import InvalidArgument, InvalidState
-from trainfold.core.transform.converters.low_rank import Decomposed, LowRank
+from trainfold.core.transform.converters.low_rank import Decomposed, LowRank, PlusScaled
 from trainfold.core.transform.expression import Expression
 from trainfold.core.transform.name_template import Captures, NameTemplate, check_captures, template
 from trainfold.core.transform.naming import form_of, put
@@ -43,6 +43,7 @@ class LoRA:
     is_transposed: bool
     a: NameTemplate
     b: NameTemplate
+    bias: NameTemplate
     wrapped: NameTemplate
     plain: NameTemplate
     prefix: str
@@ -70,7 +71,7 @@ class LoRA:
 
     def key_filter(self, name: str) -> bool:
         """See `Converter`."""
-        forms = (self.a, self.b, self.magnitude, *(form for _, form in _EMBEDDINGS))
+        forms = (self.a, self.b, self.bias, self.magnitude, *(form for _, form in _EMBEDDINGS))
         return any(each.match(name) is not None for each in forms) or _SAVED.fullmatch(name) is not None
 
     def state_dict_adapter(self, name: str) -> str:
@@ -90,7 +91,13 @@ class LoRA:
         parts: dict[Captures, dict[str, str]] = {}
         embeddings = set[Captures]()
         for name in table:
-            for part, form in (("a", self.a), ("b", self.b), ("magnitude", self.magnitude), *_EMBEDDINGS):
+            for part, form in (
+                ("a", self.a),
+                ("b", self.b),
+                ("bias", self.bias),
+                ("magnitude", self.magnitude),
+                *_EMBEDDINGS,
+            ):
                 captures = form.match(name)
                 if captures is not None:
                     parts.setdefault(captures, {})[part] = name
@@ -100,20 +107,24 @@ class LoRA:
         self._check_known(base)
         merged = dict(base)
         for captures, names in parts.items():
-            where = self._weight(captures, table)
+            where = self._place(captures, "weight", table)
             alpha = self._alpha(dict(captures)["layer"].removeprefix(self.prefix))
             own = {part: table[name] for part, name in names.items()}
             merged[where] = self._merged(
                 where, own, base.get(where), alpha, is_transposed=self.is_transposed or captures in embeddings
             )
+            if "bias" in own:
+                place = self._place(captures, "bias", table)
+                merged[place] = self._with_bias(place, own, base.get(place), alpha)
         saved = put(
             str(self), ((self.state_dict_adapter(name), table[name]) for name in table if _SAVED.fullmatch(name))
         )
         done = put(str(self), ((self.state_dict_adapter(name), each) for name, each in merged.items()))
         return {**done, **saved}
 
-    def _weight(self, captures: Captures, table: Table) -> str:
-        wrapped = self.wrapped.fill((*captures, ("tensor", "weight")))
+    def _place(self, captures: Captures, tensor: str, table: Table) -> str:
+        """The name of a tensor of the base: that of a wrapped layer, or the plain one."""
+        wrapped = self.wrapped.fill((*captures, ("tensor", tensor)))
         plain = self.state_dict_adapter(wrapped)
         return plain if plain in table and wrapped not in table else wrapped
 
@@ -143,9 +154,7 @@ class LoRA:
             raise InvalidState(
                 where, expected="a floating base", found=base.dtype,
                 fix="dequantise it first: chain(quantised(...), lora(...))")  # fmt: skip
-        rank = a.shape[0]
-        scale = alpha / (sqrt(rank) if self.is_rank_stabilised else rank) if rank else 0.0
-        merged = LowRank(base, a, b, scale, is_transposed)
+        merged = LowRank(base, a, b, self._scale(alpha, a.shape[0]), is_transposed)
         magnitude = parts.get("magnitude")
         if self.is_decomposed != (magnitude is not None) or (
             magnitude is not None and magnitude.shape != (b.shape[0],)
@@ -154,6 +163,20 @@ class LoRA:
                 where, expected=f"the length of each of {b.shape[0]} rows" if self.is_decomposed else "matrices of low rank alone",
                 found=form_of(magnitude), fix="pass the configuration of this adapter to lora_of, or decomposed= as use_dora there")  # fmt: skip
         return merged if magnitude is None else Decomposed(merged, magnitude)
+
+    def _scale(self, alpha: float, rank: int) -> float:
+        return alpha / (sqrt(rank) if self.is_rank_stabilised else rank) if rank else 0.0
+
+    def _with_bias(
+        self, where: str, parts: Mapping[str, Expression], base: Expression | None, alpha: float
+    ) -> PlusScaled:
+        """The bias of a layer whose adapter has one, too."""
+        own, a = parts["bias"], parts["a"]
+        if base is None or base.shape != own.shape or base.dtype not in _FLOATS or self.is_decomposed:
+            raise InvalidState(
+                where, expected="a floating bias of the layer, to which that of its adapter is added", found=f"{form_of(base)}, and {form_of(own)} in the adapter",
+                fix="make the adapter without lora_bias where the layer has no bias, or of DoRA: peft cannot merge it either")  # fmt: skip
+        return PlusScaled(base, own, self._scale(alpha, a.shape[0]))
 
     def _check_known(self, base: Iterable[str]) -> None:
         odd = [
@@ -172,6 +195,7 @@ def lora(  # noqa: PLR0913 - keywords
     fan_in_fan_out: bool = False,
     a: str = "{layer*}.lora_A.default.weight",
     b: str = "{layer*}.lora_B.default.weight",
+    bias: str = "{layer*}.lora_B.default.bias",
     wrapped: str = "{layer*}.base_layer.{tensor}",
     prefix: str = "base_model.model.",
     alphas: Mapping[str, float] | None = None,
@@ -189,6 +213,7 @@ def lora(  # noqa: PLR0913 - keywords
         fan_in_fan_out: whether weights have their inputs first, as the layers of GPT-2.
         a: the names of the matrices of shape (rank, inputs), with ``{layer*}``.
         b: those of shape (outputs, rank).
+        bias: the names of what is added to the biases of layers, times the same number, where an adapter has that.
         wrapped: the names of the tensors of a wrapped layer, with ``{layer*}`` and ``{tensor}``.
         prefix: what the names of the model begin with, and those of the base do not.
         magnitude: the names of the lengths of rows, with ``{layer*}``.
@@ -208,15 +233,16 @@ def lora(  # noqa: PLR0913 - keywords
     """
     one, other, of = template(a), template(b), template(wrapped)
     check_captures("lora", one, other)
-    lengths = template(magnitude)
+    lengths, added = template(magnitude), template(bias)
     check_captures("lora", one, lengths)
+    check_captures("lora", one, added)
     if one.captures != ("layer*",) or of.captures != ("layer*", "tensor"):
         raise InvalidArgument(
             "lora", expected="{layer*} in a= and b=, and {layer*} and {tensor} in wrapped=", found=f"{a}, {b} and {wrapped}",
             fix="write the names as in the model, such as a='{layer*}.a', wrapped='{layer*}.base_layer.{tensor}'")  # fmt: skip
     patterns = document("lora.alphas", {} if alphas is None else alphas, fix="pass alpha_pattern of the adapter")
     numbers = tuple((_pattern(pattern), positive(f"lora.alphas[{pattern!r}]", each, fix="pass alpha_pattern of the adapter")) for pattern, each in patterns.items())  # fmt: skip
-    return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, of, template("{layer*}.{tensor}"), prefix, numbers, lengths, decomposed)  # fmt: skip
+    return LoRA(positive("lora.alpha", alpha, fix="pass lora_alpha of the adapter"), rank_stabilised, fan_in_fan_out, one, other, added, of, template("{layer*}.{tensor}"), prefix, numbers, lengths, decomposed)  # fmt: skip
 
 
 def _pattern(text: str) -> str:
@@ -267,7 +293,7 @@ def lora_of(config: Mapping[str, Any]) -> LoRA:
 
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
-    **dict.fromkeys(("use_qalora", "use_bdlora", "lora_bias"), (False, None)),
+    **dict.fromkeys(("use_qalora", "use_bdlora"), (False, None)),
     **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "arrow_config"), (None,)),
     "bias": ("none", None),
     "trainable_token_indices": (None,),

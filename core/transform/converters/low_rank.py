@@ -163,6 +163,47 @@ class Decomposed:
         return rows, columns, (inputs, rows) if self.of.is_transposed else (rows, inputs)
 
 
+@final
+@attrs.frozen
+class PlusScaled:
+    """A tensor plus another one of its shape times a number, rounded once: a bias with that of an adapter.
+
+    Attributes:
+        of: the tensor.
+        other: what is added.
+        scale: of it.
+    """
+
+    of: Expression
+    other: Expression
+    scale: float
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return self.of.shape
+
+    def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
+        """See `Expression`."""
+        yield from self.of.reads(box)
+        yield from self.other.reads(box)
+
+    def computed(self, box: Box, read: Read) -> "torch.Tensor":
+        """See `Expression`."""
+        import torch
+
+        from trainfold.core.format.codec import torch_dtype
+
+        one = self.of.computed(box, read)
+        whole = one.to(torch.float64) + self.other.computed(box, read).to(torch.float64) * self.scale
+        found = whole.to(torch_dtype(self.dtype))
+        check_in_range(found, whole, lambda: sources_of(self.of, box))
+        return found
+
+
 def _lengths(rows: "torch.Tensor") -> "torch.Tensor":
     """The length of each row: its halves are added to each other, which gives the same bits wherever a row is."""
     squares = rows * rows

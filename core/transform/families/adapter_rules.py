@@ -31,6 +31,7 @@ def adapter_rules(adapter: str = "default", *, modules_to_save: Iterable[str] | 
     if not isinstance(adapter, str) or not adapter or set(adapter) & set(".{}"):
         raise InvalidArgument("adapter_rules.adapter", expected="the name of an adapter, without dots", found=shown(adapter), fix='pass a name such as "default"')  # fmt: skip
     weights = [rename(f"{{path*}}.{part}.{adapter}.weight", f"{{path*}}.{part}.weight") for part in _PARTS[:2]]
+    weights.append(rename(f"{{path*}}.lora_B.{adapter}.bias", "{path*}.lora_B.bias"))  # with lora_bias
     embeddings = [rename(f"{{path*}}.{part}.{adapter}", f"{{path*}}.{part}") for part in _PARTS[2:]]
     magnitudes = rename(f"{{path*}}.lora_magnitude_vector.{adapter}.weight", "{path*}.lora_magnitude_vector")  # of DoRA
     ends = set(modules_to_save or ())

@@ -119,7 +119,13 @@ def adapted(seed, base, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head", "norm"], "alpha_pattern": {"v_proj": 3}}]
+    "settings",
+    [
+        {},
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head", "norm"], "alpha_pattern": {"v_proj": 3}},
+    ],
 )
 def test_adapters_go_out_to_peft_and_come_in_again(settings, tmp_path):
     """M39: from a checkpoint that has the adapters alone, and from one that has the base, too; logits and bytes are equal."""
@@ -145,7 +151,9 @@ def test_adapters_go_out_to_peft_and_come_in_again(settings, tmp_path):
     )
     own = dict(other.named_parameters())
     wanted = asked_of({name: each for name, each in own.items() if name in source.specs()}, ())
-    assert len(wanted) == 8 + 4 * ("use_dora" in settings) + 6 * ("modules_to_save" in settings)
+    assert len(wanted) == 8 + 4 * ("use_dora" in settings or "lora_bias" in settings) + 6 * (
+        "modules_to_save" in settings
+    )
     with torch.no_grad():
         for name, each in source.supply(wanted):
             own[name].copy_(each)

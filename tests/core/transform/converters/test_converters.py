@@ -260,7 +260,7 @@ def test_what_cannot_be_merged_is_named_from_dtypes_and_shapes(change, said):
 OTHERS = (
     "q.lora_A.other.weight",
     "q.lora_embedding_B.other",
-    "q.lora_B.default.bias",
+    "q.lora_A.default.bias",
     "q.lora_magnitude_vector.other.weight",
 )
 
@@ -286,8 +286,8 @@ def test_a_second_adapter_is_in_no_view_but_that_of_everything(others, which, is
         (lambda: lora(alpha=1, a="{layer*}.a", b="{other*}.b"), "expected the captures"),
         (lambda: lora(alpha=1, wrapped="{layer*}.base_layer.weight"), "{layer\\*} and {tensor} in wrapped="),
         (
-            lambda: lora_of({"peft_type": "LORA", "use_qalora": True, "lora_bias": True}),
-            "use_qalora.*lora_bias",
+            lambda: lora_of({"peft_type": "LORA", "use_qalora": True, "use_bdlora": True}),
+            "use_qalora.*use_bdlora",
         ),
         (lambda: lora_of({"peft_type": "IA3"}), "IA3"),
         *(
@@ -429,3 +429,25 @@ def test_the_contract_compares_what_an_inverse_gives_back():
 
     with pytest.raises(ContractBroken, match=r"gives the tensors back.*: h have other bits"):
         check_converter(Counted(owns=lambda name: name == "h", state_dict_transform=Untied()), tensors)
+
+
+def test_the_bias_of_an_adapter_is_added_to_that_of_its_layer_with_the_scale_of_the_matrices():
+    """K03, K07: peft merges it so; a layer without a bias, and DoRA, are refused as there."""
+    tensors = {
+        "base_model.model.q.base_layer.weight": torch.zeros(3, 2), "base_model.model.q.base_layer.bias": torch.tensor([1.0, 2.0, 3.0]),
+        "base_model.model.q.lora_A.default.weight": torch.ones(2, 2), "base_model.model.q.lora_B.default.weight": torch.ones(3, 2),
+        "base_model.model.q.lora_B.default.bias": torch.tensor([1.0, 0.0, -1.0]),
+    }  # fmt: skip
+    converter = lora_of({"peft_type": "LORA", "lora_alpha": 8, "lora_bias": True})
+    check_converter(converter, tensors)
+    found = dict(transform_tensors(converter, tensors))
+    assert torch.equal(found["q.bias"], torch.tensor([5.0, 2.0, -1.0]))
+    assert torch.equal(found["q.weight"], torch.full((3, 2), 8.0))
+    without = {name: each for name, each in tensors.items() if not name.endswith("base_layer.bias")}
+    dora = tensors | {"base_model.model.q.lora_magnitude_vector.default.weight": torch.ones(3)}
+    for wrong, of in (
+        (without, converter),
+        (dora, lora_of({"peft_type": "LORA", "use_dora": True, "lora_bias": True})),
+    ):
+        with pytest.raises(InvalidState, match=r"q\.(base_layer\.)?bias: expected a floating bias of the layer"):
+            dict(transform_tensors(of, wrong))

@@ -49,6 +49,7 @@ CASES = {
     "embeddings": (llama, {"target_modules": ["q_proj", "embed_tokens"], "lora_alpha": 5}),
     "embeddings, dora": (llama, {"target_modules": ["embed_tokens"], "lora_alpha": 5, "use_dora": True}),
     "orthogonal": (llama, {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"}),
+    "biases": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True, "lora_alpha": 5}),
     "inputs first": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
 }
 
