@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from math import prod
 from operator import itemgetter
 from typing import Final, TypeAlias
@@ -145,8 +145,9 @@ def check_cover(path: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> None
     Examples:
         >>> check_cover("w", [((0, 2),), ((2, 3),)], (3,))
     """
-    filled = [box for box in boxes if volume(box)]
-    covered, whole = sum(map(volume, filled)), volume(whole_box(shape))
+    sizes = list(map(volume, boxes))
+    filled = boxes if 0 not in sizes else [box for box, size in zip(boxes, sizes, strict=True) if size]
+    covered, whole = sum(sizes), volume(whole_box(shape))
     if boxes and covered == whole and (not filled or _tile(filled, shape)):
         return
     twice = covered >= whole or (len(filled) <= _COMPARED and overlap(filled))
@@ -166,6 +167,9 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     program makes them, it says no.
     """
     cut = [axis for axis, size in enumerate(shape) if any(box[axis] != (0, size) for box in boxes)]
+    if len(cut) == 1:  # nearly always
+        sides = sorted([box[cut[0]] for box in boxes])
+        return sides[0][0] == 0 and all(one[1] == other[0] for one, other in pairwise(sides))
     if 2 ** len(cut) > _CORNERS:
         return len(boxes) <= _COMPARED and not overlap(boxes)
     corners = [
