@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainfold.core.errors import InvalidState
 from trainfold.core.state.fqn import named_tensors
-from trainfold.core.state.names.wrapper_names import canonical_name, name_in, under_names_of
+from trainfold.core.state.names.wrapper_names import name_in
 
 
 class Hiding(nn.Module):
@@ -104,19 +104,6 @@ def test_a_module_of_the_users_keeps_its_name_whatever_that_is(name):
         assert {name_in(each, found) for found in each.state_dict()} == {*named_tensors(each).params}
     model["enc"].weight = nn.Parameter(torch.zeros(1))  # it was one name with that of the module inside
     assert len(named_tensors(model).params) == 3
-
-
-@given(st.lists(st.sampled_from(["module", "a", "b"]), min_size=1, max_size=3), st.data())
-def test_a_copy_is_matched_by_the_names_of_the_model_or_not_at_all(path, data):
-    names = list(
-        dict.fromkeys(data.draw(st.lists(st.sampled_from(["w", "a.w", "module.w", "a.module.w"]), min_size=1)))
-    )
-    prefix = ".".join(path)
-    copy = {f"{prefix}.{name}": name for name in names}
-    found = under_names_of(names, copy)
-    assert len(found) == len(copy)
-    if all(part == "module" for part in path) and len(set(map(canonical_name, names))) == len(names):
-        assert found == {name: name for name in names}
 
 
 def test_a_module_that_names_its_modules_itself_is_asked_however_it_does_it():
