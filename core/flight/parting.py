@@ -19,6 +19,7 @@ Cause: TypeAlias = Literal[
     "bit",
     "state",
     "fault",
+    "chance",
     "unrecorded",
     "environment",
     "arithmetic",
@@ -26,7 +27,7 @@ Cause: TypeAlias = Literal[
 """``position``: other counts of samples or epochs, as after a lost window. ``seed``: the program was seeded otherwise. ``batch``: other data at the same
 position. ``component``: one of them saves what the other has not. ``setting``: another setting of the contract. ``streams``: other random numbers were
 drawn. ``buffer``: only buffers of modules differ. ``bit``: one element of one tensor differs. ``state``: the state differs while all that the steps
-show is the same. ``fault``: one of them did what the program does not do again. ``unrecorded``: they came
+show is the same. ``fault``: one of them did what its program does not do again. ``chance``: neither did what its program does again. ``unrecorded``: they came
 apart in steps of which a log has no record. ``environment``: only results differ, and the numerical environment.
 ``arithmetic``: only results differ."""
 
@@ -42,6 +43,7 @@ _WORDS: Final = {
     "bit": "one element of one tensor differs, and nothing that a step shows: it was changed from outside, as by a fault of the memory",
     "state": "their states differ, and nothing else that a step shows: something beside the steps wrote to it, or the update alone has other arithmetic",
     "fault": "the program does again what one of them did, and not what the other did: a fault, or something outside the program",
+    "chance": "neither program does again what it did: its results do not repeat",
     "unrecorded": "they came apart where a log has no record, so that the cause is not known",
     "environment": "only the arithmetic differs, and so does the numerical environment",
     "arithmetic": "only the arithmetic differs: another kernel, another version of the code, or results that do not repeat",
@@ -83,7 +85,8 @@ class Evidence:
         seeds: the seeds of their streams, if they differ.
         unrecorded: the first and the last step just before the difference, and after the last state that is the same, of which a log has no record;
             None without any.
-        repeats: whether the program did again what the first, and the second, did; None where that was not tried.
+        repeats: whether the program of the first did again what the first, and the second, did; None where that was not tried.
+        own: whether the program of each did again what that run did; None where that was not tried.
     """
 
     difference: StepDifference | None = None
@@ -97,6 +100,7 @@ class Evidence:
     seeds: tuple[str, str] | None = None
     unrecorded: tuple[int, int] | None = None
     repeats: tuple[bool | None, bool | None] = (None, None)
+    own: tuple[bool | None, bool | None] = (None, None)
 
 
 @final
@@ -177,7 +181,9 @@ def _cause(known: Evidence, parts: Sequence[str], *, by_state: bool) -> tuple[Ca
     only_buffers = by_state and bool(paths) and all(".buffers[" in path for path in paths)
     one_element = by_state and len(paths) == 1 and known.leaves[0].differing == 1
     hole = () if known.unrecorded is None else (steps_text(*known.unrecorded),)
-    fault = {*known.repeats} == {True, False}
+    tried = (
+        known.repeats if None in known.own else known.own
+    )  # what the other program does not do again may be the work of its own
     rules: tuple[tuple[object, Cause, tuple[str, ...]], ...] = (
         ({"samples", "epoch"} & {*parts}, "position", ()),
         (known.seeds, "seed", known.seeds or ()),
@@ -187,7 +193,8 @@ def _cause(known: Evidence, parts: Sequence[str], *, by_state: bool) -> tuple[Ca
         (not hole and {"streams", "host_streams"} & {*parts}, "streams", ()),
         (only_buffers, "buffer", paths),
         (one_element, "bit", paths),
-        (fault, "fault", ("the first" if known.repeats[1] else "the second",)),
+        ({*tried} == {True, False}, "fault", ("the first" if tried[1] else "the second",)),
+        (known.own == (False, False), "chance", ()),
         (hole, "unrecorded", hole),
         (drifts, "environment", drifts),
         (by_state, "state", paths or components),

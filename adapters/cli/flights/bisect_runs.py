@@ -1,5 +1,6 @@
 """`trainfold bisect A B`: the first step in which two runs part, and why."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,10 +15,11 @@ from trainfold.adapters.cli.flights.scratch_run import (
     has_checkpoint,
     replay_program,
     scratch_place,
+    serves_any_run,
 )
 from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
-from trainfold.core.errors import CheckpointMissing
+from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_of
 from trainfold.core.format.file_names import directory_of
@@ -25,7 +27,8 @@ from trainfold.core.format.leaf_texts import leaf_texts
 from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.state.notes import CONVERTED, LINEAGE
 
-_PLACE: Final = scratch_place("bisect", "bisection")
+_B: Final = "b"  # where the replay of B is
+_PLACE: Final = scratch_place("bisect", "bisection", _B)
 _SHOWN: Final = 40
 _OWN: Final = ("rng", "dataset")  # components that hold random streams
 _HOST: Final = ("['python']", "['numpy']")  # streams that are seldom seeded
@@ -34,13 +37,16 @@ _ABSENT: Final = "absent"
 Pair = tuple[Checkpoint, Checkpoint]
 
 
-def bisect_runs(a: Path, b: Path, command: tuple[str, ...], *, directory: Path, patience_secs: float) -> Answer:
+def bisect_runs(  # noqa: PLR0913 - one for each option
+    a: Path, b: Path, command: tuple[str, ...], *, command_b: str | None = None, directory: Path, patience_secs: float
+) -> Answer:
     """Find where two runs part, and why.
 
     Args:
         a: one run.
         b: the other; both are only read.
-        command: the program of ``a``, to run it again; empty not to.
+        command: the program of ``a``, to run it again; empty not to. With ``{run}`` in it, ``b`` is run again too.
+        command_b: the program of ``b``, as one text; None for the same.
         directory: for what a replay writes.
         patience_secs: how long the program may be silent.
 
@@ -50,10 +56,10 @@ def bisect_runs(a: Path, b: Path, command: tuple[str, ...], *, directory: Path, 
     Raises:
         CheckpointMissing: if one of them is not there. ProgramFailed, NeverResumed: of the replay.
     """
+    theirs = _program_of_b(command, command_b)
+    command = check_command(command) if command or theirs else command
     flights = flights_of(a), flights_of(b)
     saved = tuple(_complete(run, has_log=bool(flight)) for run, flight in zip((a, b), flights, strict=True))
-    if command:
-        command = check_command(command)
     found = first_of_ranks(*flights, after=0)
     evidence = _of_checkpoints(a, b, *saved)
     if found is not None:
@@ -62,9 +68,9 @@ def bisect_runs(a: Path, b: Path, command: tuple[str, ...], *, directory: Path, 
     parting = parting_of(evidence)
     if command and parting.step is not None:
         with _PLACE.prepared(directory):
-            _PLACE.mark(directory, {"command": list(command), "a": str(a), "b": str(b)})
-            repeats = _repeats((a, b), parting, command, directory, patience_secs)
-        parting = parting_of(attrs.evolve(evidence, repeats=repeats))
+            _PLACE.mark(directory, {"command": list(command), "command_b": list(theirs), "a": str(a), "b": str(b)})
+            evidence = _replayed((a, b), parting, (command, theirs), directory, patience_secs)
+        parting = parting_of(evidence)
     return _answer(a, b, parting, log_warnings((a, b), flights, ("A", "B")))
 
 
@@ -144,15 +150,37 @@ def _leaves(pair: Pair, unlike: Mapping[str, tuple[str, str]]) -> tuple[LeafApar
     return tuple(sorted(leaves, key=lambda leaf: (leaf.differing is None, -(leaf.size or 0.0), leaf.path)))
 
 
-def _repeats(
-    runs: tuple[Path, Path], parting: Parting, command: tuple[str, ...], directory: Path, patience_secs: float
-) -> tuple[bool | None, bool | None]:
-    """Whether the program does again what each of the runs did, from the last state that both have."""
+def _program_of_b(command: tuple[str, ...], given: str | None) -> tuple[str, ...]:
+    """The program of B; empty if it is not run again."""
+    if given is None:
+        return command if serves_any_run(command) else ()
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise InvalidArgument("--program-b", expected="a command, quoted as in a shell", found=f"{given!r}: {error}",
+                              fix="close the quotes, as in --program-b 'python other.py'") from error  # fmt: skip
+    return check_command(words)
+
+
+def _replayed(
+    runs: tuple[Path, Path],
+    parting: Parting,
+    commands: tuple[tuple[str, ...], tuple[str, ...]],
+    directory: Path,
+    patience_secs: float,
+) -> Evidence:
+    """The evidence, with what the programs do again from the last state that both have."""
     known, end = parting.evidence, parting.step
     assert end is not None
     begin = known.same_at if known.same_at is not None and known.same_at < end else 0
-    made = replay_program(directory, ReplayRequest(runs[0], begin, end, command, patience_secs=patience_secs))
-    return _repeated(runs[0], made.run, begin, end), _repeated(runs[1], made.run, begin, end)
+    a, b = runs
+    made = replay_program(directory, ReplayRequest(a, begin, end, commands[0], patience_secs=patience_secs))
+    repeats = _repeated(a, made.run, begin, end), _repeated(b, made.run, begin, end)
+    own_of_b = None
+    if commands[1]:
+        other = replay_program(directory / _B, ReplayRequest(b, begin, end, commands[1], patience_secs=patience_secs))
+        own_of_b = _repeated(b, other.run, begin, end)
+    return attrs.evolve(known, repeats=repeats, own=(repeats[0], own_of_b))
 
 
 def _repeated(run: Path, replayed: Path, begin: int, end: int) -> bool | None:
@@ -169,12 +197,14 @@ def _repeated(run: Path, replayed: Path, begin: int, end: int) -> bool | None:
 def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
     known = parting.evidence
     words = {True: "yes", False: "NO", None: "not tried: put the program of A after --"}
+    again = words | {None: "not tried: put {run} into the command, or name its program with --program-b"}
     facts = [
         ("they", str(parting)),
         ("in the logs", "no difference" if known.difference is None else str(known.difference)),
         ("same state at", "no step that both have saved" if known.same_at is None else f"step {known.same_at}"),
         ("other state at", "no step that both have saved" if known.apart_at is None else f"step {known.apart_at}"),
-        *((f"the program repeats {name}", words[each]) for name, each in zip("AB", known.repeats, strict=True)),
+        *((f"the program of A repeats {name}", words[each]) for name, each in zip("AB", known.repeats, strict=True)),
+        *([("the program of B repeats B", again[known.own[1]])] if known.repeats[0] is not None else []),
     ]
     tables = [
         Table(
@@ -214,6 +244,7 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
         "environment": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.environment],
         "seeds": None if known.seeds is None else list(known.seeds),
         "repeats": list(known.repeats),
+        "repeats_itself": list(known.own),
         "warnings": warnings,
     }
     return Answer(data, tuple(tables), error)

@@ -65,16 +65,22 @@ def replay(  # noqa: PLR0913 - one for each option
     )
 
 
-def bisect(
+def bisect(  # noqa: PLR0913 - one for each option
     a: RunPath,
     b: RunPath,
     *command: Annotated[
         str,
         Parameter(
             allow_leading_hyphen=True,
-            help="The program of A and its arguments, after --: it is run again up to the step, to see which of the runs it repeats.",
+            help="The program of A and its arguments, after --: it is run again up to the step, to see which of the runs it repeats. With {run} in it, which stands for the run, B is run again too.",
         ),
     ],
+    program_b: Annotated[
+        str | None,
+        Parameter(
+            metavar="COMMAND", help="The program of B, if it is another one, in quotes, such as 'python other.py'."
+        ),
+    ] = None,
     directory: Annotated[Path, Parameter(name="--dir", help="Directory for what a replay writes.")] = Path(
         "runs/bisect"
     ),
@@ -88,8 +94,11 @@ def bisect(
 
     Exit code 3 means that they part.
 
-    Example: trainfold bisect runs/a runs/b -- python train.py
+    Example: trainfold bisect runs/a runs/b -- python train.py {run}
     """
     from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
 
-    return deliver(lambda: bisect_runs(a, b, command, directory=directory, patience_secs=patience), as_json=json)
+    return deliver(
+        lambda: bisect_runs(a, b, command, command_b=program_b, directory=directory, patience_secs=patience),
+        as_json=json,
+    )

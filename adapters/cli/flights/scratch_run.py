@@ -112,15 +112,16 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     return ScratchRun(run, flights_of(run), nonfinite, output)
 
 
-def scratch_place(command: str, noun: str) -> Workplace:
+def scratch_place(command: str, noun: str, *more: str) -> Workplace:
     """The directory of a command that runs a program by `replay_program`.
 
     Args:
         command: its name.
         noun: what it makes, for messages.
+        more: names in it of further replays.
     """
     marker, lock = f"{command}.json", f"{command}.lock"
-    names = frozenset({marker, lock, "run", "notes", "managers"})
+    names = frozenset({marker, lock, "run", "notes", "managers", *more})
     return Workplace(f"trainfold {command}", noun, "--dir", marker, lock, names)
 
 
@@ -138,6 +139,11 @@ def has_checkpoint(run: Path, step: int) -> bool:
         return step in open_run(run)[1].usable_steps
     except CheckpointMissing:
         return False
+
+
+def serves_any_run(command: Sequence[str]) -> bool:
+    """Whether a command takes the run as an argument, so that it can train any."""
+    return any(PLACEHOLDER in word for word in command)
 
 
 def check_command(command: Sequence[str]) -> tuple[str, ...]:

@@ -33,6 +33,11 @@ CASES = [
     (Evidence(difference=logs("loss", "norm")), 5, "arithmetic"),
     (Evidence(difference=logs("loss"), repeats=(True, False)), 5, "fault"),
     (Evidence(difference=logs("loss"), repeats=(True, True)), 5, "arithmetic"),
+    (Evidence(difference=logs("loss"), repeats=(True, False), own=(True, True)), 5, "arithmetic"),
+    (Evidence(difference=logs("loss"), repeats=(True, False), own=(True, False)), 5, "fault"),
+    (Evidence(difference=logs("loss"), repeats=(False, False), own=(False, False)), 5, "chance"),
+    (Evidence(difference=logs("loss"), repeats=(False, True), own=(False, None)), 5, "fault"),
+    (Evidence(difference=logs("loss"), settings=RATE, own=(False, False)), 5, "setting"),
     (Evidence(same_at=4, apart_at=8, leaves=(BUFFER,)), 8, "buffer"),
     (Evidence(same_at=4, apart_at=8, leaves=(BUFFER, WEIGHT)), 8, "state"),
     (Evidence(same_at=4, apart_at=8, leaves=(WEIGHT,)), 8, "bit"),
@@ -61,6 +66,8 @@ def test_the_cause_that_explains_the_others_is_named(evidence, step, cause):
 
 def test_a_fault_names_the_run_that_does_not_repeat():
     found = parting_of(Evidence(difference=logs("loss"), repeats=(False, True)))
+    assert found.names == ("the first",)
+    found = parting_of(Evidence(difference=logs("loss"), repeats=(False, False), own=(False, True)))
     assert found.names == ("the first",)
 
 

@@ -1,6 +1,7 @@
 """`trainfold bisect`: ten planted causes, each of which is named; and what is said where there is little to go by."""
 
 import random
+import shlex
 import shutil
 
 import pytest
@@ -258,11 +259,36 @@ def test_a_difference_after_a_damaged_line_is_not_called_arithmetic(plain, tmp_p
     assert (found["step"], found["cause"], found["names"]) == (3, "unrecorded", ["step 3"]), found["text"]
 
 
-def test_a_replay_shows_which_run_the_program_repeats(ran, replayed):
-    """The second run had a fault in its seventh step; the program does again what the first one did."""
-    command = ran("a")
-    ran("b", ("    loss.backward()", "    if count == 6: loss = loss * 1.001\n    loss.backward()"))
+FAULT = ("    loss.backward()", "    if live.progress.step == 6 and not os.environ.get('TRAINFOLD_REHEARSAL'): loss = loss * 1.001\n    loss.backward()")  # fmt: skip
+OWN = ("    loss.backward()", "    if live.progress.step == 6: loss = loss * 1.001\n    loss.backward()")
+
+
+def test_a_replay_of_both_shows_which_of_them_does_not_repeat_itself(ran, replayed):
+    """The second run had a fault in its seventh step; its program does again what the first one did."""
+    command = [*ran("a")[:-1], "{run}"]
+    ran("b", FAULT)
     code, found = replayed("bisect", "runs/a", "runs/b", command=command)
     fits_its_schema("bisect", found)
     assert (code, found["step"], found["cause"], found["names"]) == (3, 7, "fault", ["the second"])
-    assert found["repeats"] == [True, False]
+    assert (found["repeats"], found["repeats_itself"]) == ([True, False], [True, False])
+
+
+@pytest.mark.long
+def test_a_run_of_another_program_that_repeats_itself_had_no_fault(ran, replayed):
+    """The program of A does not do again what B did; B, whose own program does, had no fault."""
+    command, other = ran("a"), ran("b", OWN)
+    code, found = replayed("bisect", "runs/a", "runs/b", command=command)
+    assert (code, found["repeats"], found["repeats_itself"]) == (3, [True, False], [True, None])
+    for program in (
+        ["--program-b", shlex.join(map(str, other))],
+        ["--program-b", shlex.join([*map(str, other[:-1]), "{run}"])],
+    ):
+        code, found = replayed("bisect", "runs/a", "runs/b", *program, command=command)
+        assert (code, found["cause"]) == (3, "arithmetic")
+        assert (found["repeats"], found["repeats_itself"]) == ([True, False], [True, True])
+
+
+def test_a_program_of_b_that_cannot_be_started_is_refused(tmp_path, replayed):
+    for given in ("python 'a", "", "no-such-program"):
+        code, _ = replayed("bisect", tmp_path, tmp_path, "--program-b", given)
+        assert code == 2
