@@ -72,7 +72,8 @@ def copied_containers(value: Any) -> Any:
 
 def copied(value: Any) -> Any:
     """Return a copy of the tree that shares nothing, for an owner that will change it."""
-    return tree.map(copy.deepcopy, tree.map_tensors(lambda tensor: tensor.detach().clone(), value))
+    cloned = tree.map_tensors(lambda tensor: tensor.detach().clone(), value)
+    return tree.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), cloned)
 
 
 @final

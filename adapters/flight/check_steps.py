@@ -12,6 +12,7 @@ from trainfold.core.checks import count
 from trainfold.core.errors import StepNotRepeated
 from trainfold.core.exact.distance import distance
 from trainfold.core.format.fingerprint import fingerprint
+from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.components import components_of, select
 from trainfold.core.state.state import TrainState
@@ -54,13 +55,24 @@ def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | 
         if number % every:
             return step(state, batch)
         once, twice = first(state, batch), step(state, batch)
-        _judge(number, _unlike(once, twice), twice[0], collectives)
+        judge_step(number, _unlike(once, twice), twice[0], collectives)
         return twice
 
     return run
 
 
-def _judge(number: int, unlike: list[str], state: TrainState, collectives: Collectives | None) -> None:
+def judge_step(number: int, unlike: list[str], state: TrainState, collectives: Collectives | None) -> None:
+    """Raise if a step has not repeated itself on some rank, or if ranks have other states after it.
+
+    Args:
+        number: of the step.
+        unlike: what differs between the two runs of this rank.
+        state: after the second.
+        collectives: the ranks, which all call; None for one.
+
+    Raises:
+        StepNotRepeated: on every rank.
+    """
     digest = (
         None if collectives is None else fingerprint(select(state, ["model", "optimizer"]))
     )  # what ranks have alike
@@ -101,30 +113,49 @@ def _of(rank: int, told: list[Any]) -> str:
 
 def _unlike(once: tuple[TrainState, Mapping[str, Any]], twice: tuple[TrainState, Mapping[str, Any]]) -> list[str]:
     """The leaves and metrics that differ, each with by how much."""
-    found = []
     (one, metrics), (other, again) = once, twice
-    for name, component in components_of(one).items():
-        theirs = dict(tree.named_leaves(components_of(other).get(name), name))
-        for path, leaf in tree.named_leaves(component, name):
-            text = _apart(leaf, theirs.get(path))
-            found += [] if text is None else [f"{path} ({text})"]
     numbers = (
         f"{name} ({metrics[name]!r} and {again[name]!r})"
         for name in metrics
         if repr(metrics[name]) != repr(again.get(name))
     )
-    return [*found, *numbers]
+    return [*leaves_apart(components_of(one), components_of(other)), *numbers]
+
+
+def leaves_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The leaves of two states that differ, each with by how much.
+
+    Args:
+        one: component -> its value.
+        other: the same components.
+    """
+    found = []
+    for name, component in one.items():
+        pair = component, other.get(name)
+        if tree.structure(pair[0]) == tree.structure(pair[1]):
+            texts = [_apart(*leaves) for leaves in zip(*map(tree.leaves, pair), strict=True)]
+            if any(text is not None for text in texts):  # paths take as long as the comparison
+                named = zip(tree.paths(component, name), texts, strict=True)
+                found += [f"{path} ({text})" for path, text in named if text is not None]
+        else:
+            found.append(f"{name} (other leaves)")
+    return found
 
 
 def _apart(one: Any, other: Any) -> str | None:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return (
-            None
-            if isinstance(one, torch.Tensor) is isinstance(other, torch.Tensor) and one == other
-            else f"{one!r} and {other!r}"
-        )
+        return None if _is_same(one, other) else f"{shown(one)} and {shown(other)}"
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
     if torch.equal(byte_view(one.detach()), byte_view(other.detach())):
         return None
     return str(distance(one.detach().cpu(), other.detach().cpu()))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two leaves that are not both tensors are the same: arrays by their bits; a NaN is as itself."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    return type(one) is type(other) and (bool(one == other) or repr(one) == repr(other))

@@ -12,7 +12,7 @@ from trainfold.adapters.flight.pure_steps import B, PureStep, S, recorded_step
 from trainfold.adapters.flight.replay_orders import end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.recorder import plain_number, with_recorder
+from trainfold.adapters.watch.recorder import plain_number, with_recorder
 from trainfold.backends.flight.flights import FlightWriter, flight_writer
 from trainfold.backends.flight.journals import journal_writer
 from trainfold.backends.stores.protocol import Store

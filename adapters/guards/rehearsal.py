@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
-from trainfold.adapters.live.recorder import plain_number, with_recorder
+from trainfold.adapters.watch.recorder import plain_number, with_recorder
 from trainfold.backends.flight.replay_place import run_place
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint

@@ -11,7 +11,7 @@ from trainfold.adapters.live.dry_capture import dry_capture
 from trainfold.adapters.live.loop.loop_data import LoopData
 from trainfold.adapters.live.loop.loops_over_data import LoopsOverData
 from trainfold.adapters.live.pending import PendingComponents
-from trainfold.adapters.live.recorder import Recorder, check_values
+from trainfold.adapters.live.redo import Redo
 from trainfold.adapters.live.restore import OnAnyRank, checked, checked_by_all, has_refusable, read_in_place, write_all
 from trainfold.adapters.live.run_watch import RunWatch
 from trainfold.adapters.live.view import LiveView, read_objects
@@ -27,6 +27,7 @@ from trainfold.adapters.parallel.sharing import Shared
 from trainfold.adapters.script.accelerate_wrappers import unwrapped
 from trainfold.adapters.script.attached_settings import attached_settings
 from trainfold.adapters.watch.averaged import SwapsAverages
+from trainfold.adapters.watch.recorder import Recorder, check_values
 from trainfold.backends.formats.native.unread import UnreadTensors
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.ranks.left_out import texts_of_left_out, warn_of_left_out, warn_of_nothing
@@ -339,6 +340,13 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         parts, saved, chosen = checked
         wanted = {name: part for name, part in parts.items() if name in saved and (chosen is None or name in chosen)}
         return OnAnyRank(has_refusable(wanted), self._data is not None and bool(self._data.feeds()))
+
+    def redo(self) -> Redo:
+        """What takes the objects back to now, without counters and position, so that a step can run again."""
+        self.check_trained("live.redo")
+        parts = {name: part for name, part in self._parts_now().items() if name not in ("trainer", "dataset")}
+        tensors = {id(each): each for module in self._objects.modules for each in module.parameters()}
+        return Redo(parts, tensors.values(), self._watch, self._wait_to_write)
 
     def register(self, name: str, target: Any, *, sharing: Mapping[str, Shared] | None = None) -> None:
         """Add a component to a run that may have been restored already.

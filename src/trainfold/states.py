@@ -3,6 +3,7 @@
 The names are re-exports, each documented where it lives.
 """
 
+from trainfold.adapters.flight.check_live_steps import check_live_steps
 from trainfold.adapters.flight.check_steps import check_steps
 from trainfold.adapters.flight.flight_log import FlightLog, Replayed
 from trainfold.backends.flight.flights import read_flights
@@ -50,6 +51,7 @@ __all__ = [
     "StepDifference",
     "StepRecord",
     "TrainableState",
+    "check_live_steps",
     "check_steps",
     "content_fingerprint",
     "first_step_apart",

@@ -1,0 +1,62 @@
+"""`Redo`: takes attached objects back to before a step, so that the step can run again."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+import torch
+
+from trainfold.adapters.components.component import ComponentAdapter, copied
+from trainfold.adapters.live.restore import write_all
+from trainfold.adapters.live.run_watch import RunWatch
+
+
+@final
+class Redo:
+    """The objects as they are now, inside a step too: after a batch was drawn, and before it is counted.
+
+    Counters and the position in the data are not among them: a step moves neither.
+
+    Args:
+        parts: the components that a step may change.
+        gradients: the tensors whose gradients it may change.
+        watch: of the run.
+        announce: called before memory is overwritten that a save may still read.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, ComponentAdapter],
+        gradients: Iterable[torch.Tensor],
+        watch: RunWatch,
+        announce: Callable[[], object],
+    ) -> None:
+        self._parts = parts
+        self._watch = watch
+        self._announce = announce
+        self._steps = watch.window.steps.copy()
+        self._before = copied(self.values())
+        self._gradients = [
+            (each, each.grad, None if each.grad is None else each.grad.detach().clone()) for each in gradients
+        ]
+
+    def values(self) -> dict[str, Any]:
+        """Each component as it is now; its tensors are the live ones."""
+        return {name: part.capture() for name, part in self._parts.items()}
+
+    def back(self) -> None:
+        """Put everything back: tensors in place, random streams, gradients, and the count of steps that `advance` has not seen.
+
+        Raises:
+            RestoreRefused: if an object does not take its own state; nothing was changed.
+            HalfRestored: if memory could not be overwritten.
+        """
+        self._announce()
+        write_all(self._parts, self._before, begins=self._watch.overwrites)
+        with torch.no_grad():
+            for tensor, gradient, value in self._gradients:
+                tensor.grad = gradient
+                if gradient is not None and value is not None:
+                    gradient.copy_(value)
+        self._watch.window.steps.clear()
+        self._watch.window.steps.update(self._steps)
+        self._watch.overwrites(is_over=True)

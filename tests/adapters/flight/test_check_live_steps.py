@@ -1,0 +1,161 @@
+"""One step in so many of an attached loop runs twice: what differs is found, and nothing else changes."""
+
+import random
+
+import pytest
+import torch
+from kit.adapters.flight_cases import Recorded
+
+from trainfold import attach, fingerprint
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.core.errors import IncompleteWindow, InvalidArgument, StepNotRepeated
+from trainfold.ranks import run_threads
+from trainfold.states import check_live_steps
+
+
+class Checked(Recorded):
+    """A run with AdamW, dropout, a schedule and an average, whose steps draw from three streams; gradients stay, and one parameter is tied."""
+
+    def trained(self, every, steps=7, *, manager=None, spoil=None, keeps=False):
+        calls = []
+
+        def step(x, y):
+            calls.append(1)
+            noise = random.random() + torch.rand(()).item()
+            x += noise  # to its batch
+            loss = ((self.model(x) - y) ** 2).mean()
+            loss.backward()
+            if spoil is not None:
+                spoil(self, len(calls))
+            self.optimizer.step()
+            self.scheduler.step()
+            self.ema.update_parameters(self.model)
+            self.optimizer.zero_grad(set_to_none=not keeps)
+            return {"loss": loss.detach()}
+
+        checked = step if every is None else check_live_steps(self.live, step, every=every)
+        losses = []
+        for x, y in self.live.batches(steps=steps):
+            losses.append(checked(x, y)["loss"].item())
+            self.live.advance(samples=len(x))
+            if manager is not None:
+                manager.step(self.live)
+        return losses, fingerprint(self.live.capture()), len(calls)
+
+
+@pytest.mark.parametrize(("every", "keeps"), [(1, False), (1, True), (3, False)])
+def test_checked_steps_leave_the_bits_of_unchecked_ones(every, keeps):
+    """Slots of the first step, streams, schedule, average, gradients that stay, the batch, the position: all as if it had run once."""
+    plain, checked = Checked(0).trained(None, keeps=keeps), Checked(0).trained(every, keeps=keeps)
+    assert checked[:2] == plain[:2]
+    assert checked[2] == 7 + 7 // every
+
+
+def test_a_check_beside_a_save_in_the_background_changes_no_checkpoint(tmp_path):
+    """The second run begins by writing to memory that a save may still read."""
+    found = []
+    for every in (None, 1):
+        with CheckpointManager(tmp_path / str(every), every=1, mode="async") as manager:
+            job = Checked(0)
+            manager.restore(job.live)
+            job.trained(every, manager=manager)
+            manager.drain()
+            again = Checked(1)
+            manager.load(again.live)
+            found.append(fingerprint(again.live.capture()))
+    assert found[0] == found[1]
+
+
+def test_a_fault_of_one_run_is_named_with_its_leaf():
+    """One bit of one gradient, in one of two runs."""
+
+    @torch.no_grad()
+    def spoil(job, call):
+        if call == 6:
+            job.model[2].weight.grad.view(torch.int32)[0, 1] ^= 1 << 20
+
+    with pytest.raises(StepNotRepeated, match=r"step 4: .*model.params\['2.weight'\]"):
+        Checked(0).trained(2, spoil=spoil)
+
+
+def test_a_step_that_depends_on_what_is_not_attached_is_named():
+    """It cannot be put back, so it runs on; that must not pass in silence."""
+    kept = torch.zeros(1)
+
+    @torch.no_grad()
+    def spoil(job, _):
+        kept.add_(1)
+        job.model[0].bias.grad.add_(kept)
+
+    with pytest.raises(StepNotRepeated, match="bias"):
+        Checked(0).trained(2, spoil=spoil)
+
+
+def test_a_step_that_counts_itself_is_refused():
+    model = torch.nn.Linear(1, 1)
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InvalidArgument, match="out of the step"):
+        check_live_steps(live, lambda: live.advance(samples=1), every=1)()
+    with pytest.raises(InvalidArgument, match="checks every step"):
+        check_live_steps(live, lambda: None, every=0)
+
+
+def test_a_check_counts_one_step_and_waits_for_what_a_save_still_reads():
+    """Also where the step itself does not: a scaler that skips an update announces none."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live, waits = attach(model, optimizer), []
+    live.before_writes = lambda: lambda: waits.append(1)
+    check_live_steps(live, lambda: None, every=1)()
+    assert waits == [1]
+    check_live_steps(live, optimizer.step, every=1)()
+    with pytest.raises(IncompleteWindow, match="1 of optimizer"):
+        live.capture()
+
+
+def test_a_window_of_several_batches_is_checked_batch_by_batch():
+    """Gradients that a window has gathered are put back too."""
+    found = []
+    for every in (None, 1):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        live = attach(model, optimizer, loader=torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))
+
+        def step(x, *, is_last, model=model, optimizer=optimizer):
+            model(x).square().sum().backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        checked = step if every is None else check_live_steps(live, step, every=every)
+        for number, x in enumerate(live.batches(epochs=1)):
+            checked(x, is_last=number % 2 == 1)
+            live.advance(steps=number % 2)
+        found.append(fingerprint(live.capture()))
+    assert found[0] == found[1]
+
+
+def test_ranks_hear_which_of_them_is_always_wrong():
+    """A machine that is wrong in the same way each time repeats itself; its state is another one than that of the others."""
+    built = [torch.nn.Linear(1, 1) for _ in range(3)]  # ranks that are threads share the streams of torch
+    for each in built:
+        torch.nn.init.ones_(each.weight)
+        torch.nn.init.ones_(each.bias)
+
+    def rank_of(ranks):
+        model = built[ranks.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        live = attach(model, optimizer)
+
+        def step(x):
+            model(x).sum().backward()
+            if ranks.rank == 1:
+                model.weight.grad += 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with pytest.raises(StepNotRepeated, match="another one on rank 1"):
+            check_live_steps(live, step, every=1, collectives=ranks)(torch.ones(2, 1))
+
+    run_threads(3, rank_of)
