@@ -62,6 +62,18 @@ class _Memory:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (tensor.nbytes,), "data": place}
 
 
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements in the same memory.
+
+    Examples:
+        >>> weight = torch.zeros(2, 2)
+        >>> is_same_memory(weight, weight[:]), is_same_memory(weight, weight.t()), is_same_memory(weight, weight.clone())
+        (True, False, False)
+    """
+    forms = [(each.device, each.dtype, each.shape, each.stride(), each.data_ptr()) for each in (one, other)]
+    return forms[0] == forms[1]
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor on its device, row-major, as uint8; no copy if it is contiguous.
 

@@ -43,7 +43,7 @@ def fill(
     plan = planned(source, wanted, world)
 
     def write() -> None:
-        supplied = received(plan.source, left_to(wanted, plan.coverage), held=lambda name: memory_of(leaves[name]))
+        supplied = received(plan.source, left_to(wanted, plan.coverage), lambda name: memory_of(leaves[name]))
         with closing(supplied) as parts:
             copy_values((memory_of(leaves[name]), part) for name, part in parts)
 

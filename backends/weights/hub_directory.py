@@ -11,6 +11,9 @@ import attrs
 import torch
 
 from trainfold.backends.formats.detect import detect_format
+from trainfold.backends.formats.native.scatter import Inside, can_scatter
+from trainfold.backends.formats.shared_read import Read, read_shared
+from trainfold.backends.formats.torch_save.byte_range import OpenFiles
 from trainfold.backends.stores.place import file_state, local_path
 from trainfold.core.errors import CheckpointDamaged, CheckpointForeign, CheckpointHostile, CheckpointMissing
 from trainfold.core.format.codec import torch_dtype
@@ -18,12 +21,13 @@ from trainfold.core.format.dtypes import size_bytes
 from trainfold.core.format.strict_json import strict_json
 from trainfold.core.layout.leaf_spec import LeafSpec, leaf_specs
 from trainfold.core.layout.slices import Box, whole_box
+from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.detected import FORMATS, NATIVE, reader_of
 from trainfold.core.weights.hub.file_header import HUB_DTYPES, LENGTH_BYTES
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
 from trainfold.core.weights.hub.hub_plan import HUB_INDEX
 from trainfold.core.weights.open_weights import OpenWeights
-from trainfold.core.weights.source import Wanted
+from trainfold.core.weights.source import MemoryOf, Wanted, no_memory
 
 _MODEL_FILE: Final = "model.safetensors"
 _SECOND_COPY: Final = "consolidated"  # the same weights under the names of their authors' own code
@@ -51,7 +55,7 @@ class _Header:
 class HubDirectory:
     """The tensors of ``*.safetensors`` in a directory, with ``model.safetensors.index.json`` if there are several files.
 
-    Files are mapped into memory, so that a rank reads only what it holds. Their contents have no digests; the fingerprint of what was loaded is in each
+    A rank reads only what it holds: into the memory of the model where it has the dtype of the file, and otherwise from files that are mapped into memory. Their contents have no digests; the fingerprint of what was loaded is in each
     checkpoint of a run whose frozen weights come from here. Files of pickles are not read.
 
     Without an index, all files of the directory are read together; beside ``model.safetensors``, ``consolidated*.safetensors`` are the same weights under other names, and left out.
@@ -84,7 +88,35 @@ class HubDirectory:
             CheckpointDamaged: if a file is too short, or its header is not one of safetensors.
             CheckpointHostile: if the index names a file outside the directory.
         """
-        yield from ((name, _mapped(place)) for name, place in self._all_places() if name in wanted)
+        return self.supply_into(wanted, no_memory)
+
+    def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `FillingSource`: a part that lies in one piece in its file is read into its memory.
+
+        Raises:
+            CheckpointMissing: as in `supply`, and so the others.
+            CheckpointTorn: if a file is cut short meanwhile.
+        """
+        direct: list[tuple[str, torch.Tensor]] = []
+        mapped: list[tuple[str, _Place]] = []
+        reads: list[Read] = []
+        with OpenFiles(self._path.parent if self._path.is_file() else self._path) as files:
+            for name, place in self._all_places():
+                each = wanted.get(name)
+                if each is None:
+                    continue
+                into = memory(name) if each.shape == place.shape else None
+                run = None if into is None else _run(place, each.box, into)
+                if into is None or run is None:
+                    mapped.append((name, place))
+                    continue
+                direct.append((name, into))
+                start = place.start + run[0] * into.dtype.itemsize
+                reads.append((files.whole(place.file.name), start, tensor_bytes(into)))
+            read_shared(reads)
+            torch.autograd.graph.increment_version([into for _, into in direct])  # other writes are torch's own
+        yield from direct
+        yield from ((name, _mapped(place)) for name, place in mapped)
 
     def specs(self) -> dict[str, LeafSpec]:
         """Name -> dtype and shape of each tensor, from the headers of the files.
@@ -329,6 +361,14 @@ def _unreadable(file: Path, error: OSError) -> CheckpointMissing:
 
 def _damaged(file: Path, expected: str, found: object) -> CheckpointDamaged:
     return CheckpointDamaged(str(file), expected=expected, found=found, fix="download it again")
+
+
+def _run(place: _Place, box: Box, into: torch.Tensor) -> tuple[int, int] | None:
+    """The elements of a stored tensor that a box is, if they lie in one run, and memory can be filled with them; else None."""
+    held = tuple(stop - start for start, stop in box)
+    if into.dtype != torch_dtype(place.dtype) or tuple(into.shape) != held or not can_scatter(into) or not into.is_contiguous():  # fmt: skip
+        return None
+    return Inside(place.shape, tuple(start for start, _ in box)).run(held)
 
 
 def _mapped(place: _Place) -> torch.Tensor:

@@ -17,7 +17,7 @@ from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import refresh_masters
 from trainfold.core.state.notes import LINEAGE
 from trainfold.core.state.state import ModelState, OptimizerState, TrainState
-from trainfold.core.tensor_memory import tensor_bytes
+from trainfold.core.tensor_memory import is_same_memory, tensor_bytes
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.asked import asked_of, left_to
 from trainfold.core.weights.several.cover import Coverage
@@ -62,10 +62,16 @@ def take_weights(state: TrainState, source: WeightSource, *, collectives: Collec
 
     def taken() -> dict[str, Any]:
         found: dict[str, torch.Tensor] = {}
-        with closing(received(plan.source, left_to(wanted, plan.coverage), held=found.__getitem__)) as parts:
+
+        def memory(name: str) -> torch.Tensor:
+            mine = leaves[name]
+            if name not in found:
+                found[name] = torch.empty_like(mine.tensor if isinstance(mine, Shard) else mine)
+            return found[name]
+
+        with closing(received(plan.source, left_to(wanted, plan.coverage), memory)) as parts:
             for name, part in parts:
-                mine = leaves[name]
-                found[name] = torch.empty_like(mine.tensor if isinstance(mine, Shard) else mine).copy_(part)
+                memory(name).copy_(part)
         return {
             name: mine
             if name not in found
@@ -136,28 +142,41 @@ def _checked(state: TrainState, source: WeightSource, where: str) -> ModelState:
 
 
 def received(
-    source: WeightSource, wanted: Mapping[str, Wanted], *, held: Callable[[str], torch.Tensor]
+    source: WeightSource, wanted: Mapping[str, Wanted], memory: Callable[[str], torch.Tensor]
 ) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield the first name of each tensor that a source supplies, and this rank's part of it. Copy it before you ask for the next one.
+    """Yield the first name of each tensor that a source supplies, and this rank's part of it. Copy it into the memory of that name before you ask for the next one.
+
+    What the source has read into that memory itself is not yielded.
 
     Args:
         source: of the weights.
         wanted: what it is asked for.
-        held: returns what was made of the part that came under a first name; a tied tensor may come once more under another name, with the same bits.
+        memory: returns the memory of this rank's part of the tensor with a first name; a tied tensor may come once more under another name, with the same bits.
 
     Raises:
         InvalidState: for a tensor that is missing at the end, that was not asked for, that comes twice, or that has another dtype, shape or, tied, other bits.
         SourceFailed: for an error of the source's own.
     """
     account = Account(source, wanted)
-    with closing(supplied(source, wanted)) as tensors:
+    given = set[str]()
+
+    def once(name: str) -> torch.Tensor | None:
+        """The memory of a tensor, for the first of its names."""
+        first = account.first_name(name)
+        if first in given:
+            return None
+        given.add(first)
+        return memory(first)
+
+    with closing(supplied(source, wanted, once)) as tensors:
         for name, tensor in tensors:
             earlier = account.came_as(name)
             part = part_of(source, account, name, tensor)
             first = account.first_name(name)
             if earlier is None:
-                yield first, part
-            elif tensor_bytes(held(first)) != tensor_bytes(part):
+                if not is_same_memory(memory(first), part):
+                    yield first, part
+            elif tensor_bytes(memory(first)) != tensor_bytes(part):
                 raise InvalidState(
                     f"weights[{name!r}] from {source_name(source)}",
                     expected=f"the bits of {earlier!r}, to which it is tied in this model",

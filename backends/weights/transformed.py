@@ -12,13 +12,22 @@ from trainfold.core.errors import InvalidArgument, SourceFailed, TrainfoldError,
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
 from trainfold.core.transform.apply import is_made_of, table_of
-from trainfold.core.transform.expression import Expression, Read
+from trainfold.core.transform.expression import Expression, Read, SourceTensor
 from trainfold.core.transform.families.tied_heads import ties_among, with_aliases
 from trainfold.core.transform.transform import Transform, compose, transform_given
 from trainfold.core.weights.account import Account
 from trainfold.core.weights.open_weights import OpenSource, OpenWeights
 from trainfold.core.weights.several.source_text import pinned
-from trainfold.core.weights.source import FIX_OF_SOURCE, ListedSource, Wanted, WeightSource, listed_by, source_name
+from trainfold.core.weights.source import (
+    FIX_OF_SOURCE,
+    ListedSource,
+    MemoryOf,
+    Wanted,
+    WeightSource,
+    listed_by,
+    no_memory,
+    source_name,
+)
 from trainfold.core.weights.supplied import part_of, supplied
 
 
@@ -68,6 +77,10 @@ class Transformed:
             InvalidState: if that has not the form that the transform needs, tied tensors differ, or the source supplies another tensor than it lists.
             SourceFailed: for an error of the source's own.
         """
+        return self.supply_into(wanted, no_memory)
+
+    def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `FillingSource`; what has another name alone is read into its memory."""
         source = pinned(self.source)  # one checkpoint, however often it is asked
         table = self._table(source)
         mine = {name: each for name, each in wanted.items() if name in table}
@@ -79,7 +92,7 @@ class Transformed:
         if in_turn:
             needs = {name: sources for name, sources in needs.items() if name not in in_turn}
             asked = _asked_for({name: table[name] for name in needs}, mine)[0]
-        yield from _streamed(source, table, mine, asked, needs)
+        yield from _streamed(source, table, mine, asked, needs, memory)
         if in_turn:
             with attrs.evolve(self, source=source).opened() as found:
                 parts = {name: (found.ties.get(name, name), mine[name].box) for name in table if name in in_turn}
@@ -145,12 +158,13 @@ def _checked(source: WeightSource, inner: OpenWeights) -> Read:
     return read
 
 
-def _streamed(
+def _streamed(  # noqa: PLR0913, PLR0917 - private
     source: WeightSource,
     table: Mapping[str, Expression],
     wanted: Mapping[str, Wanted],
     asked: Mapping[str, Wanted],
     needs: Mapping[str, frozenset[str]],
+    memory: MemoryOf,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield results in the order in which the source supplies what they are made of."""
     left = {name: set(sources) for name, sources in needs.items()}  # result -> what is not there yet
@@ -159,13 +173,15 @@ def _streamed(
         for name in sources:
             users[name][result] = None
     there: dict[str, torch.Tensor] = {}
+    same = {name: next(iter(results)) for name, results in users.items() if len(results) == 1}
+    same = {name: result for name, result in same.items() if type(table[result]) is SourceTensor}
 
     def read(name: str, box: Box) -> torch.Tensor:
         spans = zip(box, asked[name].box, strict=True)
         return there[name][tuple(slice(start - at, stop - at) for (start, stop), (at, _) in spans)]
 
     account = Account(source, asked)
-    with closing(supplied(source, asked)) as tensors:
+    with closing(supplied(source, asked, lambda name: memory(same[name]) if name in same else None)) as tensors:
         for name, tensor in tensors:
             there[name] = part_of(source, account, name, tensor)
             for result in users[name]:

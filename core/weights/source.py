@@ -1,7 +1,7 @@
-"""`WeightSource`: supplies weights from outside the checkpoints of a run. `ListedSource`: one that says what it has. `Wanted`: one tensor that it is asked for. `source_name`: how messages call it."""
+"""`WeightSource`: supplies weights from outside the checkpoints of a run. `ListedSource`: one that says what it has. `FillingSource`: one that reads into memory that is there. `Wanted`: one tensor that it is asked for. `source_name`: how messages call it."""
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Protocol, final, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, final, runtime_checkable
 
 import attrs
 
@@ -60,12 +60,36 @@ class WeightSource(Protocol):
         """
 
 
+MemoryOf: TypeAlias = "Callable[[str], torch.Tensor | None]"
+"""Name -> memory for what this rank holds of the tensor, of its shape; None if there is none to read into. It is asked when the tensor is about to be read."""
+
+
+@runtime_checkable
+class FillingSource(WeightSource, Protocol):
+    """A source that reads a tensor straight into the memory of the model, where it has its very bytes. Those of trainfold that wrap such a source are one too."""
+
+    def supply_into(self, wanted: "Mapping[str, Wanted]", memory: MemoryOf) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield as `supply` does. What was read into the memory of a name is yielded as that memory, under that name, and before another name of a tied tensor."""
+
+
 @runtime_checkable
 class ListedSource(WeightSource, Protocol):
     """A source that says what it has before it supplies anything, so that a transform can be planned."""
 
     def specs(self) -> Mapping[str, LeafSpec]:
         """Name -> dtype and shape of each tensor that it can supply."""
+
+
+def no_memory(_name: str) -> None:
+    """Give no memory: nothing is read into the model's."""
+    return
+
+
+def asked(
+    source: WeightSource, wanted: "Mapping[str, Wanted]", memory: MemoryOf
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Ask a source for tensors, which it reads into memory if it can."""
+    return source.supply_into(wanted, memory) if isinstance(source, FillingSource) else source.supply(wanted)
 
 
 def source_name(source: object) -> str:

@@ -9,15 +9,18 @@ from trainfold.core.errors import SourceFailed, TrainfoldError, error_text
 from trainfold.core.json_values import shown
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.weights.account import Account
-from trainfold.core.weights.source import FIX_OF_SOURCE, Wanted, WeightSource, source_name
+from trainfold.core.weights.source import FIX_OF_SOURCE, MemoryOf, Wanted, WeightSource, asked, no_memory, source_name
 
 
-def supplied(source: WeightSource, wanted: Mapping[str, Wanted]) -> Generator[tuple[str, torch.Tensor]]:
+def supplied(
+    source: WeightSource, wanted: Mapping[str, Wanted], memory: MemoryOf = no_memory
+) -> Generator[tuple[str, torch.Tensor]]:
     """Yield what a source supplies, and close it at the end.
 
     Args:
         source: of the weights.
         wanted: what it is asked for.
+        memory: into which it may read, if it can; see `FillingSource`.
 
     Raises:
         SourceFailed: for an error of the source's own, or something else than a name and a tensor. An error of trainfold's stays as it is.
@@ -38,7 +41,7 @@ them 'w'; fix the source, from the error above; trainfold.properties.contracts.c
     try:
         while True:
             try:
-                items = iter(source.supply(wanted)) if items is None else items
+                items = iter(asked(source, wanted, memory)) if items is None else items
                 item = next(items, None)
             except TrainfoldError:
                 raise

@@ -10,7 +10,7 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.weights.several.cover import cover
 from trainfold.core.weights.several.load_spec import LoadSpec
 from trainfold.core.weights.several.source_text import described
-from trainfold.core.weights.source import ListedSource, Wanted, WeightSource
+from trainfold.core.weights.source import ListedSource, MemoryOf, Wanted, WeightSource, no_memory
 from trainfold.core.weights.wrapped import ByScript, Cast
 
 if TYPE_CHECKING:
@@ -80,6 +80,10 @@ class SeveralSources:
         Raises:
             InvalidState: if two sources have one tensor, and the later is not declared to override.
         """
+        return self.supply_into(wanted, no_memory)
+
+    def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> "Iterator[tuple[str, torch.Tensor]]":
+        """See `FillingSource`."""
         from trainfold.core.weights.supplied import supplied  # late: it imports torch
 
         coverage = cover(self.sources, wanted)
@@ -87,7 +91,7 @@ class SeveralSources:
         for spec, use in zip(self.sources, coverage.uses, strict=True):
             mine = {name: wanted[name] for name in use.names}
             if mine and not isinstance(spec.source, ByScript):
-                yield from supplied(spec.source, mine)
+                yield from supplied(spec.source, mine, memory)
 
 
 def specs_of(source: WeightSource) -> tuple[LoadSpec, ...]:
