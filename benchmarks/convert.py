@@ -8,8 +8,8 @@ first in each round. Every conversion is durable when it ends, and so is the cop
     conversions   seconds until the target is durable, and the peak resident set above what the process had, pages of mapped files included. ``copy`` copies the files of the source, and syncs them
     loads         seconds until a live model has the weights, warm (files in the page cache) and cold (dropped from it before), and something of each page was read; and ``private``: further until each page was written once,
                   as a step does, so that all weights are in private memory, which no later change of the files can reach; with the CPU seconds and the page faults until then.
-                  trainfold and ``load_file`` copy the weights at once, into a model that was built before. ``from_pretrained`` builds it, too, and its weights are pages of the files until something writes them:
-                  warm, it has a model before 2 GB can be copied, and needs several times as long until the weights are its own. It is measured if transformers is installed
+                  trainfold and ``load_file`` copy the weights at once, into a model that was built before. ``from_pretrained`` builds it, too, and its weights are pages of the files until something writes them;
+                  ``trainfold, built`` is beside that: built on meta, given memory and loaded. What is built first has new memory to be made, which takes longer than the copy. Both are measured if transformers is installed
     planning      CPU seconds from a path to the plan of a conversion of many tensors, from each format to each, and of a Llama with the rules between the hub's names and Meta's: a process that has
                   read nothing yet reads the source's headers, pickles or manifest, and plans all files, headers and indexes of the target
 """
@@ -158,6 +158,18 @@ def by_transformers(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder / "hub", dtype=torch.float32)
 
 
+def by_trainfold_built(folder):
+    """The same without a model that is there."""
+    import transformers
+
+    from trainfold.construct import materialize, on_meta
+
+    config = transformers.AutoConfig.from_pretrained(folder / "hub")
+    model = on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    materialize(model, "cpu")
+    return by_trainfold(model, folder, None)
+
+
 def loaded_and_trained(load):
     """Seconds of a load until something of each page of the weights was read, and further until it was written, as the first step of training does."""
     rest = settled_bytes()
@@ -181,7 +193,9 @@ def loaded_and_trained(load):
     }
 
 
-LOADS = ("trainfold", "trainfold, llama", "load_file", "from_pretrained")
+LOADS = ("trainfold", "trainfold, llama", "load_file", "from_pretrained", "trainfold, built")
+BUILT = {"from_pretrained": by_transformers, "trainfold, built": by_trainfold_built}
+"""Those that build the model, by the classes of transformers."""
 
 
 # --- processes ---------------------------------------------------------------------------------------------------------------
@@ -209,12 +223,12 @@ def loaded(contestant, folder, size):
     """Measure a load into a model that is there."""
     hub = HubDirectory(folder / "hub").specs()
     warm(folder)
-    if contestant == "from_pretrained":
+    if contestant in BUILT:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
         _ = transformers.LlamaForCausalLM  # imported when it is first asked for
-        return loaded_and_trained(lambda: by_transformers(folder))
+        return loaded_and_trained(lambda: BUILT[contestant](folder))
     shapes = size.shapes() if contestant == "trainfold, llama" else {name: each.shape for name, each in hub.items()}
     model = model_of(shapes, filled=True)
     rules = hub_rules_of(size.config()).inverse if contestant == "trainfold, llama" else None
@@ -296,8 +310,8 @@ def measure_conversions(folder, size, rounds, only):
 def measure_loads(folder, size, rounds, only):
     """A row for each load, warm and cold."""
     names = [name for name in LOADS if not only or name in only or "loads" in only]
-    if importlib.util.find_spec("transformers") is None and "from_pretrained" in names:
-        names.remove("from_pretrained")
+    if importlib.util.find_spec("transformers") is None:
+        names = [name for name in names if name not in BUILT]
     rows = []
     for cache in ("warm", "cold"):
 

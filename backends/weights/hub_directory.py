@@ -27,7 +27,7 @@ from trainfold.core.weights.hub.file_header import HUB_DTYPES, LENGTH_BYTES
 from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
 from trainfold.core.weights.hub.hub_plan import HUB_INDEX
 from trainfold.core.weights.open_weights import OpenWeights
-from trainfold.core.weights.source import MemoryOf, Wanted, no_memory
+from trainfold.core.weights.source import MemoryOf, Wanted, without_memory
 
 _MODEL_FILE: Final = "model.safetensors"
 _SECOND_COPY: Final = "consolidated"  # the same weights under the names of their authors' own code
@@ -88,7 +88,7 @@ class HubDirectory:
             CheckpointDamaged: if a file is too short, or its header is not one of safetensors.
             CheckpointHostile: if the index names a file outside the directory.
         """
-        return self.supply_into(wanted, no_memory)
+        return self.supply_into(wanted, without_memory)
 
     def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FillingSource`: a part that lies in one piece in its file is read into its memory.

@@ -25,8 +25,8 @@ from trainfold.core.weights.source import (
     Wanted,
     WeightSource,
     listed_by,
-    no_memory,
     source_name,
+    without_memory,
 )
 from trainfold.core.weights.supplied import part_of, supplied
 
@@ -77,7 +77,7 @@ class Transformed:
             InvalidState: if that has not the form that the transform needs, tied tensors differ, or the source supplies another tensor than it lists.
             SourceFailed: for an error of the source's own.
         """
-        return self.supply_into(wanted, no_memory)
+        return self.supply_into(wanted, without_memory)
 
     def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FillingSource`; what has another name alone is read into its memory."""

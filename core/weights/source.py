@@ -80,12 +80,12 @@ class ListedSource(WeightSource, Protocol):
         """Name -> dtype and shape of each tensor that it can supply."""
 
 
-def no_memory(_name: str) -> None:
+def without_memory(_name: str) -> None:
     """Give no memory: nothing is read into the model's."""
     return
 
 
-def asked(
+def supply_of(
     source: WeightSource, wanted: "Mapping[str, Wanted]", memory: MemoryOf
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Ask a source for tensors, which it reads into memory if it can."""

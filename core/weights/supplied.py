@@ -9,11 +9,19 @@ from trainfold.core.errors import SourceFailed, TrainfoldError, error_text
 from trainfold.core.json_values import shown
 from trainfold.core.state.spec import dtype_name
 from trainfold.core.weights.account import Account
-from trainfold.core.weights.source import FIX_OF_SOURCE, MemoryOf, Wanted, WeightSource, asked, no_memory, source_name
+from trainfold.core.weights.source import (
+    FIX_OF_SOURCE,
+    MemoryOf,
+    Wanted,
+    WeightSource,
+    source_name,
+    supply_of,
+    without_memory,
+)
 
 
 def supplied(
-    source: WeightSource, wanted: Mapping[str, Wanted], memory: MemoryOf = no_memory
+    source: WeightSource, wanted: Mapping[str, Wanted], memory: MemoryOf = without_memory
 ) -> Generator[tuple[str, torch.Tensor]]:
     """Yield what a source supplies, and close it at the end.
 
@@ -41,7 +49,7 @@ them 'w'; fix the source, from the error above; trainfold.properties.contracts.c
     try:
         while True:
             try:
-                items = iter(asked(source, wanted, memory)) if items is None else items
+                items = iter(supply_of(source, wanted, memory)) if items is None else items
                 item = next(items, None)
             except TrainfoldError:
                 raise

@@ -8,7 +8,7 @@ import attrs
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.transform.rounding import rounded_to
 from trainfold.core.weights.account import is_rounded
-from trainfold.core.weights.source import MemoryOf, Wanted, WeightSource, asked, no_memory
+from trainfold.core.weights.source import MemoryOf, Wanted, WeightSource, supply_of, without_memory
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class Cast:
         Raises:
             InvalidState: if a number would become infinite in that dtype.
         """
-        return self.supply_into(wanted, no_memory)
+        return self.supply_into(wanted, without_memory)
 
     def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> "Iterator[tuple[str, torch.Tensor]]":
         """See `FillingSource`; what has the dtype of the model already is read into its memory."""
@@ -55,7 +55,7 @@ class Cast:
 
         rounded = {name for name, each in wanted.items() if is_rounded(each.dtype)}
         any_float = {name: attrs.evolve(each, dtype="") if name in rounded else each for name, each in wanted.items()}
-        for name, tensor in asked(self.source, any_float, memory):
+        for name, tensor in supply_of(self.source, any_float, memory):
             is_other = name in rounded and is_rounded(dtype_name(tensor.dtype))
             dtype = torch_dtype(wanted[name].dtype)
             yield name, rounded_to(tensor, dtype, name.__str__) if is_other and tensor.dtype != dtype else tensor
@@ -99,12 +99,12 @@ class Renamed:
         Raises:
             InvalidArgument: if two tensors of the model get one name.
         """
-        return self.supply_into(wanted, no_memory)
+        return self.supply_into(wanted, without_memory)
 
     def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> "Iterator[tuple[str, torch.Tensor]]":
         """See `FillingSource`."""
         mine, theirs_wanted = self.asked(wanted)
-        for theirs, tensor in asked(self.source, theirs_wanted, lambda theirs: memory(mine[theirs])):
+        for theirs, tensor in supply_of(self.source, theirs_wanted, lambda theirs: memory(mine[theirs])):
             yield mine.get(theirs, theirs), tensor
 
     def asked(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, str], dict[str, Wanted]]:

@@ -10,7 +10,7 @@ from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.weights.several.cover import cover
 from trainfold.core.weights.several.load_spec import LoadSpec
 from trainfold.core.weights.several.source_text import described
-from trainfold.core.weights.source import ListedSource, MemoryOf, Wanted, WeightSource, no_memory
+from trainfold.core.weights.source import ListedSource, MemoryOf, Wanted, WeightSource, without_memory
 from trainfold.core.weights.wrapped import ByScript, Cast
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SeveralSources:
         Raises:
             InvalidState: if two sources have one tensor, and the later is not declared to override.
         """
-        return self.supply_into(wanted, no_memory)
+        return self.supply_into(wanted, without_memory)
 
     def supply_into(self, wanted: Mapping[str, Wanted], memory: MemoryOf) -> "Iterator[tuple[str, torch.Tensor]]":
         """See `FillingSource`."""
