@@ -1,7 +1,11 @@
 """`check_live_steps`: runs one step in so many of an attached loop twice from the same state, and compares the bits."""
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.flight.check_steps import judge_step, leaves_apart
@@ -27,12 +31,14 @@ def check_live_steps(
     Args:
         live: the attached objects.
         step: does one optimizer step: forward, backward, ``optimizer.step()``, and those of schedulers, scalers and averages. It gets its batch as arguments, and
-            neither draws one nor calls ``live.advance``. What it returns, such as the loss, is compared too.
+            neither draws one nor calls ``live.advance``. Tensors, arrays and numbers of what it returns, such as the loss, are compared too, also in tuples,
+            dicts and dataclasses.
         every: check the steps whose number is a multiple of it.
         collectives: the ranks, which all call; None for one, or for ranks that have parts of the state.
 
     Raises:
-        InvalidArgument: for a number below 1; by the step, if it counts itself with ``live.advance``.
+        InvalidArgument: for a number below 1; by the step, at its first call for arguments that cannot be copied, and at a check if it counts itself with
+            ``live.advance``, or steps the optimizers more often in one of the two runs.
         StepNotRepeated: by the step, on every rank, with the rank, and the leaves that differ.
 
     Examples:
@@ -51,24 +57,74 @@ def check_live_steps(
         1
     """
     count("check_live_steps.every", every, fix="1 checks every step, and doubles its time")
+    is_known = False
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal is_known
         before = live.progress
         number = before.step + 1
+        if number % every and is_known:
+            return step(*args, **kwargs)
+        words, named = (
+            _copied(args),
+            dict(zip(kwargs, _copied(kwargs.values(), kwargs), strict=True)),
+        )  # a step may write to its batch
+        is_known = True
         if number % every:
             return step(*args, **kwargs)
         redo = live.redo()
-        words, named = copied((args, kwargs))  # a step may write to its batch
-        once = copied((step(*words, **named), redo.values()))
+        result_once, values_once = _compared(step(*words, **named)), copied(redo.values())
+        taken = redo.steps()
         if live.progress != before:
-            raise InvalidArgument("check_live_steps.step", expected="a step that is counted after it", found="one that calls live.advance",
-                                  fix="leave live.record, live.advance and manager.step out of the step, and call them after it")  # fmt: skip
+            raise _no_step("a step that is counted after it", "one that calls live.advance",
+                           "leave live.record, live.advance and manager.step out of the step, and call them after it")  # fmt: skip
         redo.back()
         result = step(*args, **kwargs)
+        if (again := redo.steps()) != taken:
+            raise _no_step("as many steps of optimizers from the same state", f"{_text(taken)}, and then {_text(again)}",
+                           "let the step be all of one optimizer step, with each of its micro-batches; what it counts itself runs on in the second run")  # fmt: skip
         values = redo.values()
-        unlike = [*leaves_apart(once[1], values), *leaves_apart({"result": once[0]}, {"result": result})]
+        unlike = [
+            *leaves_apart(values_once, values),
+            *leaves_apart({"result": result_once}, {"result": _compared(result)}),
+        ]
         alike = TrainState(model=values.get("model"), optimizer=values.get("optimizer"))
         judge_step(number, unlike, alike, collectives)
         return result
 
     return run
+
+
+def _no_step(expected: str, found: str, fix: str) -> InvalidArgument:
+    return InvalidArgument("check_live_steps.step", expected=expected, found=found, fix=fix)
+
+
+def _text(steps: Mapping[str, int]) -> str:
+    return ", ".join(f"{taken} of {name}" for name, taken in sorted(steps.items())) or "none"
+
+
+def _copied(arguments: Iterable[Any], names: Iterable[object] | None = None) -> list[Any]:
+    """Copies of arguments for the first run; each is named if it has none."""
+    found = []
+    for name, argument in zip(itertools.count() if names is None else names, arguments, strict=False):
+        try:
+            found.append(copied(argument))
+        except Exception as error:  # whatever its class raises
+            raise _no_step("arguments that can be copied, since a step may write to its batch", f"{type(argument).__qualname__} as argument {name}: {error}",
+                           "pass tensors, and have the step take what it only uses from around it") from error  # fmt: skip
+    return found
+
+
+def _compared(result: Any) -> Any:
+    """What of a result is compared, as containers and copies of tensors and arrays; an object of another kind has no bits to compare."""
+    if isinstance(result, torch.Tensor):
+        return result.detach().clone()
+    if isinstance(result, Mapping):
+        return {str(name): _compared(each) for name, each in result.items()}
+    if isinstance(result, list | tuple):
+        return [_compared(each) for each in result]
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        return {each.name: _compared(getattr(result, each.name, None)) for each in dataclasses.fields(result)}
+    if hasattr(result, "tobytes"):
+        return result.copy()
+    return result if isinstance(result, bool | int | float | complex | str | bytes) else None

@@ -43,6 +43,10 @@ class Redo:
         """Each component as it is now; its tensors are the live ones."""
         return {name: part.capture() for name, part in self._parts.items()}
 
+    def steps(self) -> dict[str, int]:
+        """How many steps each optimizer has taken that `advance` has not seen, by its name."""
+        return dict(self._watch.window.steps)
+
     def back(self) -> None:
         """Put everything back: tensors in place, random streams, gradients, and the count of steps that `advance` has not seen.
 

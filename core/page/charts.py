@@ -13,6 +13,7 @@ from trainfold.core.page.sessions import SaveTimes, Session, again_text
 
 MOST_MARKS: Final = 400  # of saves; more share a bar
 _DAY: Final = 86_400
+_FARTHEST: Final = 1e300  # beyond it a value is drawn at the edge
 _UNITS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800)  # fmt: skip
 
 
@@ -73,32 +74,39 @@ def curve_chart(  # noqa: PLR0913 - what one chart may show
     title: str, curve: Curve, *, dots: Sequence[Point] = (), best: Point | None = None, name: str = "loss", others: Sequence[Curve] = ()
 ) -> Chart:  # fmt: skip
     """A curve over steps, where steps without a finite value are marks at the foot; evaluations are dots, the best is a square, and curves of other ranks are dashed."""
-    beside = tuple(tuple((float(step), value) for step, value in each.points) for each in others)
+    squares = [best] if best else []
     values = [
-        value
-        for _, value in (*curve.points, *dots, *([best] if best else []), *(point for part in beside for point in part))
+        value for _, value in (*curve.points, *dots, *squares, *(point for each in others for point in each.points))
     ]
-    low, high = min(values), max(values)
-    steps = [step for step, _ in (*curve.points, *dots, *([best] if best else []))]
+    steps = [float(step) for step, _ in (*curve.points, *dots, *squares)]
+    beside = tuple(_drawn(each.points) for each in others)
+    (_, low), (_, high) = _drawn([(0, min(values)), (0, max(values))])
     if high == low:
         low, high = low - (abs(low) or 1.0) / 10, high + (abs(high) or 1.0) / 10
     room = (high - low) / 20
     y = Axis(low - room, high + room, tuple((at, number_text(at)) for at in ticks(low - room, high + room, most=5)), name)  # fmt: skip
-    parts = (tuple((float(step), value) for step, value in curve.points),)
     bad = tuple(((float(step), low - room),) for step in curve.not_finite)
     marks = (
         Series("other ranks", "dashed", "quiet", beside),
         Series(
-            (f"{name} of rank 0" if beside else name) if dots or best or bad or beside else "", "line", "accent", parts
+            (f"{name} of rank 0" if beside else name) if dots or best or bad or beside else "",
+            "line",
+            "accent",
+            (_drawn(curve.points),),
         ),
-        Series("evaluation", "dots", "good", tuple((point,) for point in dots)),
-        Series("the best", "squares", "ink", ((best,),) if best else ()),
+        Series("evaluation", "dots", "good", tuple((point,) for point in _drawn(dots))),
+        Series("the best", "squares", "ink", (_drawn(squares),) if best else ()),
         Series("not finite", "squares", "warm", bad),
     )
     first, last = min(steps), max(steps)
     ends = f"from {number_text(curve.points[0][1])} to {number_text(curve.points[-1][1])}, " if curve.points else ""
     text = f"{title}, steps {int(first):,} to {int(last):,}: {ends}at least {number_text(min(values))}, at most {number_text(max(values))}."
     return Chart(title, text, step_axis(first, last), y, marks)
+
+
+def _drawn(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Points where a picture has them: their differences, and a margin around them, must be numbers too."""
+    return tuple((float(step), float(min(max(value, -_FARTHEST), _FARTHEST))) for step, value in points)
 
 
 def _axis(low: float, high: float, name: str) -> Axis:

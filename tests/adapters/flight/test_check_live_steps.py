@@ -1,7 +1,10 @@
 """One step in so many of an attached loop runs twice: what differs is found, and nothing else changes."""
 
+import dataclasses
 import random
+import threading
 
+import numpy as np
 import pytest
 import torch
 from kit.adapters.flight_cases import Recorded
@@ -159,3 +162,52 @@ def test_ranks_hear_which_of_them_is_always_wrong():
             check_live_steps(live, step, every=1, collectives=ranks)(torch.ones(2, 1))
 
     run_threads(3, rank_of)
+
+
+@dataclasses.dataclass
+class Output:
+    """As models return it: the loss with its graph, numbers, and what has no bits."""
+
+    loss: torch.Tensor
+    numbers: np.ndarray
+    other: object
+
+
+@pytest.mark.parametrize("make", [dict, Output, lambda **named: tuple(named.values()), lambda **named: type("Sub", (dict,), {})(named)])  # fmt: skip
+def test_results_of_any_kind_are_compared_by_their_tensors_arrays_and_numbers(make):
+    """Graphs, arrays and own classes ended a run in its middle with errors of deepcopy and numpy."""
+    model, runs = torch.nn.Linear(1, 1), []
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(spoiled):
+        runs.append(1)
+        loss = model(torch.ones(1, 1)).square().mean()
+        return make(loss=loss, numbers=np.ones(3) * (len(runs) if spoiled else 1), other=object())
+
+    check_live_steps(live, step, every=1)(False)
+    with pytest.raises(StepNotRepeated, match="result"):
+        check_live_steps(live, step, every=1)(True)
+
+
+def test_an_argument_without_a_copy_is_named_at_the_first_step():
+    """It would be found at the first check, which may come after hours."""
+    model = torch.nn.Linear(1, 1)
+    live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InvalidArgument, match="found lock as argument guard"):
+        check_live_steps(live, lambda x, guard: None, every=1000)(torch.ones(1), guard=threading.Lock())
+
+
+def test_a_step_of_one_micro_batch_is_not_called_a_fault_of_the_machine():
+    """It counts its micro-batches itself, so the second run takes a step where the first took none."""
+    model, calls = torch.nn.Linear(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+
+    def step(x):
+        calls.append(1)
+        model(x).square().sum().backward()
+        if len(calls) % 2 == 0:
+            optimizer.step()
+
+    with pytest.raises(InvalidArgument, match="found none, and then 1 of optimizer"):
+        check_live_steps(live, step, every=1)(torch.ones(1, 1))
