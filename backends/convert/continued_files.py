@@ -1,4 +1,4 @@
-"""`ContinuedWrites`: large files of a run, each of which is written on where a killed process stopped."""
+"""`ContinuedWrites`: large files of a run, each of which is written on where a killed process stopped. `WholeWrites`: those of a store that cannot write on."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import xxhash
 from trainfold.backends.formats.staged_record import NOTE_BYTES, digest_of_first
 from trainfold.backends.stores.names import split_name
 from trainfold.backends.stores.os_errors import named_failures, wrong_size
-from trainfold.backends.stores.protocol import Buffer
+from trainfold.backends.stores.protocol import Buffer, Store
 from trainfold.backends.stores.staged_files import make_directories, open_directory, path_of
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.errors import CheckpointHostile
@@ -37,6 +37,9 @@ class Kept:
 
     size_bytes: int
     read: Callable[[int, int], bytearray]
+
+
+_NOTHING_KEPT: Final = Kept(0, lambda start, stop: bytearray())  # noqa: ARG005
 
 
 @final
@@ -84,7 +87,6 @@ class ContinuedWrites:
 
     def _read_kept(self, name: str) -> Kept:
         directory, last = split_name(name)
-        nothing = Kept(0, lambda start, stop: bytearray())  # noqa: ARG005
         with named_failures(f"{self._url}/{name}"), suppress(FileNotFoundError):
             parent = self._opened.enter_context(open_directory(self._url, directory))
             noted, digest = _last_note(parent, last, self._plan)
@@ -95,7 +97,7 @@ class ContinuedWrites:
                 self._opened.callback(os.close, fd)
                 if _is_plain(fd) and os.fstat(fd).st_size >= noted and digest_of_first(fd, noted)[0] == digest:
                     return Kept(noted, lambda start, stop: _read(fd, start, stop))
-        return nothing
+        return _NOTHING_KEPT
 
     def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
         """Write a file, from where `kept` says that it ends.
@@ -140,6 +142,43 @@ class ContinuedWrites:
             directory, last = split_name(name)
             with suppress(OSError), open_directory(self._url, directory) as parent:
                 os.unlink(_record(last), dir_fd=parent)
+
+
+@final
+class WholeWrites:
+    """The same for a store that has no half-written files: each is written from its beginning, and is there when `write` returns.
+
+    Args:
+        store: the run. The caller holds its lock.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def url(self) -> str:
+        """The run."""
+        return self._store.url
+
+    def __enter__(self) -> "WholeWrites":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What was written stays, under names that only a manifest makes a checkpoint."""
+
+    def kept(self, name: str) -> Kept:  # noqa: ARG002
+        """Nothing."""
+        return _NOTHING_KEPT
+
+    def write(self, name: str, parts: Iterable[Buffer], *, size_bytes: int) -> None:
+        """See `Store.write`."""
+        self._store.write(name, parts, size_bytes=size_bytes)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Nothing was noted."""
 
 
 def _append(

@@ -20,13 +20,15 @@ from trainfold.backends.convert.opened_source import STEP_TEXT, OpenedSource, wi
 from trainfold.backends.formats.present_directory import is_present
 from trainfold.backends.formats.staging_place import check_room, check_vacant, staging_of
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.stores.place import bytes_on_disk, free_path, local_path
+from trainfold.backends.stores.local import LocalStore, open_store
+from trainfold.backends.stores.place import bytes_on_disk, free_path, is_object_url, local_path
 from trainfold.backends.weights.hub_directory import HubDirectory
 from trainfold.backends.weights.hub_files import HubFiles, hub_files_in
 from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_directory
 from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.component_names import in_order
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.format.file_names import step_of
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
 from trainfold.core.transform.conversion import (
@@ -101,14 +103,14 @@ def plan_conversion(  # noqa: PLR0913 - keywords
         NoSpace: if the disk of the target has no room for it.
     """
     checked_target(to)
-    free_path(str(target), argument="target")
+    where = _free_place(str(target), to)
     name = dtype_of(dtype)
     original, config = like_of(opened, like)
     opened, adapter = (opened, None) if lora is None else with_adapter(opened, lora)
     named = rules if isinstance(rules, Transform) else rules_for(opened.format, to, rules, config)
     found = with_converters(named, adapter=adapter, quantised=(config or {}) if dequantise else None)
     said = "\n".join(str(each) for each in (found, None if name is None else cast(name)) if each is not None)
-    first = Conversion(opened.where, opened.format, str(target), to, opened.step, said, {}, {}, ("model",), (), {})
+    first = Conversion(opened.where, opened.format, where, to, opened.step, said, {}, {}, ("model",), (), {})
     planned = PlannedConversion(first, opened, found, name, original if to == "hf" else None, config,
                                 shard_bytes=_SHARD_BYTES if isinstance(rules, Transform) else None)  # fmt: skip
     done = attrs.evolve(planned, plan=_PLANS[to](planned))
@@ -119,39 +121,62 @@ def plan_conversion(  # noqa: PLR0913 - keywords
     return done
 
 
+def _free_place(target: str, to: str) -> str:
+    """The target as it is shown: a path as it was given, and the URL of a bucket as its store has it.
+
+    Raises:
+        InvalidArgument: if it is in a checkpoint; for the URL of a bucket, if the format needs a directory.
+    """
+    if not is_object_url(target):
+        free_path(target, argument="target")
+        return target
+    url = open_store(target).url
+    if to != "native":
+        raise InvalidArgument("target", expected=f"a local directory for {to}: in a bucket only runs are written (--to native)", found=url,
+                              fix="name a local directory, and send it with the tool of the provider")  # fmt: skip
+    if any(step_of(each) is not None for each in url.split("/")):
+        raise InvalidArgument("target", expected="a place that is not in a checkpoint", found=url, fix="name another one, such as one beside the run")  # fmt: skip
+    return url
+
+
 def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: None) -> str:
-    """Carry out a conversion. A killed one goes on where it stopped if it is run again. Until the end, nothing at the target can be taken for whole.
+    """Carry out a conversion. A killed one goes on where it stopped if it is run again; in a bucket it starts again from the beginning. Until the end, nothing at the target can be taken for whole.
 
     Args:
         planned: from `plan_conversion`.
         advance: called with the number of bytes of each tensor that was read.
 
     Returns:
-        What was written: a path.
+        What was written: a path, or the URL of a checkpoint.
 
     Raises:
         CheckpointError: the matching subclass, if something cannot be read or written.
         InvalidArgument: if there is something else at the target.
     """
+    if planned.plan.to == "native":
+        store = open_store(planned.plan.target)
+        with _contents(planned, advance) as (contents, _):
+            return f"{store.url}/{write_native(contents, store)}"
     target = local_path(planned.plan.target)
     if planned.plan.to == "hf":
         write_hub_directory(_Counted(planned.opened.model, advance), target, **_hub_options(planned))
         return target
-    if planned.plan.to == "dcp":
-        with _dcp(planned, advance) as (directory, weights):
-            write_dcp_contents(directory, weights, target)
-        return target
-    with _contents(planned, advance) as (contents, _):
-        return f"{target}/{write_native(contents, target)}"
+    with _dcp(planned, advance) as (directory, weights):
+        write_dcp_contents(directory, weights, target)
+    return target
 
 
 def _native_plan(planned: PlannedConversion) -> Conversion:
     with _contents(planned, lambda _: None) as (contents, before):
-        target, plan = local_path(planned.plan.target), contents.plan
-        is_there = check_native_target(contents, target)
+        store, plan = open_store(planned.plan.target), contents.plan
+        is_there = check_native_target(contents, store)
         model = contents.described.get("model")
         return attrs.evolve(
-            _with_room(planned.plan, target, native_room(plan), target, is_there=is_there),
+            _with_room(planned.plan, store.url, native_room(plan), store.url, is_there=is_there)
+            if isinstance(store, LocalStore)
+            else attrs.evolve(
+                planned.plan, is_there=is_there, needed_bytes=0 if is_there else plan.size_bytes, free_bytes=None
+            ),
             before=before,
             after={} if model is None else model.tensors,
             components=tuple(contents.described),
@@ -258,20 +283,25 @@ def like_of(
         CheckpointMissing: if there is no such path.
         CheckpointDamaged: if the configuration is not JSON.
     """
-    place = Path(local_path(like)) if like is not None else Path(local_path(opened.where))
+    if like is None and opened.checkpoint is not None:
+        return _with_config(hub_files_in(opened.checkpoint.store, opened.checkpoint.manifest))
+    place = Path(local_path(opened.where if like is None else like, argument="like"))
     if like is not None and place.is_file():
         return None, config_of(place.read_bytes(), str(place))
     if like is not None and not place.is_dir():
         raise CheckpointMissing(
             str(place), expected="the directory of a model, or its config.json", found="nothing", fix="correct the path"
         )
-    found: HubDirectory | HubFiles | None
-    if like is None and opened.checkpoint is not None:
-        found = hub_files_in(opened.checkpoint.store, opened.checkpoint.manifest)
-    elif like is None and opened.format != "hf":
-        found = None
-    else:
-        found = opened.model if like is None and isinstance(opened.model, HubDirectory) else HubDirectory(place)
+    if like is None and opened.format != "hf":
+        return None, None
+    return _with_config(
+        opened.model if like is None and isinstance(opened.model, HubDirectory) else HubDirectory(place)
+    )
+
+
+def _with_config(
+    found: HubDirectory | HubFiles | None,
+) -> tuple[HubDirectory | HubFiles | None, Mapping[str, Any] | None]:
     if found is None:
         return None, None
     return found, found.config() if found.beside([HUB_CONFIG]) else None

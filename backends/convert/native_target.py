@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from trainfold.backends.convert.continued_files import ContinuedWrites, Kept
+from trainfold.backends.convert.continued_files import ContinuedWrites, Kept, WholeWrites
 from trainfold.backends.formats.native.file_digest import digest_in
 from trainfold.backends.formats.native.later_leaf import LaterLeaf
 from trainfold.backends.formats.native.writer import write_file
@@ -17,6 +17,7 @@ from trainfold.backends.runs.begin import begin_checkpoint
 from trainfold.backends.runs.commit import after_commit, proved_bytes
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import MARGIN_BYTES, LocalStore
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument
 from trainfold.core.format.codec import torch_dtype
@@ -75,25 +76,25 @@ def native_room(plan: SavePlan) -> int:
     return plan.size_bytes + _ROOM_BYTES + MARGIN_BYTES
 
 
-def write_native(contents: NativeContents, path: str) -> str:
+def write_native(contents: NativeContents, store: Store) -> str:
     """Write a new run with one checkpoint. Each tensor is read when it is written, and nothing is visible before all is there.
 
     Memory: one tensor, and what its source needs to read it.
 
     Args:
         contents: of the checkpoint.
-        path: of the run. It does not exist yet, is empty, or was begun by a call with equal contents that was killed.
+        store: the run. It does not exist yet, is empty, or was begun by a call with equal contents that was killed.
 
     Returns:
         The name of the checkpoint.
 
     Raises:
-        InvalidArgument: if there is something else at the path.
+        InvalidArgument: if there is something else.
         CheckpointDamaged: if an earlier process has written all of it, and its bytes have changed since.
         CheckpointError: the matching subclass, if something cannot be read; what was written stays, and is used when this runs again.
         SaveFailed: or its matching subclass, if something cannot be written; so too.
     """
-    store, plan = LocalStore(path), contents.plan
+    plan = contents.plan
     identity = _identity(contents, plan)
     contract = {**contents.contract, CONVERTED: {**_note(contents), "plan": identity}}
     if (done := _checked_target(store, plan, identity)) is not None:
@@ -101,13 +102,14 @@ def write_native(contents: NativeContents, path: str) -> str:
         return plan.directory
     with store.lock():
         _checked_target(store, plan, identity)
-        with ContinuedWrites(path, identity) as writes:
-            kept = {file.name: writes.kept(f"{plan.directory}/{file.name}") for file in plan.files}
-            store.reserve(plan.size_bytes - sum(each.size_bytes for each in kept.values()) + _ROOM_BYTES)
+        with ContinuedWrites(store.url, identity) if isinstance(store, LocalStore) else WholeWrites(store) as writes:
+            kept = [writes.kept(f"{plan.directory}/{file.name}") for file in plan.files]
+            store.reserve(plan.size_bytes - sum(each.size_bytes for each in kept) + _ROOM_BYTES)
             head, _ = begin_checkpoint(store, contents.step)
+            plan = plan.revised(head.revision)  # another one if a writer that is lost may still write into a bucket
             records = {}
-            for file in plan.files:
-                leaves = _leaves(file, contents, kept[file.name])
+            for file, found in zip(plan.files, kept, strict=True):
+                leaves = _leaves(file, contents, found)
                 records[file.name] = write_file(file, leaves, store=writes, directory=plan.directory)
             contents.check()
             writes.finish()
@@ -122,21 +124,20 @@ def write_native(contents: NativeContents, path: str) -> str:
     return plan.directory
 
 
-def check_native_target(contents: NativeContents, path: str) -> bool:
+def check_native_target(contents: NativeContents, store: Store) -> bool:
     """Raise if `write_native` would refuse the place; nothing is written.
 
     Args:
         contents: as there.
-        path: as there.
+        store: as there.
 
     Returns:
         Whether an earlier process has written all of it.
 
     Raises:
-        InvalidArgument: if there is something else at the path.
+        InvalidArgument: if there is something else.
         CheckpointForeign: if it is something else than a directory.
     """
-    store = LocalStore(path)
     if not store.list():
         return False
     plan = contents.plan
@@ -153,7 +154,7 @@ def _note(contents: NativeContents) -> dict[str, Json]:
     return found
 
 
-def _checked_target(store: LocalStore, plan: SavePlan, identity: str) -> Manifest | None:
+def _checked_target(store: Store, plan: SavePlan, identity: str) -> Manifest | None:
     """Refuse a place that is not free. Returns the manifest, if an earlier process has committed all of this.
 
     Raises:
@@ -172,7 +173,7 @@ def _checked_target(store: LocalStore, plan: SavePlan, identity: str) -> Manifes
     return done
 
 
-def _done(store: LocalStore, plan: SavePlan, identity: str) -> Manifest | None:
+def _done(store: Store, plan: SavePlan, identity: str) -> Manifest | None:
     """The manifest, if an earlier process has committed all of this."""
     if store.size(f"{plan.directory}/{MANIFEST}") is None:
         return None
@@ -183,7 +184,7 @@ def _done(store: LocalStore, plan: SavePlan, identity: str) -> Manifest | None:
     return entry.manifest if isinstance(note, dict) and note.get("plan") == identity else None
 
 
-def _check_bytes(store: LocalStore, directory: str, manifest: Manifest) -> None:
+def _check_bytes(store: Store, directory: str, manifest: Manifest) -> None:
     """Compare the files with their digests.
 
     Raises:

@@ -11,8 +11,9 @@ import attrs
 from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.runs.scan import examine, read_inventory
-from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.local import LocalStore, open_store
+from trainfold.backends.stores.place import is_object_url, local_path, split_checkpoint
+from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.weights.checkpoint import CheckpointWeights
 from trainfold.backends.weights.foreign.dcp_directory import DcpDirectory
 from trainfold.backends.weights.foreign.found_model import model_in_dcp, model_in_torch
@@ -25,7 +26,7 @@ from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import current_head
 from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
-from trainfold.core.weights.detected import Detected
+from trainfold.core.weights.detected import FORMATS, NATIVE, Detected
 from trainfold.core.weights.hub.hub_config import config_of
 from trainfold.core.weights.several.several_sources import SeveralSources
 from trainfold.core.weights.source import ListedSource
@@ -51,7 +52,7 @@ class NativeCheckpoint:
         manifest: its manifest.
     """
 
-    store: LocalStore
+    store: Store
     name: str
     manifest: Manifest = attrs.field(repr=False)
 
@@ -90,7 +91,7 @@ def open_source(
     """Open what is at a path, and read no tensor.
 
     Args:
-        path: a file or directory of one of the formats.
+        path: a file or directory of one of the formats; or the URL of a run in a bucket, or of a checkpoint of it.
         asked: the format that it must have, if two are there; see `Detected.agreed`.
         key: in what torch has written, the keys under which the model is, with dots between them; empty for the tensors at the top, or for all if there are none. None for the usual ones; see `model_place`.
         whole: whether all tensors that torch has written are taken for the model, under the names that they have in the whole.
@@ -102,13 +103,17 @@ def open_source(
         CheckpointError: the matching subclass, if a run has no checkpoint that can be used.
     """
     detected = detect_format(path)
-    found, place = detected.agreed(asked), Path(local_path(path))
+    found, is_far = detected.agreed(asked), is_object_url(str(path))
     if key is not None and found not in _WHOLE:
         raise InvalidArgument("key", expected=f"a source with keys: {' or '.join(_WHOLE)}", found=f"{found} at {path}", fix="leave out --key")  # fmt: skip
+    if is_far and found not in NATIVE:
+        raise CheckpointForeign(detected.path, expected="in a bucket, a run of trainfold or a checkpoint of one", found=FORMATS[found],
+                                fix="copy it to a disk with the tool of the provider, and name that")  # fmt: skip
+    if found in NATIVE:
+        return _native(detected, found, *(_in_bucket(str(path)) if is_far else _on_disk(Path(local_path(path)), found)))
+    place = Path(local_path(path))
     if whole and found in _WHOLE:
         return OpenedSource(detected, found, _WHOLE[found](place), None, ())
-    if found in ("run", "checkpoint"):
-        return _native(place, detected, found)
     if found in ("safetensors", "hf"):
         hub = HubDirectory(place)
         step, others = (_step_in(hub), ()) if found == "safetensors" else (_step_beside(place, hub), _beside(place))
@@ -153,12 +158,23 @@ def with_adapter(opened: OpenedSource, path: str | Path) -> tuple[OpenedSource, 
     return attrs.evolve(opened, model=SeveralSources([opened.model, adapter])), config
 
 
-def _native(place: Path, detected: Detected, found: str) -> OpenedSource:
+def _on_disk(place: Path, found: str) -> tuple[Store, str]:
+    """A run, and the name in it of the directory of a checkpoint."""
     real = place.resolve() if place.is_symlink() else place  # `latest` is a link to a checkpoint
-    store = LocalStore(real.parent if found == "checkpoint" else real)
-    inventory = read_inventory(store)
+    return (LocalStore(real.parent), real.name) if found == "checkpoint" else (LocalStore(real), "")
+
+
+def _in_bucket(url: str) -> tuple[Store, str]:
+    """The same of a URL."""
+    run, name = split_checkpoint(url)
+    return open_store(run), name
+
+
+def _native(detected: Detected, found: str, store: Store, directory: str) -> OpenedSource:
+    seen = glimpse(store)
+    inventory = read_inventory(seen)
     if found == "checkpoint":
-        step = step_of(real.name)
+        step = step_of(directory)
         if step is None:
             raise CheckpointForeign(
                 detected.path,
@@ -170,11 +186,11 @@ def _native(place: Path, detected: Detected, found: str) -> OpenedSource:
         head = current_head(inventory)
         if head is None:
             raise CheckpointMissing(
-                detected.path, expected="a complete checkpoint", found="none", fix=f"see `trainfold ls {place}`"
+                detected.path, expected="a complete checkpoint", found="none", fix=f"see `trainfold ls {store.url}`"
             )
         step = head.step
     name = next((each.name for each in inventory.entries if each.head is not None and each.head.step == step), "")
-    entry = examine(store, inventory, name).entry(name) if name else None
+    entry = examine(seen, inventory, name).entry(name) if name else None
     if entry is None or entry.manifest is None:
         raise CheckpointMissing(
             detected.path,

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.local import open_store
+from trainfold.backends.stores.place import is_object_url, local_path, split_checkpoint
+from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.errors import CheckpointForeign, CheckpointHostile, CheckpointMissing
+from trainfold.core.format.file_names import step_of
 from trainfold.core.weights.detected import (
     FORMATS,
     HEAD_BYTES,
@@ -30,7 +33,7 @@ def detect_format(path: str | Path) -> Detected:
     ``run.json`` or ``manifest.json`` that is one is not followed. Pipes and devices are not opened.
 
     Args:
-        path: a file, a directory, or a ``file://`` URL of one.
+        path: a file, a directory, or a ``file://`` URL of one; or the URL of a directory in a bucket.
 
     Returns:
         The format and what shows it. Two formats at once, and none, are answers too: see `Detected.agreed`.
@@ -46,6 +49,8 @@ def detect_format(path: str | Path) -> Detected:
         ...     detect_format(run).format, detect_format(f"{run}/step-00000000").format
         ('run', 'checkpoint')
     """
+    if is_object_url(str(path)):
+        return _in_bucket(str(path))
     found = Path(local_path(path))
     try:
         mode = found.stat().st_mode
@@ -61,6 +66,22 @@ def detect_format(path: str | Path) -> Detected:
         raise CheckpointMissing(
             str(path), expected="a file or directory that can be read", found=error, fix="correct the path"
         ) from error
+
+
+def _in_bucket(url: str) -> Detected:
+    """The format of a directory in a bucket: of a checkpoint through its run, whose lists hide no commit."""
+    run, directory = split_checkpoint(url)
+    store = open_store(run)
+    where, seen = f"{store.url}/{directory}".rstrip("/"), glimpse(store, directory)
+    above = f"{directory}/" if directory else ""
+    entries = list[NameSeen]()
+    for name in seen.list(directory):
+        is_head = name in READ_HEADS
+        head = store.read(above + name, start=0, stop=HEAD_BYTES) if is_head else b""
+        entries.append(NameSeen(name, "directory" if step_of(name) is not None else "file", head))
+    if not entries:
+        raise CheckpointMissing(where, expected="a run, or a checkpoint of one", found="nothing", fix="correct the URL")
+    return detected_of(where, entries)
 
 
 def check_format(path: Path, reads: str) -> None:

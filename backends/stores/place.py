@@ -33,6 +33,27 @@ def is_object_url(place: str) -> bool:
     return found is not None and found[1].lower() != "file"
 
 
+def url_text(url: str) -> str:
+    """The URL as it was typed, of which pathlib has removed a slash.
+
+    Examples:
+        >>> url_text("s3:/bucket/run"), url_text("s3://bucket/run"), url_text("runs/a")
+        ('s3://bucket/run', 's3://bucket/run', 'runs/a')
+    """
+    return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", r"\1://", url)
+
+
+def split_checkpoint(url: str) -> tuple[str, str]:
+    """The URL of the run, and the name of the checkpoint that a URL names; "" if it names a run.
+
+    Examples:
+        >>> split_checkpoint("s3:/bucket/run/step-00000007/"), split_checkpoint("s3://bucket/run")
+        (('s3:/bucket/run', 'step-00000007'), ('s3://bucket/run', ''))
+    """
+    run, _, name = url.rstrip("/").rpartition("/")
+    return (url, "") if step_of(name) is None else (run, name)
+
+
 def local_path(place: str | os.PathLike[str], *, argument: str = "run") -> str:
     """Return the path on this machine of a run's location, or of a directory that is written.
 

@@ -49,8 +49,8 @@ class Conversion:
         files: name -> size in bytes of each file that is written.
         tensors_left_out: name of a tensor that is not written -> the reason.
         is_there: whether the target has files of these names and sizes already, as a process leaves them that is killed at its end: they are compared, and nothing is written.
-        needed_bytes: how much of the disk of the target is needed beside what a killed process has written there.
-        free_bytes: how much of it is free.
+        needed_bytes: how much room is needed at the target, beside what a killed process has written there and is used.
+        free_bytes: how much of its disk is free; None in a bucket, which has no limit.
     """
 
     source: str
@@ -67,7 +67,7 @@ class Conversion:
     tensors_left_out: Mapping[str, str] = attrs.field(factory=dict)
     is_there: bool = False
     needed_bytes: int = 0
-    free_bytes: int = 0
+    free_bytes: int | None = 0
 
     @property
     def read_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Conversion:
             *(f"{name:48} {size:>18,} bytes" for name, size in self.files.items()),
             "there already: compared, and not written"
             if self.is_there
-            else f"room: {self.needed_bytes:,} bytes are needed, {self.free_bytes:,} are free",
+            else f"room: {self.needed_bytes:,} bytes are needed, {'without a limit' if self.free_bytes is None else f'{self.free_bytes:,} are free'}",
         ]
         return "\n".join(lines)
 

@@ -71,7 +71,7 @@ def convert(  # noqa: PLR0913 - one for each option
 ) -> int:
     """Write a checkpoint in another format, a tensor at a time.
 
-    If it is killed, the same command goes on where it stopped. Until the end nothing is at DST that can be taken for a whole checkpoint.
+    SRC can be the URL of a run or checkpoint in a bucket; so can DST, with --to native. If it is killed, the same command goes on where it stopped; into a bucket it starts again from the beginning. Until the end nothing is at DST that can be taken for a whole checkpoint.
     What cannot be written is left out, and the plan and the result list it.
 
     Example: trainfold convert models/llama runs/start --to native --rules llama --dtype bf16
@@ -111,7 +111,7 @@ def link(
 ) -> int:
     """Show a checkpoint as a directory of a model hub, or such a directory as a checkpoint, without copying tensors.
 
-    The files get second names (hard links) and are made read-only: whatever is written into one is written into both. Deleting one name keeps the other.
+    The files get second names (hard links), which buckets do not have, and are made read-only: whatever is written into one is written into both. Deleting one name keeps the other.
     What would need other bytes, such as other names or dtypes, or parts of several ranks, is refused: `convert` copies it.
 
     Example: trainfold link runs/a/step-00010000 models/a --like models/base

@@ -33,7 +33,7 @@ def convert_path(  # noqa: PLR0913 - keywords
 
     Args:
         source: what is read.
-        target: the path that is written.
+        target: the path that is written, or the URL of a run in a bucket.
         to: ``native``, ``hf`` or ``dcp``.
         dtype: to which floating weights are cast; None for none.
         rules: the family whose names are translated, or a module and a name in it; None for none.
@@ -101,7 +101,10 @@ def _tables(plan: Conversion, written: str | None) -> list[Table]:
         ("holds", ", ".join(plan.components)),
         ("left out", ", ".join(plan.left_out) or "nothing"),
         *(("left out", f"{name}: {reason}") for name, reason in plan.tensors_left_out.items()),
-        ("room", f"{bytes_text(plan.needed_bytes)} needed, {bytes_text(plan.free_bytes)} free"),
+        (
+            "room",
+            f"{bytes_text(plan.needed_bytes)} needed, {'no limit' if plan.free_bytes is None else f'{bytes_text(plan.free_bytes)} free'}",
+        ),
     ]
     if plan.is_there:
         facts[-1] = ("there", f"already: it is {'compared' if written is None else 'the same'}, and left as it is")

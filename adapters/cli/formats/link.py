@@ -8,8 +8,9 @@ from trainfold.backends.convert.conversion_run import like_of
 from trainfold.backends.convert.link_hub import link_to_hub, refused
 from trainfold.backends.convert.link_native import link_to_run
 from trainfold.backends.convert.opened_source import open_source
-from trainfold.backends.stores.place import free_path
+from trainfold.backends.stores.place import free_path, is_object_url
 from trainfold.backends.weights.hub_directory import HubDirectory
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.printable import bytes_text
 
 
@@ -23,10 +24,14 @@ def link_path(source: Path, target: Path, *, like: Path | None = None, dry_run: 
         dry_run: whether nothing is made.
 
     Raises:
-        InvalidArgument: if the two formats do not have the same files; the message says why.
+        InvalidArgument: for the URL of a bucket; and if the two formats do not have the same files: the message says why.
         SaveFailed: if the files cannot be linked.
         CheckpointError: the matching subclass, if something cannot be read.
     """
+    for name, place in (("source", source), ("target", target)):
+        if is_object_url(str(place)):
+            raise InvalidArgument(name, expected="a path on a file system that can give a file a second name, which no bucket can", found="the URL of a bucket",
+                                  fix="use `trainfold convert`, which copies; or bring the run to a disk with `trainfold copy`, and link there")  # fmt: skip
     opened, path = open_source(source), free_path(str(target), argument="target")
     to = "hf" if opened.checkpoint is not None else "native"
     if opened.checkpoint is not None:

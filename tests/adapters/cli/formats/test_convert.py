@@ -123,7 +123,13 @@ def test_rules_of_ones_own_are_named_by_their_module(answered, hub, tmp_path, mo
 def test_a_target_that_is_refused_is_refused_in_a_dry_run_too(capsys, hub, tmp_path, to):
     """R03: with the same words. What the same command has finished is not in its way, and what another one has is."""
     (tmp_path / "file").write_text("x")
-    for target in (hub, tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("n" * 300), "s3://bucket/a"):
+    for target in (
+        hub,
+        tmp_path / "file",
+        tmp_path / "file" / "below",
+        tmp_path / ("n" * 300),
+        "memory://bucket/a/step-00000001",
+    ):
         found = []
         for options in (["--dry-run"], []):
             code = main(["convert", str(hub), str(target), "--to", to, "--json", *options])
