@@ -115,9 +115,9 @@ def test_every_package_that_is_needed_is_pinned(root):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     wanted = {Requirement(text) for text in project["dependencies"]}
     extras = project["optional-dependencies"]
-    apart = {"rivals", "hf"}
+    apart = {"rivals", "hf", "buckets"}
     assert all("==" in text for name in apart for text in extras[name]), (
-        "the rivals of a benchmark, and the models of `make hf`, pin themselves: `make test` does not need them"
+        "the rivals of a benchmark, the models of `make hf` and the emulators of `make buckets` pin themselves: `make test` does not need them"
     )
     wanted |= {Requirement(text) for name, extra in extras.items() if name not in apart for text in extra}
     seen: set[str] = set()
@@ -142,7 +142,7 @@ def test_every_package_that_a_page_imports_is_declared(root):
     extras = project["optional-dependencies"]
     texts = [
         *project["dependencies"],
-        *(text for name in ("plot", "properties", "objectstore", "docs", "dev") for text in extras[name]),
+        *(text for name in ("plot", "properties", "objectstore", "fsspec", "docs", "dev") for text in extras[name]),
     ]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     distributions = importlib.metadata.packages_distributions()
