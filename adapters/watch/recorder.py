@@ -2,13 +2,15 @@
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.printable import with_article
 from trainfold.core.state.state import Progress
+
+MOST_NAME: Final = 1000  # characters, of up to 12 bytes in a journal, whose lines have 65,536
 
 
 class Recorder(Protocol):
@@ -33,13 +35,23 @@ def with_recorder(recorders: Sequence[Recorder], new: Recorder) -> tuple[Recorde
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse values that are not numbers. Tensors are not read, so nothing waits for a GPU.
+    """Refuse values that are not numbers, or that a log cannot hold. Tensors are not read, so nothing waits for a GPU.
 
     Raises:
         InvalidArgument: naming the value.
     """
     for name, value in values.items():
-        if isinstance(value, float | int):
+        if len(name) > MOST_NAME:
+            raise InvalidArgument("live.record", expected=f"names of at most {MOST_NAME} characters", found=f"one of {len(name)}, {name[:20]!r}...",
+                                  fix="shorten it: a line of the journal has room for no more")  # fmt: skip
+        if isinstance(value, float):
+            continue
+        if isinstance(value, numbers.Real):
+            try:
+                float(value)
+            except OverflowError:
+                raise InvalidArgument(f"live.record({name}=)", expected="a number that a float can hold", found=f"{with_article(type(value).__qualname__)} beyond 1.8e308",
+                                      fix="record its logarithm, or float('inf')") from None  # fmt: skip
             continue
         shape = getattr(value, "shape", None)
         if isinstance(value, numbers.Number) or (shape is not None and len(shape) == 0 and hasattr(value, "item")):

@@ -144,6 +144,9 @@ def decode_journal(pieces: Iterable[bytes], *, most: int | None = None) -> Journ
     newest, kept, rest, passed, left_out = deque[bytes](), list[bytes](), b"", b"", 0
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
+        rest = rest[
+            : LONGEST_LINE + 1
+        ]  # what is longer cannot be read, and joining it with each piece would take its square
         newest.extend(filter(None, whole))
         while len(newest) > (MOST_LINES if most is None else most):
             line = newest.popleft()

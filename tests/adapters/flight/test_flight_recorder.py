@@ -1,6 +1,7 @@
 """The flight log of a live run: what a step leaves in it, and that a kill leaves no trace in it."""
 
 import weakref
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from kit.adapters.manager_cases import Job
 from trainfold.adapters.flight.flight_recorder import FlightRecorder, flight_recorder
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.adapters.watch.recorder import MOST_NAME
 from trainfold.backends.flight.flight_file import FlightFile
 from trainfold.backends.flight.flights import flight_name, read_flights
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import InvalidArgument
+from trainfold.core.flight.journal_line import JournalLine, decode_journal_line, encode_journal_line
 from trainfold.core.flight.step_record import float_of_bits
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.state.state import TrainState
@@ -106,3 +109,23 @@ def test_a_loop_of_states_is_shown_what_records_it(tmp_path):
         pytest.raises(InvalidArgument, match=r"manager\.recorded"),
     ):
         manager.step(TrainState())
+
+
+def test_a_value_that_no_log_can_hold_is_refused_where_it_is_recorded():
+    """A name of 100,000 characters made a line of the journal that its reader calls torn; an int beyond a float was a bare error of Python."""
+    live = attach(torch.nn.Linear(1, 1))
+    name = "x" * 1000
+    live.record(**{name: 1, "loss": 2**1023, "other": Fraction(1, 3)})
+    with pytest.raises(
+        InvalidArgument, match="names of at most 1000 characters, found one of 1001, 'xxxxxxxxxxxxxxxxxxxx'"
+    ):
+        live.record(**{name + "x": 1.0})
+    for value in (10**400, Fraction(10**400)):
+        with pytest.raises(InvalidArgument, match=r"record\(val=\).* a number that a float can hold"):
+            live.record(val=value)
+
+
+def test_the_longest_name_fits_a_line_whatever_its_characters():
+    """The limit of a name is that of a line of the journal."""
+    line = JournalLine(1e10, "evaluated", 2**62, data={"metric": "\U0001f600" * MOST_NAME, "score": -1e-300})
+    assert decode_journal_line(encode_journal_line(line)[:-1]) == line

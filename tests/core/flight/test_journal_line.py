@@ -71,3 +71,22 @@ def test_what_a_resume_has_met_fits_a_line_whatever_it_is(drifts):
     found = drifts_of(decode_journal_line(written))
     assert len(found) == min(40, len(drifts))
     assert drifts_of(JournalLine(1.0, "met", data={"drifts": [["a"], 3, ["b"] * 5]})) == (("b",) * 5,)
+
+
+class Piece(bytes):
+    """Bytes that count how many they are joined with."""
+
+    joined = 0
+
+    def __radd__(self, other):
+        Piece.joined += len(other)
+        return bytes(other) + bytes(self)
+
+
+def test_a_journal_without_ends_of_lines_is_read_once():
+    """64 MiB of anything but lines took 22 s: each piece was joined with all before it. What is longer than a line costs itself alone."""
+    Piece.joined = 0
+    end = encode_journal_line(JournalLine(7.0, "closed"))
+    found = decode_journal([*[Piece(b"a" * LONGEST_LINE)] * 20, b"\n" + end])
+    assert found == JournalLines((JournalLine(7.0, "closed"),), unreadable=1)
+    assert Piece.joined < 22 * LONGEST_LINE
