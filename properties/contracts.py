@@ -337,6 +337,30 @@ def a_commit_may_be_as_old_as_what_it_replaces(store: Store) -> None:
     _equal("contents after a refusal", expected=b"[]", found=store.read(name))
 
 
+def a_swap_replaces_only_the_version_that_it_names(store: Store) -> None:
+    """One of `SwapsFiles` keeps apart what two processes put without a lock; a store without that passes."""
+    if not hasattr(store, "swap") or not hasattr(store, "read_version"):
+        return
+    _equal("version of what is absent", expected=None, found=store.read_version("a.log"))
+    first = store.swap("a.log", b"1", None)
+    _equal("whether a swap has made it", expected=(True, b"1"), found=(first is not None, store.read("a.log")))
+    _equal("a second swap that makes it", expected=None, found=store.swap("a.log", b"2", None))
+    second = store.swap("a.log", b"12", first)
+    _equal("a swap of a version that is gone", expected=None, found=store.swap("a.log", b"3", first))
+    _equal("contents", expected=b"12", found=store.read("a.log"))
+    data, version = store.read_version("a.log")
+    third = store.swap("a.log", b"123", version)
+    _equal("contents by their version", expected=(b"12", b"123"), found=(data, store.read("a.log")))
+    _equal("names", expected=["a.log"], found=store.list())
+    store.delete("a.log")
+    _equal(
+        "swaps of what is deleted",
+        expected=[None] * 3,
+        found=[store.swap("a.log", b"4", each) for each in (second, version, third)],
+    )
+    _equal("names after its deletion", expected=[], found=store.list())
+
+
 def hints_are_replaced(store: Store) -> None:
     """A pointer may be set again, also to a missing name, because it is only a hint."""
     for target in ("step-1", "step-2", "step-1"):
@@ -375,6 +399,7 @@ STORE_RULES: Final[tuple[Rule, ...]] = (
     one_writer_has_the_lock,
     room_is_checked_before_writing,
     the_time_of_a_commit_is_told_or_not_known,
+    a_swap_replaces_only_the_version_that_it_names,
     a_commit_may_be_as_old_as_what_it_replaces,
     hints_are_replaced,
     the_files_that_it_prefers_are_sizes_or_not_said,

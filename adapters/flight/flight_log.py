@@ -4,7 +4,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, final
 
 import attrs
@@ -77,10 +77,17 @@ class FlightLog:
             step: what `make_step` returns, or any function ``(state, batch) -> (state, metrics)`` whose states count their steps. Of the metrics,
                 ``loss`` and ``grad_norm`` are kept.
         """
-        return recorded_step(step, self._file.append, states_every=self._states_every)
+        return recorded_step(step, self._append, states_every=self._states_every)
+
+    def _append(self, lines: Sequence[LogLine]) -> None:
+        """A method of this object, so that the log is not closed while a step writes it."""
+        self._file.append(lines)
 
     def close(self) -> None:
-        """Write the rest, as into a bucket, where lines are put each minute; a later step opens the log again."""
+        """Write the rest, as into a bucket, where lines are put each minute; a later step opens the log again.
+
+        Without it that is done when neither this object nor a step of it is left, and at the end of the program.
+        """
         self._file.close()
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias, TypeVar, final
 
 from trainfold.backends.job import Job
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, read_version, swap
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import TrainfoldError
 
 T = TypeVar("T")
@@ -42,9 +43,15 @@ def part_numbers(name: str, names: Iterable[str]) -> list[int]:
     return sorted(found | ({0} if name in names else set()))
 
 
+class PartChanged(Exception):
+    """Another process has written the part of a log since this one has read or put it."""
+
+
 @final
 class LogTail:
-    """The last part of a log, as it will be put.
+    """The last part of a log, as it will be put. In a store that `SwapsFiles` a put replaces nothing that another process has put since.
+
+    Parts are numbered without a gap, and a part is asked for by its name, so that a list that lags hides none.
 
     Args:
         store: the run.
@@ -58,29 +65,48 @@ class LogTail:
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
         self._name = name
-        self._before: list[int] = []  # numbers of the parts before the last one
         self._number = 0
+        self._version: object | None = None  # of the last part; None if there is none yet
+        self._before = ""  # digest of the part before, if this object has filled it
+        self._tried = b""  # what may have been put
         self._is_read = self._is_new = False
         self.data = bytearray()
         self.found_at: float | None = None
 
     def read(self) -> None:
         """Read the last part, once: before anything is changed."""
-        if not self._is_read:
-            numbers = part_numbers(self._name, self._store.list())
-            if numbers:
-                *self._before, self._number = numbers
-                self.data = bytearray(self._store.read(self._part))
-                self.found_at = self._store.committed_at(self._part)
-            self._is_read = True
+        if self._is_read:
+            return
+        self._find(part_numbers(self._name, self._store.list())[-1:] or [0])
+        while (
+            self._version is not None
+            and (after := read_version(self._store, part_name(self._name, self._number + 1))) is not None
+        ):
+            self._take(self._number + 1, after)  # the list lags
+        self.found_at = None if self._version is None else self._store.committed_at(self._part)
+        self._is_read = True
+
+    def _find(self, numbers: Iterable[int]) -> None:
+        """Take the part of this number, or the last one before it that there is."""
+        (number,) = numbers
+        while (found := read_version(self._store, part_name(self._name, number))) is None and number:
+            number -= 1
+        self._take(number, found)
+
+    def _take(self, number: int, found: tuple[bytes, object] | None) -> None:
+        self._number = number
+        self.data, self._version = (bytearray(), None) if found is None else (bytearray(found[0]), found[1])
 
     def go_back(self) -> bool:
         """Delete the last part, and go on in the one before; False if it is the first. Parts go from the last one on, so that a kill leaves no hole."""
-        if not self._before:
+        if not self._number:
             return False
-        data = bytearray(self._store.read(part_name(self._name, self._before[-1])))
-        self._store.delete(self._part)
-        self._number, self.data, self._is_new = self._before.pop(), data, False
+        self._check_before()
+        if self._version is not None:
+            self._put(b"")  # no other process puts it any more, and would find it deleted
+            self._store.delete(self._part)
+        self._find([self._number - 1])
+        self._is_new = False
         return True
 
     def keep(self, size_bytes: int) -> None:
@@ -93,16 +119,49 @@ class LogTail:
         self._is_new |= bool(data)
         self.data += data
 
-    def put(self) -> None:
-        """Put what is new, a full part after the other."""
+    def put(self) -> bool:
+        """Put what is new, a full part after the other; whether there was anything.
+
+        Raises:
+            PartChanged: if another process has put the part since.
+        """
+        had_some = self._is_new
         while self._is_new:
             part = bytes(self.data[:PART_BYTES])
-            self._store.write(self._part, [part], size_bytes=len(part))
+            self._check_before()
+            self._put(part)
             if len(part) == PART_BYTES:
-                self._before.append(self._number)
                 self._number += 1
+                self._version, self._before = None, digest_of(part)
                 del self.data[:PART_BYTES]
             self._is_new = bool(self.data) and len(part) == PART_BYTES
+        return had_some
+
+    def _put(self, part: bytes) -> None:
+        tried, self._tried = self._tried, part
+        version = swap(self._store, self._part, part, self._version)
+        if (
+            version is None
+            and tried
+            and (found := read_version(self._store, self._part)) is not None
+            and found[0] == tried
+        ):
+            version = swap(
+                self._store, self._part, part, found[1]
+            )  # that was a put of this process, whose answer was lost
+        self._tried = b""
+        if version is None:
+            raise PartChanged
+        self._version = version
+
+    def _check_before(self) -> None:
+        """Look, before there is a new part, whether the part before is as this object has filled it."""
+        if not self._before:
+            return
+        found = read_version(self._store, part_name(self._name, self._number - 1))
+        if found is None or digest_of(found[0]) != self._before:
+            raise PartChanged
+        self._before = ""
 
     @property
     def _part(self) -> str:
@@ -121,6 +180,9 @@ class LogParts:
 
     A put that fails is a warning, and the next one puts the same again: a log must not end a run.
 
+    Of two processes that write one log, the one that began to put later goes on; the other one stops, with a warning. No lock is needed for that: only rank 0 has
+    that of a run, and a process that was taken for dead may wake.
+
     Args:
         store: the run.
         name: of the log.
@@ -137,10 +199,14 @@ class LogParts:
     """
 
     def __init__(self, store: Store, name: str, *, every_secs: float = PUT_SECS) -> None:
+        self._store, self._name = store, name
         self._where = f"{store.url}/{name}"
         self._every_secs = every_secs
         self._tail = LogTail(store, name)
         self._waiting: deque[Entry] = deque()  # the loop appends; the thread that puts takes from the other end
+        self._taken: list[Entry] = []  # what the tail has, while the log is not `_is_ours`
+        self._is_ours = False  # whether this process has put something, so that another writer is a later one
+        self._is_over = False
         self._putting = threading.Lock()
         self._due_at = 0.0
         self._job: Job[None] | None = None
@@ -148,6 +214,8 @@ class LogParts:
 
     def append(self, entry: Entry) -> None:
         """Add something. It makes no request here."""
+        if self._is_over:
+            return
         self._waiting.append(entry)
         now = time.monotonic()
         if now >= self._due_at and (self._job is None or self._job.is_over):
@@ -165,13 +233,14 @@ class LogParts:
         """Put what was added, and return when it is in the store, or cannot be put now."""
         with self._putting:
             try:
-                if self._waiting:
-                    self._tail.read()
-                while self._waiting:
-                    entry = self._waiting[0]
-                    self._tail.extend(entry if isinstance(entry, bytes) else entry(self._tail))
-                    self._waiting.popleft()
-                self._tail.put()
+                if not self._is_over:
+                    self._send()
+            except PartChanged:
+                self._is_over = True
+                self._waiting.clear()
+                _LOG.warning(
+                    "%s: another process has continued this log; this one adds nothing to it any more", self._where
+                )
             except (TrainfoldError, OSError) as error:
                 if not self._has_failed:
                     _LOG.warning("%s: the log is not in the store yet: %s", self._where, error)
@@ -179,6 +248,33 @@ class LogParts:
             else:
                 self._has_failed = False
                 self._due_at = time.monotonic() + self._every_secs
+
+    def _send(self) -> None:
+        """Put what waits. Until this process has put something, another one may, whose lines this one then goes on after.
+
+        Raises:
+            PartChanged: if another process has gone on after what this one has put.
+        """
+        while True:
+            try:
+                if self._waiting:
+                    self._tail.read()
+                while self._waiting:
+                    entry = self._waiting[0]
+                    self._tail.extend(entry if isinstance(entry, bytes) else entry(self._tail))
+                    self._taken.append(self._waiting.popleft())
+                self._is_ours |= self._tail.put()
+            except PartChanged:
+                if self._is_ours:
+                    raise
+                self._waiting.extendleft(reversed(self._taken))
+                self._taken.clear()
+                self._tail = LogTail(self._store, self._name)
+            else:
+                break
+            finally:
+                if self._is_ours:
+                    self._taken.clear()
 
     def close(self) -> None:
         """Put the rest."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "ReadsAhead",
     "SharedByRanks",
     "Store",
+    "SwapsFiles",
     "SyncsLater",
 ]
 
@@ -99,6 +100,47 @@ def least_revision_of(store: object) -> int:
         0
     """
     return int(getattr(store, "least_revision", 0))
+
+
+class SwapsFiles(Protocol):
+    """A `Store` into which processes write that hold no lock, as each rank writes a log. These methods are optional; a store has both."""
+
+    def read_version(self, name: str) -> tuple[bytes, object] | None:
+        """The bytes of a small file, and what distinguishes this version of it from others; None if there is none."""
+
+    def swap(self, name: str, data: bytes, version: object | None) -> object | None:
+        """Write a small file if it has this version, or if there is none, for None.
+
+        Returns:
+            The new version; None if the file has another version, and nothing was written.
+        """
+
+
+def read_version(store: "Store", name: str) -> tuple[bytes, object] | None:
+    """The bytes of a small file with its version; None if there is none."""
+    if (read := getattr(store, "read_version", None)) is not None:  # also of an object that forwards to a store
+        found: tuple[bytes, object] | None = read(name)
+        return found
+    try:
+        return store.read(name), ""
+    except CheckpointMissing:
+        return None
+
+
+def swap(store: "Store", name: str, data: bytes, version: object | None) -> object | None:
+    """Write a small file if it has this version; in a store that cannot compare, in any case. Returns the new version, or None.
+
+    Examples:
+        >>> from trainfold.stores import MemoryStore
+        >>> store = MemoryStore()
+        >>> swap(store, "a.log", b"1", None) is None, read_version(store, "a.log")
+        (False, (b'1', ''))
+    """
+    if (swaps := getattr(store, "swap", None)) is not None:
+        made: object | None = swaps(name, data, version)
+        return made
+    store.write(name, [data], size_bytes=len(data))
+    return ""
 
 
 @runtime_checkable

@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 from trainfold.backends.helpers import Helpers
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
-from trainfold.backends.stores.object_store.bucket import Bucket, Found, tag_of
+from trainfold.backends.stores.object_store.bucket import Bucket, Found, Version, tag_of
 from trainfold.backends.stores.object_store.glimpse import HINTS, Glimpse
 from trainfold.backends.stores.object_store.killed_uploads import abort_killed_uploads
 from trainfold.backends.stores.object_store.pieces_ahead import AT_ONCE, PiecesAhead
@@ -181,6 +181,21 @@ class ObjectStore:
         if chunk:
             self._lease.check()  # the object appears with its last part
             yield chunk
+
+    def read_version(self, name: str) -> tuple[bytes, object] | None:
+        """See `SwapsFiles`."""
+        split_name(name)
+        found = self._bucket.get(name)
+        return None if found is None else (found.data, found.version)
+
+    def swap(self, name: str, data: bytes, version: object | None) -> object | None:
+        """See `SwapsFiles`: one conditional put."""
+        split_name(name)
+        self._lease.check()
+        made = self._bucket.put_if(name, data, cast("Version | None", version))
+        if made is not None:
+            self._changes.put(name, Found(len(data), 0.0, tag_of(made)))
+        return made
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`: one conditional put, after the lease was seen to be held."""

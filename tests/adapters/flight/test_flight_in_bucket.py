@@ -1,7 +1,10 @@
 """`record=` of a run in a bucket: its log is that of the unkilled run, is there before each checkpoint, and every reader reads it."""
 
+import gc
 import json
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -76,18 +79,57 @@ def test_a_run_in_a_bucket_that_was_killed_and_resumed_has_the_log_of_the_unkill
 
 def test_a_loop_of_pure_steps_records_into_a_bucket_and_is_replayed_from_there():
     """P32: `FlightLog` and `replay` take any run."""
-
-    def step(state, batch):
-        counted = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
-        return state.evolve(trainer=counted), {"loss": batch / 2}
-
     store = ObjectStore(Bucket(), url="memory://pure")
     log, state = FlightLog(store), TrainState(trainer=Progress())
     for batch in range(1, 9):
-        state, _ = log.recorded(step)(state, batch)
+        state, _ = log.recorded(counting)(state, batch)
     log.close()
-    assert replay(step, TrainState(trainer=Progress()), range(1, 9), store)
-    assert replay(step, TrainState(trainer=Progress()), [1, 2, 4], store).difference.step == 3
+    assert replay(counting, TrainState(trainer=Progress()), range(1, 9), store)
+    assert replay(counting, TrainState(trainer=Progress()), [1, 2, 4], store).difference.step == 3
+
+
+def counting(state, batch):
+    """A pure step that counts."""
+    counted = Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)
+    return state.evolve(trainer=counted), {"loss": batch / 2}
+
+
+def test_a_log_that_only_its_step_holds_is_written_to_its_end():
+    """P32: as the page has it, `FlightLog(run).recorded(step)`: the log lives as long as the step, and its end is put when that goes."""
+    store = ObjectStore(Bucket(), url="memory://pure")
+    recorded, state = FlightLog(store).recorded(counting), TrainState(trainer=Progress())
+    gc.collect()
+    for batch in range(1, 9):
+        state, _ = recorded(state, batch)
+    del recorded
+    gc.collect()
+    assert list(read_flights(store)[0].steps) == [*range(1, 9)]
+
+
+ENDING = """
+import sys
+from trainfold import Progress, TrainState
+from trainfold.backends.stores.local import LocalStore
+from trainfold.states import FlightLog
+
+class Bucket:  # which cannot append
+    def __init__(self, place): self._store = LocalStore(place)
+    def __getattr__(self, name): return getattr(self._store, name)
+
+def step(state, batch):
+    return state.evolve(trainer=Progress(state.trainer.step + 1)), {}
+
+recorded, state = FlightLog(Bucket(sys.argv[1])).recorded(step), TrainState(trainer=Progress())
+for batch in range(300):
+    state, _ = recorded(state, batch)
+"""
+
+
+@pytest.mark.long
+def test_the_end_of_a_program_puts_the_end_of_its_log(tmp_path):
+    """P32: a program of the page closes nothing; its log has all steps after it."""
+    subprocess.run([sys.executable, "-c", ENDING, str(tmp_path)], check=True)
+    assert list(read_flights(tmp_path)[0].steps) == [*range(1, 301)]
 
 
 @pytest.fixture
