@@ -15,6 +15,7 @@ from trainfold.backends.stores.local import LocalStore, Run, open_store
 from trainfold.backends.stores.protocol import Buffer, Store, glimpse, least_revision_of
 from trainfold.backends.tiers.compare_runs import inventory_in, newest_whole, planned_copy
 from trainfold.backends.tiers.copy_run import carry_out, check_copy
+from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.backends.tiers.uploads import Uploads
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.checks import count
@@ -45,7 +46,7 @@ class TwoTiers:
     """A `Store` of two: a save is durable when it is in the near tier, and is sent to the far one in the background.
 
     While a manager, or a `save`, has the run open, it holds the locks of both tiers. When it opens the run, the newest checkpoint of the far tier is fetched if the near
-    one has none that is as new and whole, and what the near tier has and the far one lacks is sent. Each of these is an `Event` of the manager: ``committed``, then
+    one has none that is as new and whole, with the flight logs and the journal, and what the near tier has and the far one lacks is sent. Each of these is an `Event` of the manager: ``committed``, then
     ``uploaded``; ``not_uploaded``; ``fetched``.
 
     The near tier is what a program reads, and what the retention of its manager is for. A checkpoint that waits for its upload stays there, whatever that keeps. In the
@@ -190,7 +191,8 @@ class TwoTiers:
                 raise CheckpointForeign(self.far.url, expected=f"run {here.run_id}, as in {self.near.url}", found=f"run {there.run_id}",
                                         fix="name the far tier of this run, or a new place")  # fmt: skip
             mine = newest_whole(self.near, here)
-            self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine))
+            if self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine)) is not None:
+                SentLogs(self.near, self.far).fetch()
             here = inventory_in(self.near, may_be_new=True)
             self._report_parted(far, here, there)
         sent = max((_age(entry.head) for entry in lineage(there) if entry.head is not None), default=_NOWHERE)

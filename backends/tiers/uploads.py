@@ -1,4 +1,4 @@
-"""`Uploads`: sends the checkpoints of a near tier to a far one, the oldest first, in a thread; again after a failure."""
+"""`Uploads`: sends the checkpoints of a near tier, and its logs, to a far one, the oldest first, in a thread; again after a failure."""
 
 import logging
 import threading
@@ -15,6 +15,7 @@ from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
 from trainfold.backends.tiers.copy_run import carry_out, check_copy
 from trainfold.backends.tiers.pruner import Pruner
+from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.errors import CheckpointDamaged, CommitConflict, SaveFailed, TrainfoldError, error_text
 from trainfold.core.format.file_names import step_of
 from trainfold.core.history.inventory import lineage
@@ -73,6 +74,7 @@ class Uploads:
         self._given_up: dict[str, TrainfoldError] = {}
         self._last_error: TrainfoldError | None = None
         self._is_closing = threading.Event()
+        self._logs = SentLogs(near, far)
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -121,6 +123,7 @@ class Uploads:
             )
             raise SaveFailed(f"{self._far.url}/{missing[0]}", expected="every checkpoint of this run in the far tier",
                              found=f"{', '.join(missing)} in {self._near.url} alone, because of {error_text(error)}", fix=fix)  # fmt: skip
+        self._logs.send()
 
     def _start(self) -> None:
         """Start the thread, unless it works already."""
@@ -188,6 +191,7 @@ class Uploads:
         step = step_of(name)
         plan = planned_copy(self._near, self._far, steps="newest" if step is None else [step], replaces=True)
         check_copy(plan)
+        self._logs.send()  # before: a resume from there finds the log of the steps before it
         for error in carry_out(plan, self._near, self._far).values():
             raise error
         with self._mutex:

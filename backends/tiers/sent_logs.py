@@ -1,0 +1,103 @@
+"""`SentLogs`: the flight logs and the journal of a run on a disk, kept in the far tier too, as the parts that a bucket has."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Final, final
+
+from trainfold.backends.flight.flights import flight_name, ranks_with_log
+from trainfold.backends.flight.journals import JOURNAL
+from trainfold.backends.flight.log_parts import PART_BYTES, part_name, part_numbers
+from trainfold.backends.flight.log_pieces import read_pieces, sizes_of
+from trainfold.backends.stores.protocol import Store
+from trainfold.core.digest import digest_of
+from trainfold.core.errors import TrainfoldError
+
+_LOG: Final = logging.getLogger("trainfold")
+
+
+@final
+class SentLogs:
+    """Sends what is new of the logs, and fetches them where the disk is lost. The caller holds the locks of both tiers.
+
+    Law: after a `send` that logs no warning, the far tier has the bytes of each log.
+
+    A log that cannot be sent, or fetched, is a warning: it ends no run.
+
+    Args:
+        near: the tier that is read, and written by `fetch`.
+        far: the tier that is written, and read by `fetch`.
+    """
+
+    def __init__(self, near: Store, far: Store) -> None:
+        self._near, self._far = near, far
+        self._mutex = threading.Lock()
+        self._sent: dict[str, dict[int, str]] = {}  # log -> number of a part -> its digest; "" if it is not known
+        self._has_failed = False
+
+    def send(self) -> None:
+        """Send what the far tier has otherwise, or not."""
+        with self._mutex:
+            try:
+                for name in _logs_in(self._near.list()):
+                    self._send(name)
+            except (TrainfoldError, OSError) as error:
+                if not self._has_failed:
+                    _LOG.warning("%s: a log of this run is not in the far tier yet: %s", self._far.url, error)
+                self._has_failed = True
+            else:
+                self._has_failed = False
+
+    def _send(self, name: str) -> None:
+        if name not in self._sent:
+            self._sent[name] = dict.fromkeys(part_numbers(name, self._far.list()), "")
+        there, sizes = self._sent[name], self._sizes(name)
+        parts = -(-sum(size for _, size in sizes) // PART_BYTES)
+        for number in sorted(there, reverse=True):
+            if number >= parts:
+                self._far.delete(part_name(name, number))
+                del there[number]
+        for number, data in enumerate(_parts(self._near, sizes)):
+            part, digest = part_name(name, number), digest_of(data)
+            if there.get(number) == "" and self._far.size(part) == len(data):
+                there[number] = digest_of(self._far.read(part))
+            if there.get(number) != digest:
+                self._far.write(part, [data], size_bytes=len(data))
+                there[number] = digest
+
+    def _sizes(self, name: str) -> list[tuple[str, int]]:
+        return sizes_of(self._near, name, self._near.list())
+
+    def fetch(self) -> None:
+        """Put the logs of the far tier in the place of shorter ones, when a checkpoint came from there too."""
+        with self._mutex:
+            names = self._far.list()
+            for name in _logs_in(names):
+                try:
+                    sizes = sizes_of(self._far, name, names)
+                    size = sum(size for _, size in sizes)
+                    here = self._sizes(name)
+                    if size > sum(size for _, size in here):
+                        for part, _ in reversed(here[1:]):
+                            self._near.delete(part)
+                        self._near.write(name, read_pieces(self._far, sizes), size_bytes=size)
+                except (TrainfoldError, OSError) as error:
+                    _LOG.warning("%s/%s: the log is not fetched: %s", self._far.url, name, error)
+
+
+def _logs_in(names: list[str]) -> list[str]:
+    """The logs among the names of a run."""
+    flights = [flight_name(rank) for rank in ranks_with_log(names)]
+    return [*flights, JOURNAL] if part_numbers(JOURNAL, names) else flights
+
+
+def _parts(store: Store, sizes: list[tuple[str, int]]) -> Iterator[bytes]:
+    """The bytes of a log in parts that are full, but for the last one, whatever parts the store has."""
+    waiting = bytearray()
+    for piece in read_pieces(store, sizes):
+        waiting += piece
+        while len(waiting) >= PART_BYTES:
+            yield bytes(waiting[:PART_BYTES])
+            del waiting[:PART_BYTES]
+    if waiting:
+        yield bytes(waiting)

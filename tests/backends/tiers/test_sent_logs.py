@@ -1,0 +1,109 @@
+"""The logs of a run in two tiers, when the disk is lost, or was left behind by another machine."""
+
+import pytest
+from kit.adapters.flight_cases import Recorded, died
+
+from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.flight import log_parts, log_pieces
+from trainfold.backends.flight.flights import flight_name, read_flights
+from trainfold.backends.flight.journals import JOURNAL, read_journal
+from trainfold.backends.flight.log_parts import part_numbers
+from trainfold.backends.flight.log_pieces import read_log
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.tiers import sent_logs
+from trainfold.backends.tiers.sent_logs import SentLogs
+from trainfold.backends.tiers.two_tiers import TwoTiers
+from trainfold.core.errors import SaveFailed
+from trainfold.core.flight.log_lines import LINE_BYTES
+
+NAME = flight_name(0)
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    for module in (log_parts, log_pieces, sent_logs):
+        monkeypatch.setattr(module, "PART_BYTES", 4 * LINE_BYTES)
+
+
+def trained(run, last, *, dies_after=None):
+    manager = CheckpointManager(run, every=2, record=3)
+    Recorded(0).run(manager, last, dies_after)
+    if dies_after is None:
+        manager.close()
+    else:
+        manager.drain()
+        died(manager)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_run_in_two_tiers_whose_disk_is_lost_has_the_log_of_the_run_that_was_never_killed(tmp_path):
+    """R04: the far tier has the log of each checkpoint before it has the checkpoint, and a start that fetches this fetches that."""
+    trained(tmp_path / "whole", 9)
+    far = MemoryStore()
+    trained(TwoTiers(tmp_path / "a", far), 9, dies_after=5)
+    assert list(read_flights(far)[0].steps)[:4] == [1, 2, 3, 4]
+    trained(TwoTiers(tmp_path / "b", far), 9)
+    for store in (LocalStore(tmp_path / "b"), far):
+        assert read_log(store, NAME, store.list()) == (tmp_path / "whole" / NAME).read_bytes()
+        assert [line.step for line in read_journal(store).lines if line.kind == "started"] == [0, 4]
+        assert read_journal(store).lines[-1].kind == "closed"
+    assert len(part_numbers(NAME, far.list())) > 1
+    assert part_numbers(NAME, LocalStore(tmp_path / "b").list()) == [0]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_disk_that_was_left_behind_gets_the_logs_and_one_that_is_ahead_keeps_its_own(tmp_path):
+    """What the far tier has longer replaces what the disk has, where the checkpoint comes from there; else the disk has the run."""
+    far, whole = MemoryStore(), tmp_path / "whole"
+    trained(whole, 12)
+    trained(TwoTiers(tmp_path / "a", far), 4)
+    trained(TwoTiers(tmp_path / "b", far), 8)
+    trained(tmp_path / "b", 10)  # without the far tier
+    trained(TwoTiers(tmp_path / "b", far), 10)
+    trained(TwoTiers(tmp_path / "a", far), 12)
+    for store in (LocalStore(tmp_path / "a"), far):
+        assert read_log(store, NAME, store.list()) == (whole / NAME).read_bytes()
+    starts = [line.step for line in read_journal(LocalStore(tmp_path / "a")).lines if line.kind == "started"]
+    assert starts == [0, 4, 8, 10, 10]
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("keeps_notes", [True, False])
+def test_only_what_is_new_of_a_log_is_sent_and_what_was_cut_goes(tmp_path, keeps_notes):
+    """A part is put once when it is full; of a log that goes back the later parts are deleted, the last one first."""
+    far, near, puts = MemoryStore(), LocalStore(tmp_path), []
+    logs = SentLogs(near, far)
+    for lines in (10, 11, 30, 3):
+        data = b"".join(bytes([line + 1]) * LINE_BYTES for line in range(lines))
+        near.write(NAME, [data], size_bytes=len(data))
+        before = len(far.effects)
+        (logs if keeps_notes else SentLogs(near, far)).send()
+        puts.append(
+            [(effect.kind, effect.name) for effect in far.effects[before:] if effect.kind in {"finish", "delete"}]
+        )
+        assert read_log(far, NAME, far.list()) == data
+    second, third = "flight-00000-00001.log", "flight-00000-00002.log"
+    assert puts[0] == [("finish", each) for each in (NAME, second, third)]
+    assert puts[1] == [("finish", third)]
+    assert [name for _, name in puts[2]] == [third, *(f"flight-00000-0000{number}.log" for number in range(3, 8))]
+    assert [kind for kind, _ in puts[3]] == ["delete"] * 7 + ["finish"]
+    assert puts[3][0][1] == "flight-00000-00007.log"
+
+
+def test_a_far_tier_that_takes_no_log_is_a_warning_once(tmp_path, caplog):
+    """A log must not end a run, nor keep its checkpoints from being sent."""
+    far, near = MemoryStore(), LocalStore(tmp_path)
+    near.write(JOURNAL, [b"{}\n"], size_bytes=3)
+    logs = SentLogs(near, far)
+
+    def refuses(*_, **__):
+        raise SaveFailed("far", expected="room", found="none", fix="make some")
+
+    write, far.write = far.write, refuses
+    logs.send()
+    logs.send()
+    assert sum("is not in the far tier" in each.getMessage() for each in caplog.records) == 1
+    far.write = write
+    logs.send()
+    assert far.read(JOURNAL) == b"{}\n"
