@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import attrs
 
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import InvalidArgument
+from trainfold.core.errors import InvalidArgument, UnsupportedLeaf
 from trainfold.core.format.dtypes import STORED, size_bytes
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.torch_files.archive_bytes import ALIGNED, archive_around
@@ -112,7 +112,7 @@ def plan_dcp(
 
     Raises:
         InvalidArgument: if a tensor and an object have one name, or the keys of a name are not its parts.
-        UnsupportedLeaf: for an object of another kind.
+        UnsupportedLeaf: naming an object of another kind, such as a tuple with a tensor in it.
     """
     others = dict(objects or {})
     for name in others.keys() & tensors.keys():
@@ -120,7 +120,7 @@ def plan_dcp(
             "plan_dcp.objects", expected="other names than those of tensors", found=name, fix="rename it"
         )
     entries: list[tuple[str, LeafSpec | None, _Members, int | None]] = [
-        (name, None, _members(pickle_of(each)), None) for name, each in others.items()
+        (name, None, _members(_pickled(name, each)), None) for name, each in others.items()
     ]
     entries += [(name, each, *_around(each.dtype, each.shape)) for name, each in tensors.items()]
     files: list[DcpFile] = []
@@ -137,6 +137,14 @@ def plan_dcp(
     if begun:
         files.append(DcpFile(_file(len(files)), tuple(begun)))
     return DcpPlan(tuple(files), metadata_text([(each.name, each.entries) for each in files], paths or {}))
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    try:
+        return pickle_of(value)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(name, expected=error.expected, found=error.found,
+                              fix="put numbers there, or leave it out; an optimizer is left out by state.evolve(optimizer=None)") from None  # fmt: skip
 
 
 def _file(number: int) -> str:

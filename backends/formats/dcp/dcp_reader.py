@@ -17,6 +17,7 @@ from trainfold.backends.formats.torch_save.archive import (
     read_archive,
 )
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
+from trainfold.backends.formats.torch_save.small_tensors import with_numbers
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.stores.place import file_state
@@ -148,7 +149,7 @@ class DcpReader:
             read_box(member, stored, inside, part)
 
     def read_object(self, files: OpenFiles, name: str) -> Any:
-        """A value that is not a tensor: numbers, text, lists and dicts of them.
+        """A value that is not a tensor: numbers, tensors of one element, text, lists and dicts of them. A larger tensor inside is a `StoredTensor`.
 
         Raises:
             CheckpointHostile: if its pickle would run something.
@@ -159,7 +160,8 @@ class DcpReader:
             raise CheckpointDamaged(
                 file.name, expected=f"at most {_OBJECT_LIMIT} bytes", found=file.size, fix="save tensors as tensors"
             )
-        return archive_values(file, read_archive(file))
+        members = read_archive(file)
+        return with_numbers(archive_values(file, members), file, members)
 
     def check_values(self, files: OpenFiles, name: str, *, advance: Callable[[int], None]) -> bool:
         """Read all that was written under a name, and compare it with its sums.

@@ -10,6 +10,7 @@ import torch
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.user_warning import warn_user
+from trainfold.backends.weights.foreign.settings import are_equal, setting_like
 from trainfold.backends.weights.foreign.training import SavedGroup, Training
 from trainfold.backends.weights.take import take_weights
 from trainfold.core.errors import InvalidArgument, InvalidState
@@ -45,7 +46,7 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
     """Return a state with the model, the optimizer, the scheduler and the step of another program's checkpoint.
 
     ``live.restore(take_training(live.capture(), training))`` continues a live run so. A rank reads its parts only. Hyperparameters are those of the
-    checkpoint where the optimizer here has them. Samples, epochs, the position in the data and random streams stay those of the state: no other program's can be carried over, so the
+    checkpoint where the optimizer here has them: a tensor where it has a tensor, such as a learning rate that the loop writes, and a number for a number. Samples, epochs, the position in the data and random streams stay those of the state: no other program's can be carried over, so the
     run continues with the same numbers from there, and not with the same batches.
 
     Args:
@@ -220,18 +221,20 @@ def _group(mine: ParamGroup, names: Sequence[str], hyper: Mapping[str, Mapping[s
     """
     found = dict(mine.hyper)
     if names:
-        found = {key: _like(value, hyper[names[0]].get(key, value)) for key, value in mine.hyper.items()}
+        found = _settings(mine.hyper, hyper[names[0]], names[0])
     for name in names:
-        other = {key: _like(value, hyper[name].get(key, value)) for key, value in mine.hyper.items()}
-        if other != found:
-            keys = [key for key in found if other[key] != found[key]]
+        other = _settings(mine.hyper, hyper[name], name)
+        if keys := [key for key in found if not are_equal(other[key], found[key])]:
             raise InvalidState(f"optimizer: {name}", expected=f"the {', '.join(keys)} of {names[0]}, which is in the same group here",
                                found=[other[key] for key in keys], fix="make groups of the parameters as they were saved")  # fmt: skip
     return attrs.evolve(mine, hyper=found)
 
 
-def _like(mine: Any, theirs: Any) -> Any:
-    return tuple(theirs) if isinstance(mine, tuple) and isinstance(theirs, list) else theirs
+def _settings(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {
+        key: setting_like(value, theirs[key], f"optimizer: {name}.{key}") if key in theirs else value
+        for key, value in mine.items()
+    }
 
 
 def _slots(

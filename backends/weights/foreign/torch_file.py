@@ -12,6 +12,7 @@ import torch
 from trainfold.backends.formats.detect import check_format
 from trainfold.backends.formats.torch_save.archive import archive_values, is_archive, member_of, read_archive
 from trainfold.backends.formats.torch_save.byte_range import ByteRange, OpenFiles
+from trainfold.backends.formats.torch_save.small_tensors import with_numbers
 from trainfold.backends.formats.torch_save.tensor_parts import read_box
 from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidArgument
@@ -186,6 +187,8 @@ class TorchFile:
     def at(self, keys: str) -> Any:
         """The value under keys with dots between them, and numbers for lists; None if there is none. A tensor of one element is its value.
 
+        Inside of a dict or a list tensors are a `StoredTensor`; see `read_at`.
+
         Raises:
             CheckpointMissing: as in `specs`, and so the others.
         """
@@ -194,6 +197,15 @@ class TorchFile:
             if type(found) is StoredTensor and found.shape in ((), (1,)):
                 return opened.read(found, tuple((0, size) for size in found.shape)).item()
             return found
+
+    def read_at(self, keys: str) -> Any:
+        """The same as `at`, with the tensors of one element that are inside, such as learning rates in param groups.
+
+        Raises:
+            CheckpointMissing: as in `specs`, and so the others.
+        """
+        with open_torch_file(self._path) as opened:
+            return with_numbers(_under(opened.values, keys), opened.file, opened.members)
 
     def tensor_names(self) -> list[str]:
         """The names of all tensors, of those too that are not read, such as sparse ones.

@@ -119,10 +119,10 @@ def dcp_training(
     single = {
         name: spec
         for name, spec in listed.items()
-        if (name == step or name.startswith(f"{optimizer}.param_groups.")) and spec.shape in ((), (1,))
+        if (name == step and spec.shape in ((), (1,))) or name.startswith(f"{optimizer}.param_groups.")
     }
     wanted = {name: Wanted(spec.dtype, spec.shape, whole_box(spec.shape)) for name, spec in single.items()}
-    objects |= {name: tensor.item() for name, tensor in whole.supply(wanted)}
+    objects |= {name: tensor.item() if name == step else tensor.clone() for name, tensor in whole.supply(wanted)}
     tops = {
         name.partition(".")[0] for name in (*named, *(listed if model else ()))
     }  # without a key, a tensor at the top may be a weight
@@ -194,10 +194,10 @@ def torch_training(
     top = file.at("")
     source = TorchFile(path, prefix=model)
     source.specs()
-    found, schedule = file.at(optimizer), file.at(scheduler)
+    found, schedule = file.at(optimizer), file.read_at(scheduler)
     if found is None and optimizer.partition(".")[0] not in top:
         _check_there(str(path), "optimizer", optimizer, list(map(str, top)))
-    groups = _groups(str(path), optimizer, found)
+    groups = _groups(str(path), optimizer, found, file)
     known = {
         each.partition(".")[0]
         for each in (model, optimizer, step, *((scheduler,) if isinstance(schedule, Mapping) else ()))
@@ -261,7 +261,7 @@ def accelerate_training(path: str | Path) -> Training:
         TorchFile(top / one) if one == "pytorch_model.bin" else HubDirectory(top if one is None else top / one)
     )
     file = TorchFile(top / "optimizer.bin")
-    groups = _groups(str(top / "optimizer.bin"), "", file.at(""))
+    groups = _groups(str(top / "optimizer.bin"), "", file.at(""), file)
     slots = TorchFile(top / "optimizer.bin", prefix="state")
     counters = [name for name in slots.specs() if name.endswith(".step")]
     wanted = {
@@ -270,7 +270,7 @@ def accelerate_training(path: str | Path) -> Training:
         if name in counters
     }
     steps = {tensor.item() for _, tensor in slots.supply(wanted)}
-    schedule = TorchFile(top / "scheduler.bin").at("") if "scheduler.bin" in names else None
+    schedule = TorchFile(top / "scheduler.bin").read_at("") if "scheduler.bin" in names else None
     taken = {"optimizer.bin", "pytorch_model.bin", *(["scheduler.bin"] if isinstance(schedule, Mapping) else [])}
     left = [(name, _ANOTHER) for name in names if name not in taken and not name.startswith("model")]
     left = [(name, _SECOND) for name in names if one is not None and name.startswith("model") and name != one] + left
@@ -307,8 +307,8 @@ def _step(found: Any) -> int | None:
     return found if type(found) is int and found >= 0 else None
 
 
-def _groups(where: str, key: str, found: object) -> tuple[SavedGroup, ...]:
-    """The groups of an optimizer's state dict.
+def _groups(where: str, key: str, found: object, file: TorchFile) -> tuple[SavedGroup, ...]:
+    """The groups of an optimizer's state dict, which is under the key in the file.
 
     Raises:
         CheckpointForeign: if it is not one.
@@ -329,7 +329,7 @@ def _groups(where: str, key: str, found: object) -> tuple[SavedGroup, ...]:
             tuple(group.get("params", ())),
             {key: each for key, each in group.items() if key not in ("params", "param_names")},
         )
-        for group in groups
+        for group in (file.read_at(f"{key}.param_groups" if key else "param_groups") or ())
     )
 
 
