@@ -116,6 +116,11 @@ class Untie:
     def on(self, table: Table) -> dict[str, Expression]:
         """See `Transform`."""
         captures, found = self.name.among(table), []
+        for name, capture in captures.items():
+            if (alias := self.alias.fill(capture)) in table:
+                raise InvalidState(
+                    str(self), expected=f"no {alias} beside {name}", found=f"{form_of(table[alias])} of that name",
+                    fix="leave out this rule: the model has both names already. Of the rules for a hub, take those with tied=False, or of its config with tie_word_embeddings false")  # fmt: skip
         for name, each in table.items():
             found.append((name, each))
             if name in captures:

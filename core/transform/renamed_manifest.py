@@ -49,7 +49,7 @@ class Renaming:
                 a, b = old.split(".")[:-1], new.split(".")[:-1]
                 while len(a) > 1 < len(b) and a[-1] == b[-1]:
                     a, b = a[:-1], b[:-1]
-                found.setdefault(_form(".".join(a)), set()).add(_form(".".join(b)))
+                found.setdefault(starred(".".join(a)), set()).add(starred(".".join(b)))
         sure = [(old, new.pop()) for old, new in found.items() if old and len(new) == 1]
         return sorted(sure, key=lambda pair: -len(pair[0]))
 
@@ -244,7 +244,7 @@ def _contract(
             found[labels[label] + key.removeprefix(label)] = value
         elif of is not None and isinstance(value, dict):
             prefix = f"attached.{of}."
-            found[prefix + _module(key.removeprefix(prefix), modules)] = value
+            found[prefix + renamed_module(key.removeprefix(prefix), modules)] = value
         elif key == FROZEN:
             found[key] = renamed_frozen(value, names, _maybe_frozen(manifest))
         elif key == LINEAGE:
@@ -281,7 +281,7 @@ def _labels(manifest: Manifest, renamed: Mapping[str, Mapping[str, str]]) -> dic
     return found
 
 
-def _module(path: str, modules: Iterable[tuple[str, str]]) -> str:
+def renamed_module(path: str, modules: Iterable[tuple[str, str]]) -> str:
     """The new name of a module, or of one that is inside of a module with a new name."""
     for old, new in modules:
         if path == old or path.startswith(f"{old}."):
@@ -290,7 +290,7 @@ def _module(path: str, modules: Iterable[tuple[str, str]]) -> str:
 
 
 def _lineage(value: Json, names: Mapping[str, str]) -> Json:
-    forms = {_form(old): _form(new) for old, new in names.items()} | dict(names)
+    forms = {starred(old): starred(new) for old, new in names.items()} | dict(names)
     if not isinstance(value, list):
         return value
     pairs = [each for each in value if isinstance(each, list) and len(each) == 2 and isinstance(each[1], list)]
@@ -312,5 +312,11 @@ def _class_of(node: Json) -> str | None:
     return str(node.get("node")) if isinstance(node, dict) else None
 
 
-def _form(name: str) -> str:
+def starred(name: str) -> str:
+    """The form of a name: ``*`` stands for a number.
+
+    Examples:
+        >>> starred("h.3.w")
+        'h.*.w'
+    """
     return _NUMBER.sub("*", name)

@@ -11,8 +11,8 @@ from trainfold.core.transform.families.adapter_rules import adapter_rules
 from trainfold.core.transform.families.hub_rules import dequantise_of, hub_rules, hub_rules_of
 from trainfold.core.transform.fusing import merge, split, stack, unstack
 from trainfold.core.transform.naming import drop, keep, rename, tie, untie
+from trainfold.core.transform.states.transform_state import transform_state
 from trainfold.core.transform.transform import Invertible, Transform, compose
-from trainfold.core.transform.transform_state import transform_state
 from trainfold.core.transform.values import cast, dequantise, rearrange, transpose
 
 __all__ = [

@@ -144,7 +144,7 @@ def test_a_dtype_of_null_is_none():
 
 MET = {
     "two of one name": (compose(rename("a", "c"), rename("b", "c")), specs(a=(1,), b=(1,)), "no other tensor of the form c, found c"),
-    "two that are renamed to one": (untie("a", "b"), specs(a=(1,), b=(1,)), "two that would be a"),
+    "two that are renamed to one": (untie("a", "b"), specs(a=(1,), b=(1,)), "no a beside b"),
     "one that has the name already": (rename("layers.{i}.w", "h.{i}.w"), specs(h_0_w=(1,)), "found h.0.w"),
     "a part that is missing": (merge(["{i}.q", "{i}.k"], "{i}.qk"), specs(a_q=(2,), b_q=(2,), b_k=(2,)), "no a.k"),
     "a part of another width": (merge(["q", "k"], "qk"), specs(q=(2, 3), k=(2, 4)), "k: expected float32[2, 3], beside q, found float32[2, 4]"),

@@ -14,7 +14,8 @@ from trainfold.core.layout.shard import make_shard
 from trainfold.core.layout.stage import make_stage
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.masters import make_masters
-from trainfold.core.transform.transform_state import ELEMENTWISE, transform_state
+from trainfold.core.transform.states.made_optimizer import ELEMENTWISE
+from trainfold.core.transform.states.transform_state import transform_state
 from trainfold.transforms import cast, compose, merge, rearrange, rename, split, stack, tie, transpose
 from trainfold.weights import DcpDirectory, dcp_training, take_training, write_dcp_directory
 
