@@ -5,22 +5,19 @@ from itertools import chain
 from typing import Any, Final, final
 
 import attrs
-import torch
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.ranks.in_process import ALONE
 from trainfold.backends.user_warning import warn_user
 from trainfold.backends.weights.foreign.settings import are_equal, setting_like
-from trainfold.backends.weights.foreign.training import SavedGroup, Training
+from trainfold.backends.weights.foreign.take_slots import check_none_missing, taken_slots
+from trainfold.backends.weights.foreign.training import NO_SCHEDULER, SavedGroup, Training
 from trainfold.backends.weights.take import take_weights
 from trainfold.core.errors import InvalidArgument, InvalidState
-from trainfold.core.layout.shard import Shard
-from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.names.wrapper_names import canonical_name
 from trainfold.core.state.state import Opaque, OptimizerState, ParamGroup, Progress, TrainState
-from trainfold.core.weights.source import Wanted
 
 _SHOWN: Final = 8  # names in a message
 _OF_SCHEDULERS: Final = {
@@ -55,12 +52,12 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
         collectives: the ranks, all of which call. None for this process alone.
 
     Raises:
-        InvalidState: if tensors or parameters are missing on either side, their number, order or shapes differ, or groups here join parameters with other
-            hyperparameters. Nothing is taken then.
+        InvalidState: if tensors or parameters are missing on either side, their number, order or shapes differ, groups here join parameters with other
+            hyperparameters, or a slot is missing that an optimizer of torch makes. Nothing is taken then.
         InvalidArgument: if the state has no model, or an optimizer that is more than slots and groups.
 
     Examples:
-        >>> import tempfile, trainfold
+        >>> import tempfile, torch, trainfold
         >>> from trainfold.weights import dcp_training, take_training, write_dcp_directory
         >>> sgd = trainfold.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
         >>> model, folder = torch.nn.Linear(2, 1), tempfile.mkdtemp()
@@ -98,6 +95,10 @@ def take_training(state: TrainState, training: Training, *, collectives: Collect
         warn_user(
             f"{training.where}: the scheduler that was saved is not taken: there is none here that is an object of torch"
         )
+    elif state.scheduler is not None and (
+        name := next((name for name, reason in training.left_out if reason == NO_SCHEDULER), None)
+    ):
+        warn_user(f"{training.where}: the scheduler here stays as it is: of {name}, {NO_SCHEDULER}")
     return state
 
 
@@ -159,12 +160,11 @@ def _optimizer(state: TrainState, mine: OptimizerState, training: Training, whol
         for number, name in zip(theirs.params, group.params, strict=True)
     }
     _check_class(mine, groups, training)
-    slots = _slots(state, training, {str(number): name for number, name in order.items()}, hyper)
-    return attrs.evolve(
-        mine,
-        slots=Leaves({name: slots[name] for name in names if name in slots}),
-        groups=tuple(_group(each, names, hyper) for each, names in zip(mine.groups, whole.groups, strict=True)),
-    )
+    taken = [_group(each, names, hyper) for each, names in zip(mine.groups, whole.groups, strict=True)]
+    settings = {name: group.hyper for group, names in zip(taken, whole.groups, strict=True) for name in names}
+    slots = taken_slots(state, training, {str(number): name for number, name in order.items()}, settings)
+    check_none_missing(mine.kind, state, slots, settings, training.where)
+    return attrs.evolve(mine, slots=Leaves({name: slots[name] for name in names if name in slots}), groups=tuple(taken))
 
 
 def _unused(whole: _Names, training: Training) -> list[str]:
@@ -235,51 +235,3 @@ def _settings(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> 
         key: setting_like(value, theirs[key], f"optimizer: {name}.{key}") if key in theirs else value
         for key, value in mine.items()
     }
-
-
-def _slots(
-    state: TrainState, training: Training, order: Mapping[str, str], hyper: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    assert training.slots is not None
-    assert state.model is not None or not order, "a state with an optimizer has a model"
-    params: Mapping[str, Any] = {} if state.model is None else state.model.params
-    wanted, owners = {}, {}
-    for full, spec in training.slots.specs().items():
-        name, slot = _owner(full, order, hyper, training)
-        if name not in params:  # it is of another stage
-            continue
-        leaf = params[name]
-        is_cut = isinstance(leaf, Shard) and spec.shape == tuple(leaf.shape)
-        if spec.shape not in ((), (1,), tuple(leaf.shape)):
-            raise InvalidState(f"optimizer: {name}.{slot}", expected=f"the shape {list(leaf.shape)} of its parameter, or one number", found=list(spec.shape),
-                               fix="make the optimizer of the parameters that it was saved with, in their order")  # fmt: skip
-        wanted[full] = Wanted(spec.dtype, spec.shape, leaf.box if is_cut else whole_box(spec.shape))
-        owners[full] = name, slot, leaf if is_cut else None
-    found: dict[str, dict[str, Any]] = {}
-    for full, tensor in training.slots.supply(wanted):
-        name, slot, cut = owners[full]
-        found.setdefault(name, {})[slot] = (
-            tensor.clone() if cut is None else attrs.evolve(cut, tensor=_part(tensor, cut, wanted[full].box))
-        )
-    for full, value in training.values.items():
-        name, slot = _owner(full, order, hyper, training)
-        if name in params:
-            found.setdefault(name, {})[slot] = value
-    return {name: dict(sorted(each.items())) for name, each in found.items()}
-
-
-def _part(tensor: torch.Tensor, cut: Shard, box: Box) -> torch.Tensor:
-    """What this rank holds of what a source has yielded: all of it, or the box."""
-    if tuple(tensor.shape) == tuple(cut.shape):
-        tensor = tensor[tuple(slice(start, stop) for start, stop in box)]
-    return tensor.to(cut.tensor.device, copy=True)
-
-
-def _owner(full: str, order: Mapping[str, str], hyper: Mapping[str, Any], training: Training) -> tuple[str, str]:
-    """The parameter and the slot of a saved value."""
-    saved, _, slot = full.rpartition(".")
-    short = canonical_name(saved) if not training.is_numbered else saved
-    name = order.get(saved, order.get(short, short))
-    if name not in hyper:
-        raise InvalidState(f"optimizer: {full}", expected="a slot of a parameter in a group", found=saved, fix=f"look at {training.where}: it is not as torch writes it")  # fmt: skip
-    return name, slot

@@ -19,6 +19,8 @@ from trainfold.core.weights.source import ListedSource, Wanted
 
 _SHOWN: Final = 8  # names in a message
 _SECOND: Final = "it is of a second one; the first one is taken"
+NO_SCHEDULER: Final = "it is not the state_dict() of one scheduler"
+"""Why what is under the name of a scheduler is not taken."""
 _ANOTHER: Final = "it is of the other program; what it says cannot be checked here"
 
 
@@ -206,7 +208,7 @@ def torch_training(
     return Training(
         str(path), source, slots, slots.objects() if found.get("state") else {}, groups, _step(file.at(step)),
         schedule if isinstance(schedule, Mapping) else None,
-        tuple((str(name), _ANOTHER) for name in top if str(name) not in known),
+        tuple((str(name), NO_SCHEDULER if str(name) == scheduler else _ANOTHER) for name in top if str(name) not in known),
         frozenset() if model else _tops(optimizer, step, scheduler),
     )  # fmt: skip
 
@@ -272,7 +274,11 @@ def accelerate_training(path: str | Path) -> Training:
     steps = {tensor.item() for _, tensor in slots.supply(wanted)}
     schedule = TorchFile(top / "scheduler.bin").read_at("") if "scheduler.bin" in names else None
     taken = {"optimizer.bin", "pytorch_model.bin", *(["scheduler.bin"] if isinstance(schedule, Mapping) else [])}
-    left = [(name, _ANOTHER) for name in names if name not in taken and not name.startswith("model")]
+    left = [
+        (name, NO_SCHEDULER if name == "scheduler.bin" else _ANOTHER)
+        for name in names
+        if name not in taken and not name.startswith("model")
+    ]
     left = [(name, _SECOND) for name in names if one is not None and name.startswith("model") and name != one] + left
     return Training(str(path), weights, slots, slots.objects(), groups, _step(steps.pop() if len(steps) == 1 else None),
                     schedule if isinstance(schedule, Mapping) else None, tuple(left))  # fmt: skip

@@ -20,7 +20,7 @@ _OUTSIDE: Final = "weights.outside"
 
 @final
 @attrs.frozen
-class Frozen:
+class FrozenParams:
     """Which parameters a run does not train.
 
     Attributes:
@@ -38,7 +38,7 @@ class Frozen:
         return None if self.attached is None else name not in self.attached
 
 
-def frozen_of(state: TrainState) -> Frozen:
+def frozen_of(state: TrainState) -> FrozenParams:
     """What the contract of a state says of its frozen parameters.
 
     Args:
@@ -49,9 +49,9 @@ def frozen_of(state: TrainState) -> Frozen:
     since = {path.removeprefix("model."): each for path, each in noted.items() if path.startswith("model.")}
     every = {name for name in said if state.model is not None and name in state.model.params}
     if len(every) == len(said):
-        return Frozen(frozenset(every), since)
+        return FrozenParams(frozenset(every), since)
     likely = (frozenset(each) for each in _likely(state) if shown_frozen(sorted(each)) == said)
-    return Frozen(next(likely, None), since)
+    return FrozenParams(next(likely, None), since)
 
 
 def _likely(state: TrainState) -> Iterable[Collection[str]]:
@@ -65,7 +65,7 @@ def _likely(state: TrainState) -> Iterable[Collection[str]]:
         yield params
 
 
-def check_trained_alike(frozen: Frozen, made: MadeModel, results: Iterable[str]) -> None:
+def check_trained_alike(frozen: FrozenParams, made: MadeModel, results: Iterable[str]) -> None:
     """Check that a result has no part that is trained beside one that is frozen.
 
     Raises:
@@ -84,7 +84,7 @@ def check_trained_alike(frozen: Frozen, made: MadeModel, results: Iterable[str])
                 fix="leave out the rule for it; or leave the optimizer out: state.evolve(optimizer=None)")  # fmt: skip
 
 
-def made_contract(state: TrainState, made: MadeModel, after: Any, frozen: Frozen) -> dict[str, Json]:
+def made_contract(state: TrainState, made: MadeModel, after: Any, frozen: FrozenParams) -> dict[str, Json]:
     """The contract, with the names of the results.
 
     Settings of modules that are no more are left out, and so is the order of the sums of a DDP wrapper whose parameters are others.
@@ -149,7 +149,7 @@ def _relabelled(key: str, labels: Mapping[str, str]) -> str:
     return labels[label] + key.removeprefix(label) if label in labels else key
 
 
-def _frozen(made: MadeModel, frozen: Frozen, *, is_kept: bool) -> dict[str, Json]:
+def _frozen(made: MadeModel, frozen: FrozenParams, *, is_kept: bool) -> dict[str, Json]:
     """What the contract says of the frozen results; nothing if it cannot be said."""
     if frozen.attached is None:
         return {}
@@ -163,7 +163,7 @@ def _frozen(made: MadeModel, frozen: Frozen, *, is_kept: bool) -> dict[str, Json
     return {FROZEN: shown_frozen(sorted(found))}
 
 
-def _trained(value: Json, made: MadeModel, frozen: Frozen) -> Json:
+def _trained(value: Json, made: MadeModel, frozen: FrozenParams) -> Json:
     others = {path: each for path, each in value.items() if not path.startswith("model.")} if isinstance(value, dict) else {}  # fmt: skip
     changed = {name: sources for name, sources in made.sources.items() if any(each in frozen.since for each in sources)}
     return {**others, **{f"model.{name}": bool(frozen.is_trained(sources[0])) for name, sources in changed.items()}}

@@ -18,7 +18,8 @@ def transform_state(state: TrainState, transform: Transform) -> TrainState:
     Laws: with the inverse it is the state again, to the bit, but for the contract's settings of modules that the other pieces do not have. A step of it is the
     same step, because the moments of a fused projection are those of its parts, put together: to the bit with torch's loop and ``foreach``. A fused kernel on a
     CPU rounds the last elements of a tensor otherwise than the others: there, and in the norm of all gradients, which is summed in the order of the tensors, the
-    last bits differ. What is tied stays tied.
+    last bits differ. What is tied stays tied; a name
+    that a rule leaves out comes back as the other name of the one that it keeps.
 
     Args:
         state: of which this process has everything. It is not changed.
@@ -35,7 +36,7 @@ def transform_state(state: TrainState, transform: Transform) -> TrainState:
             than the others; and as `transform_tensors`.
 
     Examples:
-        >>> import trainfold
+        >>> import torch, trainfold
         >>> from trainfold.transforms import merge
         >>> model = torch.nn.ModuleDict({"q": torch.nn.Linear(2, 3), "k": torch.nn.Linear(2, 3)})
         >>> state = trainfold.init_state(model, trainfold.optimizer(torch.optim.AdamW, lr=0.1), seed=0)

@@ -290,10 +290,18 @@ def test_a_scheduler_that_is_no_dict_is_named(tmp_path):
     """K09: it was neither taken nor listed."""
     saved = train(*build(), BATCHES[:STEPS])
     write_accelerate(tmp_path / "a", *saved)
-    torch.save([saved[2].state_dict()], tmp_path / "a" / "scheduler.bin")
-    training = accelerate_training(tmp_path / "a")
-    assert training.scheduler is None
-    assert "scheduler.bin" in dict(training.left_out)
+    for value in ([saved[2].state_dict()], None, torch.ones(2)):
+        torch.save(value, tmp_path / "a" / "scheduler.bin")
+        training = accelerate_training(tmp_path / "a")
+        assert training.scheduler is None
+        assert "scheduler.bin" in dict(training.left_out)
+        model, optimizer, scheduler = build()
+        state = trainfold.attach(model, optimizer, scheduler=scheduler).capture()
+        with pytest.warns(
+            UserWarning, match=r"the scheduler here stays as it is: of scheduler.bin, it is not the state_dict\(\)"
+        ):
+            take_training(state, training)
+        take_training(state.evolve(scheduler=None), training)
     torch.save({"model": saved[0].state_dict(), "optimizer": saved[1].state_dict(), "scheduler": [1]}, tmp_path / "b")
     assert "scheduler" in dict(torch_training(tmp_path / "b").left_out)
 
