@@ -19,7 +19,9 @@ PROVIDERS: Final = {
 """Scheme of a URL that names a bucket -> the name of its provider."""
 
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(//?)")
+_CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*:.*?(?<=::)[A-Za-z][A-Za-z0-9+._-]+:/", re.DOTALL)
+_LOGIN: Final = re.compile(r"(?<=:/)(/?)[^\s\"']*@")
 
 
 def is_object_url(place: str) -> bool:
@@ -30,7 +32,27 @@ def is_object_url(place: str) -> bool:
         (True, True, False, False)
     """
     found = _SCHEME.match(place)
-    return found is not None and found[1].lower() != "file"
+    return is_chain(place) or (found is not None and found[1].lower() != "file")
+
+
+def is_chain(place: str) -> bool:
+    """Whether a location is a chain of URLs, as fsspec has them: a cache or an archive in front of another store.
+
+    Examples:
+        >>> is_chain("simplecache::s3://bucket/run"), is_chain("zip://a::s3:/bucket/a.zip"), is_chain("runs/a::b"), is_chain("s3://bucket/a::b")
+        (True, True, False, False)
+    """
+    return _CHAIN.match(place) is not None
+
+
+def without_logins(text: str) -> str:
+    """A text in which no URL has a name or a password; what is before the last @ of a URL is left out, as a password may have one too.
+
+    Examples:
+        >>> without_logins('no answer of "http://user:secret@host/a"'), without_logins("s3://bucket/run")
+        ('no answer of "http://…@host/a"', 's3://bucket/run')
+    """
+    return _LOGIN.sub(r"\1…@", text)
 
 
 def url_text(url: str) -> str:
@@ -80,11 +102,11 @@ or mounted directory; for a run, pass a store of your own
     if not isinstance(text, str):
         raise InvalidArgument(argument, expected="a path or a file:// URL", found=shown(place), fix="pass a str or a pathlib.Path")  # fmt: skip
     found = _SCHEME.match(text)
-    if found is None:
+    if found is None and not is_chain(text):
         return text
-    scheme, rest = found[1].lower(), text[found.end() :]
-    if scheme != "file":
-        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(text), fix="name a local or mounted directory; for a run, pass a store of your own")  # fmt: skip
+    scheme, rest = ("", "") if found is None else (found[1].lower(), text[found.end() :])
+    if found is None or scheme != "file" or is_chain(text):
+        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(without_logins(text)), fix="name a local or mounted directory; for a run, pass a store of your own")  # fmt: skip
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
         raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(text),

@@ -19,6 +19,7 @@ from trainfold.adapters.cli.flights.scratch_run import (
 )
 from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
+from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_of
@@ -206,9 +207,10 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
         *((f"the program of A repeats {name}", words[each]) for name, each in zip("AB", known.repeats, strict=True)),
         *([("the program of B repeats B", again[known.own[1]])] if known.repeats[0] is not None else []),
     ]
+    names = [url_text(str(run)) for run in (a, b)]
     tables = [
         Table(
-            f"A = {a}, B = {b}",
+            f"A = {names[0]}, B = {names[1]}",
             ("", ""),
             (*(facts if parting.step is not None else facts[:2]), *(("warning", text) for text in warnings)),
         )
@@ -225,11 +227,11 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
     tables += [Table(title, ("key", "A", "B"), lines) for title, lines in drifts if lines]
     error = None
     if parting.step is not None:
-        error = Different(f"{a} and {b}", expected="two runs that did the same", found=f"runs that {parting}",
+        error = Different(" and ".join(names), expected="two runs that did the same", found=f"runs that {parting}",
                           fix="see the tables; `trainfold diff` compares two checkpoints, `trainfold replay` runs one of the runs again")  # fmt: skip
     data: dict[str, Any] = {
-        "a": str(a),
-        "b": str(b),
+        "a": names[0],
+        "b": names[1],
         "step": parting.step,
         "cause": parting.cause,
         "names": list(parting.names),

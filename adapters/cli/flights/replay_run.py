@@ -17,6 +17,7 @@ from trainfold.adapters.cli.flights.scratch_run import (
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
+from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.parting import steps_text
@@ -114,7 +115,7 @@ def _data(request: ReplayRequest, **found: Any) -> dict[str, Any]:
         "nonfinite": None,
         "warnings": [],
     }
-    return {"run": str(request.run), "from": request.begin, "to": request.end, **known, **found}
+    return {"run": url_text(str(request.run)), "from": request.begin, "to": request.end, **known, **found}
 
 
 def log_warnings(
@@ -136,7 +137,11 @@ def log_warnings(
     """
     found = []
     for run, own, other, name in zip(runs, flights, flights[::-1], names, strict=True):
-        found += [flight.damage.text_of(str(run / flight_name(rank))) for rank, flight in own.items() if flight.damage]
+        found += [
+            flight.damage.text_of(url_text(str(run / flight_name(rank))))
+            for rank, flight in own.items()
+            if flight.damage
+        ]
         for rank in sorted(own.keys() & other.keys()):
             where = f" of rank {rank}" if rank else ""
             holes = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in steps_unrecorded(own[rank], other[rank]))  # fmt: skip
@@ -185,12 +190,12 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
         *(("warning", text) for text in warnings),
     ]
     is_same = difference is None and (states is None or states.error is None)
-    tables = [Table(f"{run}, and its replay", ("", ""), tuple(rows))]
+    tables = [Table(f"{url_text(str(run))}, and its replay", ("", ""), tuple(rows))]
     tables += [] if states is None or states.error is None else states.tables
     error = None
     if not is_same:
         error = Different(
-            f"the replay of {run}",
+            f"the replay of {url_text(str(run))}",
             expected="what the run did",
             found=shown if difference is not None else f"another state at step {end}, by the same losses and batches",
             fix="replay again: if that differs too, and from this replay, the program does not repeat itself; else it has changed, or the run had a fault",

@@ -13,6 +13,7 @@ import attrs
 from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
 from trainfold.backends.stores.os_errors import missing
+from trainfold.backends.stores.place import without_logins
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointMissing,
@@ -36,6 +37,7 @@ _CHUNK_BYTES: Final = 1 << 20
 _MACHINE: Final = re.compile(
     r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2"
 )  # what gives credentials to a provider's machines
+_NO_BUCKET: Final = "create it, or correct its name"
 _NO_CREDENTIALS: Final = "set the provider's credentials in the environment, such as AWS_ACCESS_KEY_ID: none were found, and this machine has none"
 
 
@@ -155,7 +157,7 @@ class Bucket:
                     return
                 tries += 1
                 if tries >= _TRIES:
-                    raise self._unreadable(key, error) from error
+                    raise self._unreadable(key, error) from shown_cause(error)
             else:
                 return
 
@@ -301,9 +303,12 @@ class Bucket:
                 expected="the right to read",
                 found=without_secrets(error),
                 fix="give these credentials the right to read and list there",
-            ) from error
-        except self._errors.BaseError as error:
-            raise self._unreadable(key, error) from error
+            ) from shown_cause(error)
+        except (
+            self._errors.BaseError,
+            FileNotFoundError,
+        ) as error:  # the second one is of a list, and so of the bucket
+            raise self._unreadable(key, error) from shown_cause(error)
 
     @contextmanager
     def _writing(self, key: str) -> Iterator[None]:
@@ -314,31 +319,35 @@ class Bucket:
             raise _Refused from error
         except FileNotFoundError as error:  # of a bucket; or of an object that is to be replaced
             raise _NotThere(
-                self.where(key), expected="a bucket", found=without_secrets(error), fix="create it, or correct its name"
-            ) from error
+                self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET
+            ) from shown_cause(error)
         except (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError) as error:
             raise NotWritable(
                 self.where(key),
                 expected="the right to write",
                 found=without_secrets(error),
                 fix="give these credentials the right to write there, or save elsewhere",
-            ) from error
+            ) from shown_cause(error)
         except (errors.NotSupportedError, NotImplementedError) as error:
             raise InvalidArgument(
                 self.where(key),
                 expected="a store with conditional puts",
                 found=without_secrets(error),
                 fix="use a provider that has them: without them two writers cannot be distinguished",
-            ) from error
+            ) from shown_cause(error)
         except errors.BaseError as error:
             raise SaveFailed(
                 self.where(key),
                 expected="the planned bytes to be stored",
                 found=without_secrets(error),
                 fix="look at the network and at the store; earlier checkpoints are intact",
-            ) from error
+            ) from shown_cause(error)
 
     def _unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
+        if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
+            return CheckpointUnreadable(
+                self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET
+            )
         return CheckpointUnreadable(
             self.where(key),
             expected="bytes from the store",
@@ -389,4 +398,10 @@ def _asks_machine(error: BaseException) -> bool:
 def without_secrets(error: BaseException) -> str:
     """The text of an error without what may be secret in it, and without its many lines of detail."""
     lines = [line for line in str(error).split("\n\nDebug source:")[0].splitlines() if line.strip()]
-    return _QUERY.sub("?…", " ".join(lines))[:_TEXT_LIMIT]
+    return _QUERY.sub("?…", without_logins(" ".join(lines)))[:_TEXT_LIMIT]
+
+
+def shown_cause(error: BaseException) -> BaseException | None:
+    """The cause that a traceback shows; None if its text has the login of a URL, such as that of an endpoint."""
+    text = str(error)
+    return error if without_logins(text) == text else None

@@ -5,23 +5,26 @@ Azure removes its own after a week. In Google Cloud Storage a rule of the bucket
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final, TypeAlias
 
 from trainfold.backends.stores.object_store.bucket import without_secrets
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
-from trainfold.core.format.file_names import step_of
+from trainfold.core.format.file_names import is_data_file, step_of
 
 _Call: TypeAlias = Callable[..., Any]
 _LOG: Final = logging.getLogger("trainfold")
-_SECS: Final = 10
-_TRIES: Final = 3
+_SECS: Final = 3  # a takeover waits for it
+_TRIES: Final = 2
+_LIMIT_SECS: Final = 10
+_NO_SUCH: Final = "NoSuchUpload"  # it has ended, or another one has aborted it
 _FIX: Final = "or let the bucket's rule AbortIncompleteMultipartUpload do it"
 
 
 def abort_killed_uploads(store: Any, url: str) -> int:
-    """Abort all uploads of files of a run's checkpoints. The caller holds the run's lock, and no save is under way: so none of them can end in a checkpoint.
+    """Abort all uploads of files that a save writes into a run's checkpoints. The caller holds the run's lock, and no save is under way: so none of them can end in a checkpoint.
 
     It never raises for what S3 does: what is left costs no checkpoint, and is logged as a warning.
 
@@ -39,22 +42,21 @@ def abort_killed_uploads(store: Any, url: str) -> int:
     """
     if not _is_s3(store):
         return 0
-    why, fix, aborted = "boto3, which lists them, is not installed", "pip install boto3", 0
+    aborted, why, fix = 0, "boto3, which lists them, is not installed", "pip install boto3"
     try:
         call, bucket, run = _s3_of(store)
-        for place in list(_uploads(call, bucket, f"{run}/" if run else "")):
-            call("abort_multipart_upload", **place)
-            aborted += 1
+        aborted, failure = _aborted(call, list(_uploads(call, bucket, f"{run}/" if run else "")))
     except ImportError:
-        pass
+        failure = None
     except Exception as error:  # noqa: BLE001  # botocore has no common class
-        why, fix = (
-            without_secrets(error),
-            "look at the network, and at s3:ListBucketMultipartUploads and s3:AbortMultipartUpload",
-        )
+        failure = error
     else:
-        return aborted
-    _LOG.warning("%s: what killed programs were uploading was not looked for, and costs money until it is aborted: %s: %s, %s", url, why, fix, _FIX)  # fmt: skip
+        if failure is None:
+            return aborted
+    if failure is not None:
+        why = without_secrets(failure)
+        fix = "look at the network, and at s3:ListBucketMultipartUploads and s3:AbortMultipartUpload"
+    _LOG.warning("%s: what killed programs were uploading was not looked for, or not aborted, and costs money until it is aborted: %s: %s, %s", url, why, fix, _FIX)  # fmt: skip
     return aborted
 
 
@@ -76,17 +78,31 @@ def _s3_of(store: Any) -> tuple[_Call, str, str]:
 
 
 def _uploads(call: _Call, bucket: str, run: str) -> Iterator[dict[str, str]]:
-    """What names each upload. Only a writer of the run gives an object the name of a file in the directory of a step."""
+    """What names each upload of a file that a save writes. Anything else there is another program's, which may live."""
     after: dict[str, str] = {}
     while True:
         page = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{run}step-", **after)
         for each in page.get("Uploads", ()):
             directory, _, file = each["Key"].removeprefix(run).partition("/")
-            if step_of(directory) is not None and file and "/" not in file:
+            if step_of(directory) is not None and is_data_file(file):
                 yield {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
         if not page.get("IsTruncated"):
             return
         after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _aborted(call: _Call, places: Sequence[Mapping[str, str]]) -> tuple[int, Exception | None]:
+    """How many could be aborted, and the last failure; one that fails does not keep the others, but a server that is silent is not asked for long."""
+    aborted, failure, late = 0, None, time.monotonic() + _LIMIT_SECS
+    for place in places:
+        if failure is not None and time.monotonic() > late:
+            break
+        try:
+            call("abort_multipart_upload", **place)
+            aborted += 1
+        except Exception as error:  # noqa: BLE001  # botocore has no common class
+            failure = failure if _NO_SUCH in str(error) else error
+    return aborted, failure
 
 
 def _client(store: Any) -> Any:

@@ -156,5 +156,5 @@ def test_the_commands_read_the_logs_of_runs_in_buckets(tmp_path, capsys):
     assert (found["processes"], found["losses"], found["checkpoints"]) == (1, 8, 2)
     assert main(["bisect", "s3://bucket/a", "s3://bucket/b", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 1
+    assert (found["step"], found["a"], found["b"]) == (1, "s3://bucket/a", "s3://bucket/b")
     assert found["warnings"] == []

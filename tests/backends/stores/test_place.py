@@ -16,10 +16,16 @@ from trainfold.weights import HubFiles, write_adapter_directory, write_dcp_direc
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))
 MODEL = ModelState(Leaves({"w": torch.ones(2)}), Leaves({}))
 ADAPTER = ModelState(Leaves({"q.lora_A.default.weight": torch.ones(1, 2)}), Leaves({}))
-URLS = ["ftp://host/run", "HDFS://bucket", "hdfs:///data/run", "http://host/run", "az+x.y-z://c/run"]
+URLS = ["ftp://host/run", "HDFS://bucket", "hdfs:///data/run", "http://host/run", "az+x.y-z://c/run", "a_b://c/run"]
+CHAINS = [
+    "simplecache::s3://bucket/chain",
+    "filecache::memory://b/c",
+    "zip://a.zip::s3://bucket/a.zip",
+    "simplecache::file:///data/run",
+]
 
 
-@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("url", [*URLS, *CHAINS])
 def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, monkeypatch, capsys):
     """W22: ``hdfs://bucket/run`` became a folder of that name, as a string or a path, from a manager, a stop file and the commands."""
     monkeypatch.chdir(tmp_path)
@@ -31,7 +37,9 @@ def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, mon
             lambda run=run: trainfold.CheckpointManager(run),
             lambda run=run: trainfold.StopFile(run),
         ):
-            with pytest.raises(InvalidArgument, match=r"found '(?i:ftp|hdfs|http|az)") as refused:
+            with pytest.raises(
+                InvalidArgument, match=r"found '(?i:ftp|hdfs|http|az|a_b|simplecache|filecache|zip)"
+            ) as refused:
                 call()
             assert "pass a store of your own" in refused.value.fix
     for command in (
@@ -64,7 +72,9 @@ def test_a_file_url_of_another_machine_is_refused(url):
         local_path(url)
 
 
-@pytest.mark.parametrize("path", ["runs/a", "C:/runs", "a:b/c", "./s3:/x", "/s3://x", "lr=0.1:wd=0/run"])
+@pytest.mark.parametrize(
+    "path", ["runs/a", "C:/runs", "a:b/c", "./s3:/x", "a::b/c", "./a::s3:/x", "/s3://x", "lr=0.1:wd=0/run"]
+)
 def test_a_path_stays_as_it_is(path):
     assert local_path(path) == path
 

@@ -102,7 +102,9 @@ class FsspecCalls:
             store.filesystem.invalidate_cache()
             try:
                 found = store.filesystem.ls(store.at(prefix or ""), detail=True)
-            except FileNotFoundError:
+            except FileNotFoundError as error:  # nothing is there, or not even the bucket, where the library says so
+                if "NoSuchBucket" in str(error.__cause__):
+                    raise
                 found = []
         above = f"{prefix}/" if prefix else ""
         keys = [store.key(each["name"].rstrip("/")) for each in found if each["type"] == "directory"]

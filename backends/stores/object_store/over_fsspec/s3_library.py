@@ -58,7 +58,8 @@ class S3Library:
 
     def error_of(self, error: Exception) -> BaseError | None:
         """See `Library.error_of`."""
-        known = getattr(error.__cause__, "response", None) or getattr(error, "response", {})
+        answers = [getattr(each, "response", None) for each in (error.__cause__, error)]  # None of what got no answer
+        known: Mapping[str, Any] = next((each for each in answers if isinstance(each, Mapping)), {})
         code = str(known.get("Error", {}).get("Code", ""))
         if code in {"PreconditionFailed", "412"}:
             return PreconditionError(str(error))

@@ -1,6 +1,7 @@
 """URLs of buckets: opened where a run is named, refused with a reason, and never with what is secret."""
 
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from kit.backends.bucket_cases import KEYS, store_at
 import trainfold
 from trainfold.adapters.cli import main
 from trainfold.backends.stores.local import open_store
+from trainfold.backends.stores.object_store import killed_uploads
 from trainfold.backends.stores.object_store.bucket import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
-from trainfold.core.errors import InvalidArgument, SaveFailed, TrainfoldError
+from trainfold.backends.stores.place import local_path
+from trainfold.core.errors import CheckpointUnreadable, InvalidArgument, SaveFailed, TrainfoldError
 
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))
 
@@ -92,11 +95,36 @@ def test_errors_never_show_credentials(s3, keys):
     assert "failed" in text
 
 
+def test_the_login_of_an_endpoint_is_never_shown(monkeypatch, caplog):
+    """A name and a password in AWS_ENDPOINT_URL were in errors, warnings, the journal and the page; and a traceback shows the causes too."""
+    from obstore.store import S3Store
+
+    monkeypatch.setattr(killed_uploads, "_TRIES", 1)
+    place = "user:sekr@t@127.0.0.1:1"
+    client = S3Store(
+        "bucket", prefix="run", endpoint=f"http://{place}", access_key_id="a", secret_access_key="b", region="us-east-1",
+        client_options={"allow_http": True}, retry_config={"max_retries": 0},
+    )  # fmt: skip
+    store = ObjectStore(client, url="s3://bucket/run")
+    calls = (lambda: store.read("run.json"), lambda: store.write("run.json", [b"1"], size_bytes=1), lambda: local_path(f"ftp://{place}/x"))  # fmt: skip
+    for call in calls:
+        with pytest.raises(TrainfoldError) as failed:
+            call()
+        shown = "".join(traceback.format_exception(failed.value))
+        assert "sekr" not in shown
+        assert "127.0.0.1" in str(failed.value)
+    store.abort_uploads()
+    assert "was not looked for" in caplog.text
+    assert "sekr" not in caplog.text
+
+
 def test_a_bucket_that_is_not_there_is_said_to_be(s3, keys):
     keys.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
     store = open_store("s3://no-such-bucket/run")
     with pytest.raises(SaveFailed, match="create it, or correct its name"):
         store.commit("run.json", b"{}")
+    with pytest.raises(CheckpointUnreadable, match="create it, or correct its name"):  # and not an empty run
+        store.list()
 
 
 def test_commands_read_a_run_in_a_bucket(s3, keys, capsys, tmp_path):

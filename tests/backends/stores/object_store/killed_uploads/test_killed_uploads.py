@@ -74,8 +74,18 @@ def killed(s3):
 
 
 def test_the_next_writer_aborts_what_a_killed_one_was_sending_and_nothing_else(s3, killed):
-    """C03: a process is killed by SIGKILL in the middle of an upload. Uploads of other runs, and below other names, stay."""
-    others = [f"{killed}{name}" for name in (f"/inner/{FILE}", "/logs.tar", f"/{FILE}/a", "/step-7/a", f"b/{FILE}")]
+    """C03: a process is killed by SIGKILL in the middle of an upload. Uploads of other runs, and below other names, stay: such as that of a program which puts a file of its own beside a checkpoint."""
+    others = [
+        f"{killed}{name}"
+        for name in (
+            f"/inner/{FILE}",
+            "/logs.tar",
+            f"/{FILE}/a",
+            "/step-7/a",
+            f"b/{FILE}",
+            "/step-00000007/samples.tar",
+        )
+    ]
     begin(s3, *others)
     with store_at(s3.port, run=killed).lock():
         assert uploads(s3, killed) == sorted(each.removeprefix(f"{killed}/") for each in others)
@@ -211,7 +221,7 @@ def test_credentials_and_places_are_those_of_the_store(monkeypatch):
 
 def test_of_very_many_uploads_all_are_found():
     """A list shows a thousand at a time."""
-    keys = [f"runs/a/step-00000001/{number}" for number in range(5)]
+    keys = [f"runs/a/step-00000001/model-{number:05d}-of-00005.safetensors" for number in range(5)]
 
     def call(name, *, Bucket, Prefix, KeyMarker="", UploadIdMarker=""):
         assert (name, Bucket, Prefix, UploadIdMarker) == ("list_multipart_uploads", "bucket", "runs/a/step-", KeyMarker)
@@ -220,6 +230,26 @@ def test_of_very_many_uploads_all_are_found():
         return page | ({"NextKeyMarker": rest[1], "NextUploadIdMarker": rest[1]} if len(rest) > 2 else {})
 
     assert [each["Key"] for each in killed_uploads._uploads(call, "bucket", "runs/a/")] == keys
+
+
+@pytest.mark.parametrize("why", ["NoSuchUpload", "AccessDenied"])
+def test_an_upload_that_cannot_be_aborted_keeps_no_other(monkeypatch, caplog, why):
+    """One that has ended meanwhile ended the loop: 1 of 5 was aborted. What stays is in a warning."""
+    done = []
+
+    def call(name, **what):
+        if name == "list_multipart_uploads":
+            return {"Uploads": [{"Key": f"r/{FILE}", "UploadId": str(number)} for number in range(5)]}
+        if what["UploadId"] == "1":
+            raise RuntimeError(why)
+        done.append(what["UploadId"])
+        return {}
+
+    monkeypatch.setattr(killed_uploads, "_is_s3", lambda store: True)
+    monkeypatch.setattr(killed_uploads, "_s3_of", lambda store: (call, "b", "r"))
+    assert abort_killed_uploads(object(), "s3://b/r") == 4
+    assert done == ["0", "2", "3", "4"]
+    assert ("AccessDenied" in caplog.text) == bool(caplog.records) == (why == "AccessDenied")
 
 
 def test_a_filesystem_of_s3_is_asked_by_itself():

@@ -81,6 +81,18 @@ def test_nothing_that_was_acknowledged_through_a_filesystem_is_lost(library, fai
     assert acknowledged > 3
 
 
+def test_a_bucket_that_is_not_there_and_a_connection_that_is_cut_are_named(library, port, failing):
+    """C03: no save and no list ends with an error of the library; only s3fs and adlfs say that a bucket is not there when they list."""
+    failing.fault = lambda number, method, path: "cut"
+    cut = run_at(library, failing.port)
+    nowhere = fsspec_store(client_at(library, port).filesystem, "no-such-bucket/run")
+    for store in (cut, nowhere):
+        with pytest.raises(TrainfoldError):
+            trainfold.save(trainfold.attach(torch.nn.Linear(1, 1)).capture(), store)
+    with pytest.raises(TrainfoldError):
+        cut.read("run.json")
+
+
 def test_of_many_writers_one_creates_and_no_replacement_is_lost(library, port):
     """C03: the two promises of a commit, with four threads."""
     client = client_at(library, port)

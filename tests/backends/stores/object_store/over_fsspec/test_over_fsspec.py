@@ -19,8 +19,10 @@ from trainfold.adapters.cli import main
 from trainfold.backends.stores.object_store.bucket import Bucket
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
-from trainfold.backends.stores.object_store.over_fsspec.library import library_of
-from trainfold.core.errors import InvalidArgument, SaveFailed
+from trainfold.backends.stores.object_store.over_fsspec.exceptions import GenericError, PreconditionError
+from trainfold.backends.stores.object_store.over_fsspec.library import as_obstore, library_of
+from trainfold.backends.stores.object_store.over_fsspec.s3_library import S3Library
+from trainfold.core.errors import InvalidArgument, SaveFailed, TrainfoldError
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import contracts
 from trainfold.stores import fsspec_store
@@ -193,3 +195,32 @@ def test_a_library_that_is_not_installed_is_named():
     """C11: each filesystem has its own package."""
     with pytest.raises(InvalidArgument, match=r"run: .*dropboxdrivefs.*pass a store of your own"):
         trainfold.save(STATE, "dropbox://bucket/run")
+
+
+def test_an_error_of_s3_without_an_answer_is_one_that_may_be_tried_again():
+    """A cut connection and a time limit of botocore have None as their response, which ended in an AttributeError."""
+
+    class ReadTimeoutError(Exception):
+        response = None
+
+    with pytest.raises(GenericError, match="ReadTimeoutError: no answer"), as_obstore(S3Library(None)):
+        raise ReadTimeoutError("no answer")
+    refused = OSError("late")
+    refused.__cause__ = ReadTimeoutError()
+    refused.response = {"Error": {"Code": "PreconditionFailed"}}
+    assert isinstance(S3Library(None).error_of(refused), PreconditionError)
+
+
+def test_a_bucket_that_is_not_there_is_not_an_empty_run(monkeypatch):
+    """S3fs says the same of a bucket and of a prefix: `list()` was [], and a save told its user to look at the device."""
+
+    def missing(*args, **kwargs):
+        raise FileNotFoundError("The specified bucket does not exist") from RuntimeError("(NoSuchBucket) when calling")
+
+    store = fsspec_store(MemoryFileSystem(), new_name())
+    assert store.list() == []
+    for verb in ("ls", "find"):
+        monkeypatch.setattr(MemoryFileSystem, verb, missing)
+    for call in (store.list, lambda: trainfold.save(STATE, store)):
+        with pytest.raises(TrainfoldError, match="a bucket, found The specified bucket does not exist; create it"):
+            call()
