@@ -45,6 +45,16 @@ def is_chain(place: str) -> bool:
     return _CHAIN.match(place) is not None
 
 
+def shown_url(url: str) -> str:
+    """A URL that is refused, as an error shows it: without a name, a password or a query.
+
+    Examples:
+        >>> shown_url("ftp://user:secret@host/run?key=secret"), shown_url("hdfs://host/run")
+        ('ftp://…@host/run?…', 'hdfs://host/run')
+    """
+    return re.sub(r"[?#].*", "?…", without_logins(url), flags=re.DOTALL)
+
+
 def without_logins(text: str) -> str:
     """A text in which no URL has a name or a password; what is before the last @ of a URL is left out, as a password may have one too.
 
@@ -106,7 +116,7 @@ or mounted directory; for a run, pass a store of your own
         return text
     scheme, rest = ("", "") if found is None else (found[1].lower(), text[found.end() :])
     if found is None or scheme != "file" or is_chain(text):
-        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(without_logins(text)), fix="name a local or mounted directory; for a run, pass a store of your own")  # fmt: skip
+        raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(shown_url(text)), fix="name a local or mounted directory; for a run, pass a store of your own")  # fmt: skip
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
         raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(text),

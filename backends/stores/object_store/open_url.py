@@ -10,7 +10,7 @@ from typing import Any, Final
 from trainfold.backends.stores.object_store.bucket import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
-from trainfold.backends.stores.place import PROVIDERS, is_chain, without_logins
+from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url
 from trainfold.core.errors import InvalidArgument
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]+)/*(.*)", re.DOTALL)
@@ -28,7 +28,7 @@ def open_url(place: str) -> ObjectStore:
         InvalidArgument: if obstore is not installed, or it is not such a URL, or has what may be secret.
     """
     if is_chain(place):
-        raise InvalidArgument("run", expected="the URL of one store", found=f"{without_logins(place)!r}, a chain of them",
+        raise InvalidArgument("run", expected="the URL of one store", found=f"{shown_url(place)!r}, a chain of them",
                               fix="name the last one, such as s3://bucket/runs/a: a cache may show what has been replaced; for anything else, pass a store of your own")  # fmt: skip
     named, _, rest = place.partition(":")
     found, is_foreign, is_secret = (

@@ -106,7 +106,7 @@ def test_the_login_of_an_endpoint_is_never_shown(monkeypatch, caplog):
         client_options={"allow_http": True}, retry_config={"max_retries": 0},
     )  # fmt: skip
     store = ObjectStore(client, url="s3://bucket/run")
-    calls = (lambda: store.read("run.json"), lambda: store.write("run.json", [b"1"], size_bytes=1), lambda: local_path(f"ftp://{place}/x"))  # fmt: skip
+    calls = (lambda: store.read("run.json"), lambda: store.write("run.json", [b"1"], size_bytes=1), lambda: local_path(f"ftp://{place}/x?{place}"), lambda: open_store(f"simplecache::s3://{place}/x#{place}"))  # fmt: skip
     for call in calls:
         with pytest.raises(TrainfoldError) as failed:
             call()
