@@ -102,7 +102,7 @@ class FsspecCalls:
             store.filesystem.invalidate_cache()
             try:
                 found = store.filesystem.ls(store.at(prefix or ""), detail=True)
-            except FileNotFoundError as error:  # nothing is there, or not even the bucket, where the library says so
+            except FileNotFoundError as error:  # nothing is there, or not even the bucket: some libraries name it
                 if "NoSuchBucket" in str(error.__cause__):
                     raise
                 found = []

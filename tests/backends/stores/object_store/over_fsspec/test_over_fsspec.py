@@ -212,7 +212,7 @@ def test_an_error_of_s3_without_an_answer_is_one_that_may_be_tried_again():
 
 
 def test_a_bucket_that_is_not_there_is_not_an_empty_run(monkeypatch):
-    """S3fs says the same of a bucket and of a prefix: `list()` was [], and a save told its user to look at the device."""
+    """S3fs says the same of a bucket and of a prefix: `list()` was [], and the error of a save named the device."""
 
     def missing(*args, **kwargs):
         raise FileNotFoundError("The specified bucket does not exist") from RuntimeError("(NoSuchBucket) when calling")
