@@ -43,12 +43,12 @@ def materialize(modules: Modules, device: torch.device | str) -> None:
     roots, place = modules_given(modules), torch.device(device)
     slots = [slot for slot in slots_of(roots) if slot.tensor.is_meta]
     _check_recipes(slots)
-    lent = _Memory(place)
-    _apply(roots, lent.of)
+    memory = _Memory(place)
+    _apply(roots, memory.of)
     for slot in slots:
         if slot.kind == "attribute":
-            setattr(slot.owner, slot.key, lent.of(slot.tensor))
-    _set_now(slots, lent.of)
+            setattr(slot.owner, slot.key, memory.of(slot.tensor))
+    _set_now(slots, memory.of)
 
 
 class _Memory:

@@ -252,7 +252,7 @@ def _with_fetched(  # noqa: PLR0913 - of one call
     """
     if not isinstance(store, HasFarTier):
         return without
-    fetched = on_rank_zero(world, lambda: store.mend(name, or_older=without is not None), doing="fetch it again")
+    fetched = on_rank_zero(world, lambda: store.refetch(name, or_older=without is not None), doing="fetch it again")
     if fetched == name:
         return inventory
     failed = None if without is None else without.entry(name)

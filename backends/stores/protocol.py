@@ -200,7 +200,7 @@ class HasFarTier(Protocol):
             SaveFailed: if something cannot be sent, with its name.
         """
 
-    def mend(self, name: str, *, or_older: bool = False) -> str | None:
+    def refetch(self, name: str, *, or_older: bool = False) -> str | None:
         """Fetch again what is damaged or lost of a checkpoint. The caller holds the lock.
 
         Args:

@@ -223,7 +223,7 @@ class TwoTiers:
                 return entry.name
         return None
 
-    def mend(self, name: str, *, or_older: bool = False) -> str | None:
+    def refetch(self, name: str, *, or_older: bool = False) -> str | None:
         """See `HasFarTier`."""
         if self._uploads is None:
             return None
