@@ -70,6 +70,19 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     server.close()
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A world of one process over gloo, for wrappers and schedules that need a process group. It ends after what a test made with it.
+
+    A wrapper of DDP that outlives its group is freed with the GIL held, and joins threads of gloo that may wait for the GIL: a deadlock of torch, seen once.
+    """
+    import torch
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 # Tests of async saves: folders and files. A path that no longer exists stops the run of the tests.
 HOLD_CHECKED = (
     "adapters/manager", "backends/hold", "backends/runs/test_save_failures.py", "backends/stores/test_direct_io.py",

@@ -301,15 +301,6 @@ def attached_and_trained(case, store, seed, numbers):
     return is_fresh, trainfold.fingerprint(live.capture())
 
 
-@contextlib.contextmanager
-def group_of_one(folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def resumed():
     """All of torch and of the small packages; a third of the largest one, and the others are long."""
     for number, name in enumerate(sorted(CASES.keys() - REFUSED.keys())):
@@ -321,13 +312,7 @@ def resumed():
 def test_a_resume_has_the_bits_of_the_run(name, request):
     """W05, W06: six steps, save, rebuild everything, restore, six steps: bitwise equal to twelve steps."""
     if name in IN_A_GROUP:
-        with group_of_one(request.getfixturevalue("tmp_path")):
-            _check_a_resume(name)
-    else:
-        _check_a_resume(name)
-
-
-def _check_a_resume(name):
+        request.getfixturevalue("process_group")
     store, numbers = MemoryStore(), range(BEFORE, BEFORE + AFTER)
     whole = attached_and_trained(CASES[name], store, 0, numbers)
     assert attached_and_trained(CASES[name], store, 1, numbers) == (False, whole[1])

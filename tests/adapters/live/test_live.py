@@ -178,6 +178,7 @@ def checkpointed(model):
     return checkpoint_wrapper(model)
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrap", [ddp, compiled, checkpointed])
 def test_the_wrappers_of_torch_itself_leave_no_trace_in_names(wrap):
     """B11, P27: DDP over a real process group, a compiled module, activation checkpointing."""
@@ -193,12 +194,8 @@ def test_the_wrappers_of_torch_itself_leave_no_trace_in_names(wrap):
         live.advance(samples=2)
         return live
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped, plain = build(wrap), build(lambda model: model)
-        names = ["0.weight", "0.bias", "1.weight", "1.bias"]
-        assert list(wrapped.capture().model.params) == list(wrapped.capture().optimizer.slots) == names
-        plain.restore(wrapped.capture())
-        wrapped.restore(plain.capture())
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped, plain = build(wrap), build(lambda model: model)
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(wrapped.capture().model.params) == list(wrapped.capture().optimizer.slots) == names
+    plain.restore(wrapped.capture())
+    wrapped.restore(plain.capture())

@@ -259,14 +259,8 @@ def test_a_weight_that_only_some_ranks_pass_is_refused_on_all(parallelism):
     assert "weight: expected one on every rank, or on none, found none on rank 0 of 2; pass weight=0" in text
 
 
-@pytest.fixture
-def alone():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_parameter_that_is_unfrozen_after_ddp_has_wrapped_it_is_refused_by_name(alone):
+@pytest.mark.usefixtures("process_group")
+def test_a_parameter_that_is_unfrozen_after_ddp_has_wrapped_it_is_refused_by_name():
     """A05, R07: nothing sums its gradient, so each rank trained it apart in silence."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     model[:2].requires_grad_(False)

@@ -95,13 +95,10 @@ def test_plain_schedulers_of_torch_have_no_hidden_state(make):
     train(model, (4, 3), optimizer, scheduler=make(optimizer), extra=extra)
 
 
-def test_a_model_under_ddp_has_no_hidden_state(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/join", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 1), nn.Dropout()))
-        train(model, (4, 3), torch.optim.SGD(model.parameters(), lr=0.1))
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_a_model_under_ddp_has_no_hidden_state():
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 1), nn.Dropout()))
+    train(model, (4, 3), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 # --- strict, and what is accepted ------------------------------------------------------------------------------------

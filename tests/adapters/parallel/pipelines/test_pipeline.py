@@ -298,14 +298,6 @@ def test_settings_that_replicas_of_a_stage_have_of_their_own_are_spared():
     assert told_at_the_first_save(other_dropout, {"model.settings": "each_rank"}) == [None] * 4
 
 
-@pytest.fixture
-def process_group():
-    """A world of one process, for schedules."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("kind", "microbatches", "scaled", "found"),
     [

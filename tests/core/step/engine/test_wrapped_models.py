@@ -64,14 +64,6 @@ def test_wrappers_do_not_show_in_a_state():
     assert "embed.weight" in state.model.params
 
 
-@pytest.fixture
-def process_group():
-    """A world of one process, for wrappers that need a process group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def compiled(model):
     return torch.compile(model, backend="eager")
 
