@@ -84,6 +84,7 @@ class OptimizerPart:
                 )
             )
             return found
+        found.extend(self._shared_problems(base))
         unknown = sorted(set(base.slots) - set(params))
         if unknown:
             found.append(self._problem("slots", "slots of parameters in a group", unknown[:8], "repair the state"))
@@ -311,6 +312,21 @@ class OptimizerPart:
         """Return the hyperparameters of the group of each parameter, in the order of `_params`."""
         by_name = {name: group.hyper for group in saved.groups for name in group.params}
         return [by_name[name] for name in self._params()]
+
+    def _shared_problems(self, base: OptimizerState) -> list[InvalidState]:
+        """One tensor in several groups, such as a rate that the loop writes into, has one value."""
+        by_name = {name: group.hyper for group in base.groups for name in group.params}
+        found, first = [], dict[int, torch.Tensor]()
+        for names, group in zip(self.groups(), self.optimizer.param_groups, strict=True):
+            saved = by_name[names[0]] if names else {}
+            for key, present in group.items():
+                value = saved.get(key)
+                if not isinstance(present, torch.Tensor) or not isinstance(value, torch.Tensor):
+                    continue
+                if not torch.equal(other := first.setdefault(id(present), value), value):
+                    found.append(self._problem(f"groups[{names[0]!r}].{key}", f"one value of the tensor that several groups share: {other}", value,
+                                               "give each group a tensor of its own"))  # fmt: skip
+        return found
 
     def _problem(self, part: str, expected: object, found: object, fix: str) -> InvalidState:
         return InvalidState(f"{self.path}.{part}", expected=expected, found=found, fix=fix)

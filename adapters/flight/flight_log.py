@@ -19,8 +19,9 @@ from trainfold.adapters.flight.pure_steps import (
     record_of_step,
     recorded_step,
 )
-from trainfold.backends.flight.flights import flight_name, flight_writer, read_flights
+from trainfold.backends.flight.flights import FlightWriter, flight_name, flight_writer, read_flights
 from trainfold.backends.flight.replay_place import run_of_replay
+from trainfold.backends.job import Job
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
@@ -31,6 +32,11 @@ from trainfold.core.rehearsal.orders import orders_of
 from trainfold.core.state.state import TrainState
 
 _LOG: Final = logging.getLogger("trainfold")
+
+
+def _close_later(file: FlightWriter) -> None:
+    """In a thread of its own: the garbage collector may call this inside of the one that puts, or saves."""
+    Job(file.close, name="trainfold-log-end").start()
 
 
 @final
@@ -65,7 +71,7 @@ class FlightLog:
         store = open_store(run_of_replay(orders_of(os.environ), open_store(run)))
         self._file = flight_writer(store, rank)
         self._where = f"{store.url}/{flight_name(rank)}"
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, _close_later, self._file)
 
     def __repr__(self) -> str:
         return f"FlightLog({self._where!r}, states_every={self._states_every})"

@@ -11,11 +11,12 @@ from typing import Final, TypeAlias, TypeVar, final
 from trainfold.backends.job import Job
 from trainfold.backends.stores.protocol import Store, read_version, swap
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import TrainfoldError
+from trainfold.core.errors import SaveFailed, TrainfoldError
 
 T = TypeVar("T")
 PART_BYTES: Final = 2**20
 PUT_SECS: Final = 60.0  # a kill without a save loses no more of a log
+_MOST_ROUNDS: Final = 8  # of reading again what another process has put
 _LOG: Final = logging.getLogger("trainfold")
 
 
@@ -68,7 +69,7 @@ class LogTail:
         self._number = 0
         self._version: object | None = None  # of the last part; None if there is none yet
         self._before = ""  # digest of the part before, if this object has filled it
-        self._tried = b""  # what may have been put
+        self._tried: list[str] = []  # digests of what may have been put
         self._is_read = self._is_new = False
         self.data = bytearray()
         self.found_at: float | None = None
@@ -138,18 +139,19 @@ class LogTail:
         return had_some
 
     def _put(self, part: bytes) -> None:
-        tried, self._tried = self._tried, part
+        tried = tuple(self._tried)
+        self._tried.append(digest_of(part))
         version = swap(self._store, self._part, part, self._version)
         if (
             version is None
             and tried
             and (found := read_version(self._store, self._part)) is not None
-            and found[0] == tried
+            and digest_of(found[0]) in tried
         ):
             version = swap(
                 self._store, self._part, part, found[1]
             )  # that was a put of this process, whose answer was lost
-        self._tried = b""
+        self._tried.clear()
         if version is None:
             raise PartChanged
         self._version = version
@@ -255,7 +257,7 @@ class LogParts:
         Raises:
             PartChanged: if another process has gone on after what this one has put.
         """
-        while True:
+        for left in reversed(range(_MOST_ROUNDS)):
             try:
                 if self._waiting:
                     self._tail.read()
@@ -270,6 +272,9 @@ class LogParts:
                 self._waiting.extendleft(reversed(self._taken))
                 self._taken.clear()
                 self._tail = LogTail(self._store, self._name)
+                if not left:
+                    raise SaveFailed(self._where, expected="a store that takes a log over the version that it shows", found=f"{_MOST_ROUNDS} refusals",
+                                     fix="see what else writes there, and which policies the store has") from None  # fmt: skip
             else:
                 break
             finally:

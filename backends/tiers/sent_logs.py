@@ -13,6 +13,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import TrainfoldError
 
+_FIRST_BYTES: Final = 64
 _LOG: Final = logging.getLogger("trainfold")
 
 
@@ -33,6 +34,7 @@ class SentLogs:
         self._near, self._far = near, far
         self._mutex = threading.Lock()
         self._sent: dict[str, dict[int, str]] = {}  # log -> number of a part -> its digest; "" if it is not known
+        self._left: set[str] = set()
         self._has_failed = False
 
     def send(self) -> None:
@@ -50,7 +52,14 @@ class SentLogs:
 
     def _send(self, name: str) -> None:
         if name not in self._sent:
+            is_other = self._begins_otherwise(name)
             self._sent[name] = dict.fromkeys(part_numbers(name, self._far.list()), "")
+            if is_other:
+                self._left.add(name)
+                _LOG.warning("%s/%s: the log there begins otherwise than that of the disk, and stays as it is: the lines from here on are on the disk alone; "
+                             "copy the log from there before a start to go on with it", self._far.url, name)  # fmt: skip
+        if name in self._left:
+            return
         there, sizes = self._sent[name], self._sizes(name)
         parts = -(-sum(size for _, size in sizes) // PART_BYTES)
         for number in sorted(there, reverse=True):
@@ -65,11 +74,19 @@ class SentLogs:
                 self._far.write(part, [data], size_bytes=len(data))
                 there[number] = digest
 
+    def _begins_otherwise(self, name: str) -> bool:
+        """Whether the far tier has a log that does not begin as that of the disk, such as one that could not be fetched."""
+        sizes = self._far.size(name), self._near.size(name)
+        if not sizes[0] or not sizes[1]:
+            return False
+        stop = min(_FIRST_BYTES, *sizes)  # type: ignore[type-var]
+        return self._far.read(name, start=0, stop=stop) != self._near.read(name, start=0, stop=stop)
+
     def _sizes(self, name: str) -> list[tuple[str, int]]:
         return sizes_of(self._near, name, self._near.list())
 
-    def fetch(self) -> None:
-        """Put the logs of the far tier in the place of shorter ones, when a checkpoint came from there too."""
+    def fetch(self, *, missing: bool = False) -> None:
+        """Put the logs of the far tier in the place of shorter ones, or only of those that are not there."""
         with self._mutex:
             names = self._far.list()
             for name in _logs_in(names):
@@ -77,7 +94,7 @@ class SentLogs:
                     sizes = sizes_of(self._far, name, names)
                     size = sum(size for _, size in sizes)
                     here = self._sizes(name)
-                    if size > sum(size for _, size in here):
+                    if size > sum(size for _, size in here) and not (missing and here):
                         for part, _ in reversed(here[1:]):
                             self._near.delete(part)
                         self._near.write(name, read_pieces(self._far, sizes), size_bytes=size)

@@ -191,8 +191,8 @@ class TwoTiers:
                 raise CheckpointForeign(self.far.url, expected=f"run {here.run_id}, as in {self.near.url}", found=f"run {there.run_id}",
                                         fix="name the far tier of this run, or a new place")  # fmt: skip
             mine = newest_whole(self.near, here)
-            if self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine)) is not None:
-                SentLogs(self.near, self.far).fetch()
+            got = self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine))
+            SentLogs(self.near, self.far).fetch(missing=got is None)
             here = inventory_in(self.near, may_be_new=True)
             self._report_parted(far, here, there)
         sent = max((_age(entry.head) for entry in lineage(there) if entry.head is not None), default=_NOWHERE)

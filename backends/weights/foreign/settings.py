@@ -1,5 +1,6 @@
 """`setting_like`: a hyperparameter of another program's optimizer, in the form that it has here: a tensor where there is one, and a number for a number."""
 
+import math
 from typing import Any
 
 import torch
@@ -57,7 +58,15 @@ def are_equal(one: Any, other: Any) -> bool:
 
 def _tensor_like(mine: torch.Tensor, theirs: Any, where: str) -> torch.Tensor:
     if not isinstance(theirs, torch.Tensor):  # it is rounded as in the program that made a tensor of it
-        return torch.full_like(mine, theirs, requires_grad=False)
+        try:
+            found = torch.full_like(mine, theirs, requires_grad=False)
+        except (RuntimeError, OverflowError):
+            raise _refused(where, mine, theirs) from None
+        one = found.flatten()[0].item() if found.numel() else theirs
+        is_kept = one == theirs if not mine.is_floating_point() else math.isfinite(one) or not math.isfinite(theirs)
+        if not is_kept:
+            raise _refused(where, mine, theirs)
+        return found
     if theirs.numel() != mine.numel():
         raise _refused(where, mine, theirs)
     found = theirs.detach().to(device=mine.device, dtype=mine.dtype, copy=True).reshape(mine.shape)

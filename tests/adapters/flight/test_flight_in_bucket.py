@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from kit.adapters.cli_cases import fits_its_schema
@@ -103,6 +104,10 @@ def test_a_log_that_only_its_step_holds_is_written_to_its_end():
         state, _ = recorded(state, batch)
     del recorded
     gc.collect()
+    for _ in range(200):  # it is put in a thread of its own
+        if store.list():
+            break
+        time.sleep(0.05)
     assert list(read_flights(store)[0].steps) == [*range(1, 9)]
 
 
@@ -158,3 +163,33 @@ def test_the_commands_read_the_logs_of_runs_in_buckets(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["a"], found["b"]) == (1, "s3://bucket/a", "s3://bucket/b")
     assert found["warnings"] == []
+
+
+def test_a_log_that_is_collected_inside_of_its_own_thread_does_not_wait_for_itself():
+    """The collector runs in whichever thread allocates: in the one that puts, the end of the log waited for that thread, for good."""
+    store, gate, done = MemoryStore(), threading.Event(), threading.Event()
+    write = store.write
+
+    def collecting(name, parts, *, size_bytes):
+        if threading.current_thread() is not threading.main_thread() and not done.is_set():
+            gate.wait(10)
+            gc.collect()
+            done.set()
+        return write(name, parts, size_bytes=size_bytes)
+
+    store.write = collecting
+    log = FlightLog(store)
+    recorded = log.recorded(
+        lambda state, batch: (TrainState(trainer=Progress(step=state.trainer.step + 1, samples=1)), {"loss": 1.0})
+    )
+    recorded(TrainState(trainer=Progress(step=0, samples=0)), None)  # its thread starts, and waits
+    cycle = [recorded]
+    cycle.append(cycle)
+    del recorded, log, cycle
+    gate.set()
+    assert done.wait(20)
+    for _ in range(200):
+        if store.list():
+            break
+        time.sleep(0.05)
+    assert store.list() == [NAME]

@@ -10,6 +10,7 @@ from trainfold.backends.flight import log_parts
 from trainfold.backends.flight.flight_parts import FlightParts
 from trainfold.backends.flight.flights import flight_name, read_flights
 from trainfold.backends.flight.journals import JOURNAL, journal_writer, read_journal
+from trainfold.backends.flight.log_parts import LogParts
 from trainfold.backends.flight.log_pieces import read_log
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.core.errors import SaveFailed
@@ -169,3 +170,65 @@ def test_a_put_whose_answer_was_lost_is_not_taken_for_another_process():
         file.put()
     file.close()
     assert read_log(store, NAME, store.list()) == encode_lines(StepRecord(step) for step in range(1, 12))
+
+
+class Unsteady:
+    """A store whose next swaps are carried out and not answered, or fail, or are refused while the version stays."""
+
+    url = "memory://b/r"
+
+    def __init__(self):
+        self.found, self.next, self.asked = {}, [], 0
+
+    def list(self, directory=""):
+        return [*self.found]
+
+    def committed_at(self, name):
+        return 0.0
+
+    def read_version(self, name):
+        return self.found.get(name)
+
+    def swap(self, name, data, version):
+        self.asked += 1
+        kind = self.next.pop(0) if self.next else "answered"
+        failed = SaveFailed(name, expected="an answer", found="timeout", fix="wait")
+        if kind == "refused" or (self.found[name][1] if name in self.found else None) != version:
+            return None
+        if kind == "down":
+            raise failed
+        self.found[name] = (data, self.asked)
+        if kind == "unanswered":
+            raise failed
+        return self.asked
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    "kinds", [["unanswered", "down"], ["unanswered", "down", "down"], ["down", "unanswered", "down"]]
+)
+def test_puts_of_ones_own_are_known_after_several_that_failed(first, kinds):
+    """Only the last attempt was remembered, so a process took its own lines for those of another one, or put them twice."""
+    store = Unsteady()
+    log = LogParts(store, "a.log", every_secs=1e9)
+    for line in range(6):
+        if line == first:
+            store.next = [*kinds]
+        log.append(b"%d\n" % line)
+        log.put()
+    assert store.found["a.log"][0] == b"0\n1\n2\n3\n4\n5\n"
+
+
+def test_a_store_that_refuses_for_ever_is_asked_a_few_times(caplog):
+    """A policy that denies writes looks like another writer whose version does not change: a save never ended."""
+    store = Unsteady()
+    store.next = ["refused"] * 1000
+    log = LogParts(store, "a.log", every_secs=1e9)
+    log.append(b"1\n")
+    log.put()
+    assert store.asked <= 16
+    assert "8 refusals" in caplog.text
+    store.next = []
+    log.append(b"2\n")
+    log.put()
+    assert store.found["a.log"][0] == b"1\n2\n"

@@ -12,6 +12,8 @@ from trainfold.backends.flight.log_pieces import read_log
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import sent_logs
+from trainfold.backends.tiers.compare_runs import planned_copy
+from trainfold.backends.tiers.copy_run import carry_out
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.errors import SaveFailed
@@ -107,3 +109,40 @@ def test_a_far_tier_that_takes_no_log_is_a_warning_once(tmp_path, caplog):
     far.write = write
     logs.send()
     assert far.read(JOURNAL) == b"{}\n"
+
+
+def steps_and_starts(store):
+    return sorted(read_flights(store)[0].steps), [
+        each.step for each in read_journal(store).lines if each.kind == "started"
+    ]
+
+
+def test_a_far_log_that_could_not_be_fetched_stays_whole(tmp_path, monkeypatch, caplog):
+    """One error while a disk that was lost got its logs back: what was sent next replaced the log of the whole run by its end."""
+    far = MemoryStore()
+    trained(TwoTiers(tmp_path / "a", far), 6)
+    fetch, read = SentLogs.fetch, far.read
+
+    def unread(name, **where):
+        raise SaveFailed("far", expected="bytes", found="timeout", fix="wait")
+
+    def failing(self, **options):
+        far.read = unread
+        fetch(self, **options)
+        far.read = read
+
+    monkeypatch.setattr(SentLogs, "fetch", failing)
+    trained(TwoTiers(tmp_path / "b", far), 8)
+    assert steps_and_starts(far) == ([*range(1, 7)], [0])
+    assert caplog.text.count("begins otherwise than that of the disk") == 2
+    assert steps_and_starts(LocalStore(tmp_path / "b"))[0] == [7, 8]
+
+
+def test_a_disk_that_was_made_by_a_copy_gets_the_logs_which_a_copy_leaves_out(tmp_path):
+    """It has the newest checkpoint already, so nothing else is fetched."""
+    far = MemoryStore()
+    trained(TwoTiers(tmp_path / "a", far), 6)
+    near = LocalStore(tmp_path / "b")
+    carry_out(planned_copy(far, near, steps="newest"), far, near)
+    trained(TwoTiers(tmp_path / "b", far), 8)
+    assert steps_and_starts(far) == steps_and_starts(near) == ([*range(1, 9)], [0, 6])

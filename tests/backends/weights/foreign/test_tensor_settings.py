@@ -6,7 +6,8 @@ from kit.backends import dcp_cases as cases
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import trainfold
-from trainfold.core.errors import InvalidState, UnsupportedLeaf
+from trainfold.backends.weights.foreign.settings import setting_like
+from trainfold.core.errors import InvalidState, RestoreRefused, UnsupportedLeaf
 from trainfold.weights import (
     accelerate_training,
     dcp_training,
@@ -162,3 +163,27 @@ def test_a_setting_that_cannot_be_one_of_the_optimizer_here_is_refused_by_name(t
         state = trainfold.attach(*build(mine)).capture()
         with pytest.raises(InvalidState, match=said.replace("bias", "(bias|weight)")):
             take_training(state, training)
+
+
+def test_a_tensor_that_two_groups_share_gets_one_value_or_is_refused(tmp_path):
+    """W20: both groups got the rate that the second one was saved with."""
+    model, optimizer = build(0.1)
+    optimizer.param_groups[1]["lr"] = 0.2
+    step(model, optimizer)
+    source = write_torch(tmp_path / "two", model, optimizer)
+    live = trainfold.attach(*build(rate := torch.tensor(0.5)))
+    with pytest.raises(
+        RestoreRefused, match=r"groups\['bias'\].lr: expected one value of the tensor that several groups share"
+    ):
+        live.restore(take_training(live.capture(), source))
+    assert rate == 0.5
+    optimizer.param_groups[1]["lr"] = 0.1
+    live.restore(take_training(live.capture(), write_torch(tmp_path / "one", model, optimizer)))
+    assert rate == torch.tensor(0.1)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(torch.tensor(1), 0.5), (torch.tensor(0.5), 1e60), (torch.tensor(0.5), 1j), (torch.tensor(0.5, dtype=torch.float16), 1e6)])  # fmt: skip
+def test_a_number_that_the_dtype_of_the_tensor_here_does_not_have_is_refused(mine, theirs):
+    """W20: it became 0 or an infinity in silence, or a bare error of torch."""
+    with pytest.raises(InvalidState, match="lr: expected"):
+        setting_like(mine, theirs, "lr")
