@@ -310,12 +310,12 @@ class OptimizerPart:
 
     def _hyper_of(self, saved: OptimizerState) -> list[Mapping[str, Any]]:
         """Return the hyperparameters of the group of each parameter, in the order of `_params`."""
-        by_name = {name: group.hyper for group in saved.groups for name in group.params}
+        by_name = _hyper_by_name(saved)
         return [by_name[name] for name in self._params()]
 
     def _shared_problems(self, base: OptimizerState) -> list[InvalidState]:
         """One tensor in several groups, such as a rate that the loop writes into, has one value."""
-        by_name = {name: group.hyper for group in base.groups for name in group.params}
+        by_name = _hyper_by_name(base)
         found, first = [], dict[int, torch.Tensor]()
         for names, group in zip(self.groups(), self.optimizer.param_groups, strict=True):
             saved = by_name[names[0]] if names else {}
@@ -330,6 +330,11 @@ class OptimizerPart:
 
     def _problem(self, part: str, expected: object, found: object, fix: str) -> InvalidState:
         return InvalidState(f"{self.path}.{part}", expected=expected, found=found, fix=fix)
+
+
+def _hyper_by_name(saved: OptimizerState) -> dict[str, Mapping[str, Any]]:
+    """Parameter -> the hyperparameters of its group."""
+    return {name: group.hyper for group in saved.groups for name in group.params}
 
 
 def _device_of(key: str, parameter: torch.Tensor, hyper: Mapping[str, Any]) -> torch.device:

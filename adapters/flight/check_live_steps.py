@@ -1,8 +1,7 @@
 """`check_live_steps`: runs one step in so many of an attached loop twice from the same state, and compares the bits."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from trainfold.core.state.state import TrainState
 
 P = ParamSpec("P")
 R = TypeVar("R")
+K = TypeVar("K")
 
 
 def check_live_steps(
@@ -65,10 +65,7 @@ def check_live_steps(
         number = before.step + 1
         if number % every and is_known:
             return step(*args, **kwargs)
-        words, named = (
-            _copied(args),
-            dict(zip(kwargs, _copied(kwargs.values(), kwargs), strict=True)),
-        )  # a step may write to its batch
+        words, named = _copied(dict(enumerate(args))).values(), _copied(kwargs)  # a step may write to its batch
         is_known = True
         if number % every:
             return step(*args, **kwargs)
@@ -103,12 +100,12 @@ def _text(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{taken} of {name}" for name, taken in sorted(steps.items())) or "none"
 
 
-def _copied(arguments: Iterable[Any], names: Iterable[object] | None = None) -> list[Any]:
-    """Copies of arguments for the first run; each is named if it has none."""
-    found = []
-    for name, argument in zip(itertools.count() if names is None else names, arguments, strict=False):
+def _copied(arguments: Mapping[K, Any]) -> dict[K, Any]:
+    """Copies of arguments for the first run; one that cannot be copied is named."""
+    found = {}
+    for name, argument in arguments.items():
         try:
-            found.append(copied(argument))
+            found[name] = copied(argument)
         except Exception as error:  # whatever its class raises
             raise _no_step("arguments that can be copied, since a step may write to its batch", f"{type(argument).__qualname__} as argument {name}: {error}",
                            "pass tensors, and have the step take what it only uses from around it") from error  # fmt: skip

@@ -34,11 +34,7 @@ _QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text:
 _TEXT_LIMIT: Final = 400
 _PAGE: Final = 1000
 _CHUNK_BYTES: Final = 1 << 20
-_MACHINE: Final = re.compile(
-    r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2"
-)  # what gives credentials to a provider's machines
 _NO_BUCKET: Final = "create it, or correct its name"
-_NO_CREDENTIALS: Final = "set the provider's credentials in the environment, such as AWS_ACCESS_KEY_ID: none were found, and this machine has none"
 
 
 @final
@@ -389,10 +385,6 @@ def _found(listed: Any) -> Found:
 
 def _version(found: Any) -> Version:
     return {key: found[key] for key in ("e_tag", "version") if found[key] is not None}
-
-
-def _asks_machine(error: BaseException) -> bool:
-    return _MACHINE.search(str(error)) is not None
 
 
 def without_secrets(error: BaseException) -> str:

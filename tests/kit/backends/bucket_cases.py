@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
@@ -33,6 +34,24 @@ def one_in_four(seed):
         return None
 
     return fault, seen
+
+
+def check_racing_writers(buckets):
+    """Check the two promises of a commit, with a thread for each bucket: one of them creates, and no replacement is lost."""
+    begin = threading.Barrier(len(buckets))
+
+    def write(bucket):
+        begin.wait()
+        created = bucket.put_if("a", b"0", None) is not None
+        done = 0
+        while done < 5:
+            found = bucket.get("a")
+            done += bucket.put_if("a", b"%d" % (int(found.data) + 1), found.version) is not None
+        return created
+
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        assert sum(pool.map(write, buckets)) == 1
+    assert buckets[0].get("a").data == b"%d" % (5 * len(buckets))
 
 
 class S3Server:

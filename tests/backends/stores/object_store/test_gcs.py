@@ -3,15 +3,13 @@
 See `kit.backends.gcs_front` for what it proves, and what not. Through gcsfs, which speaks the interface that the emulator has, see test_filesystems.py.
 """
 
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import torch
 from kit.backends import gcs_cases
-from kit.backends.bucket_cases import Proxy, new_name, one_in_four
+from kit.backends.bucket_cases import Proxy, check_racing_writers, new_name, one_in_four
 
 import trainfold
 from trainfold.backends.stores.local import open_store
@@ -90,20 +88,7 @@ def test_of_many_writers_at_gs_one_creates_and_no_replacement_is_lost(gcs):
     """C03: by x-goog-if-generation-match, with four threads."""
     run = new_name()
     buckets = [Bucket(gcs.client(run), "run") for _ in range(4)]
-    begin = threading.Barrier(4)
-
-    def write(bucket):
-        begin.wait()
-        created = bucket.put_if("a", b"0", None) is not None
-        done = 0
-        while done < 5:
-            found = bucket.get("a")
-            done += bucket.put_if("a", b"%d" % (int(found.data) + 1), found.version) is not None
-        return created
-
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(write, buckets)) == 1
-    assert buckets[0].get("a").data == b"20"
+    check_racing_writers(buckets)
 
 
 def test_a_large_file_goes_up_in_parts_and_its_ranges_come_back_from_gs(gcs):

@@ -1,13 +1,11 @@
 """Runs through s3fs, gcsfs and adlfs, on emulators of S3, Google Cloud Storage and Azure, and through a network that fails; `make buckets` installs them."""
 
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import torch
-from kit.backends.bucket_cases import Proxy, new_name, one_in_four
+from kit.backends.bucket_cases import Proxy, check_racing_writers, new_name, one_in_four
 from kit.backends.filesystem_cases import LIBRARIES, SERVERS, client_at, lacks, run_at
 
 import trainfold
@@ -97,20 +95,7 @@ def test_of_many_writers_one_creates_and_no_replacement_is_lost(library, port):
     """C03: the two promises of a commit, with four threads."""
     client = client_at(library, port)
     buckets = [Bucket(client, "run") for _ in range(4)]
-    begin = threading.Barrier(4)
-
-    def write(bucket):
-        begin.wait()
-        created = bucket.put_if("a", b"0", None) is not None
-        done = 0
-        while done < 5:
-            found = bucket.get("a")
-            done += bucket.put_if("a", b"%d" % (int(found.data) + 1), found.version) is not None
-        return created
-
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(write, buckets)) == 1
-    assert buckets[0].get("a").data == b"20"
+    check_racing_writers(buckets)
 
 
 def test_a_large_file_goes_up_in_parts_and_its_ranges_come_back(library, port):

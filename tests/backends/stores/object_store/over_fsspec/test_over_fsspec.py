@@ -1,8 +1,6 @@
 """A run through a filesystem of fsspec: the same laws as through obstore, in memory; on servers see test_filesystems.py."""
 
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import hypothesis.strategies as st
@@ -11,7 +9,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
-from kit.backends.bucket_cases import new_name
+from kit.backends.bucket_cases import check_racing_writers, new_name
 from obstore.store import MemoryStore
 
 import trainfold
@@ -109,20 +107,7 @@ def test_of_many_writers_one_creates_and_no_replacement_is_lost():
     """C03: the two promises of a commit, with eight threads and puts that take their time."""
     run = new_name()
     buckets = [Bucket(FsspecPrefix(SlowMemory(), run), "memory://run") for _ in range(8)]
-    begin = threading.Barrier(8)
-
-    def write(bucket):
-        begin.wait()
-        created = bucket.put_if("a", b"0", None) is not None
-        done = 0
-        while done < 5:
-            found = bucket.get("a")
-            done += bucket.put_if("a", b"%d" % (int(found.data) + 1), found.version) is not None
-        return created
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(write, buckets)) == 1
-    assert buckets[0].get("a").data == b"40"
+    check_racing_writers(buckets)
 
 
 def test_parts_that_raise_leave_nothing():
