@@ -72,9 +72,33 @@ class SourceTensor:
         return read(self.name, box)
 
 
+@attrs.frozen
+class OfTensor:
+    """What has the dtype of the tensor that it is made of.
+
+    Attributes:
+        of: the tensor.
+    """
+
+    of: Expression
+
+    @property
+    def dtype(self) -> str:  # noqa: D102 - see `Expression`
+        return self.of.dtype
+
+
+@attrs.frozen
+class LikeTensor(OfTensor):
+    """What has its shape too."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
+        return self.of.shape
+
+
 @final
 @attrs.frozen
-class CutOut:
+class CutOut(OfTensor):
     """A box of a tensor.
 
     Attributes:
@@ -82,12 +106,7 @@ class CutOut:
         box: one (start, stop) pair for each of its dimensions.
     """
 
-    of: Expression
     box: Box
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
@@ -165,18 +184,12 @@ class Joined:
 
 @final
 @attrs.frozen
-class Raised:
+class Raised(OfTensor):
     """A tensor with another dimension of size 1 before the others.
 
     Attributes:
         of: the tensor.
     """
-
-    of: Expression
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
@@ -195,18 +208,12 @@ class Raised:
 
 @final
 @attrs.frozen
-class Lowered:
+class Lowered(OfTensor):
     """A tensor without its first dimension, which is of size 1.
 
     Attributes:
         of: the tensor.
     """
-
-    of: Expression
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
@@ -314,7 +321,7 @@ class Dequantised:
 
 @final
 @attrs.frozen
-class SameAs:
+class SameAs(LikeTensor):
     """A tensor that has to have the values of another one, which is left out: each part is compared bit by bit before it is used.
 
     Attributes:
@@ -323,17 +330,8 @@ class SameAs:
         names: of both, for the error.
     """
 
-    of: Expression
     other: Expression
     names: tuple[str, str]
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
-        return self.of.shape
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""

@@ -10,7 +10,7 @@ import attrs
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.json_values import shown
 from trainfold.core.layout.slices import Box, volume
-from trainfold.core.transform.expression import Expression, Read, SourceTensor, no_box, nothing_of
+from trainfold.core.transform.expression import OfTensor, Read, SourceTensor, no_box, nothing_of
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def _text(groups: Groups) -> str:
 
 @final
 @attrs.frozen
-class Rearranged:
+class Rearranged(OfTensor):
     """A tensor whose elements are in another order.
 
     A part of it is computed from the smallest part that can be taken apart into the same axes: a shard of transposed rows needs that shard, one that
@@ -133,13 +133,8 @@ class Rearranged:
         axes: the size of each axis.
     """
 
-    of: Expression
     by: Rearrangement
     axes: Mapping[str, int] = attrs.field(hash=False)
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
 
     @cached_property
     def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`

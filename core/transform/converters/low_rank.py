@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, final
 import attrs
 
 from trainfold.core.layout.slices import Box, volume
-from trainfold.core.transform.expression import Expression, Read, SourceTensor, sources_of
+from trainfold.core.transform.expression import Expression, LikeTensor, Read, SourceTensor, sources_of
 from trainfold.core.transform.rounding import check_in_range
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _COLUMNS: Final = 1024
 
 @final
 @attrs.frozen
-class LowRank:
+class LowRank(LikeTensor):
     """A matrix plus the scaled product of two thin ones, rounded once.
 
     The product is made in tiles of one size, at places that the whole matrix gives them, with zeros where a part has nothing. So each element comes out of the same
@@ -34,19 +34,10 @@ class LowRank:
         is_transposed: whether the matrix has its inputs first.
     """
 
-    of: Expression
     a: Expression
     b: Expression
     scale: float
     is_transposed: bool
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
-        return self.of.shape
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""
@@ -108,7 +99,7 @@ class LowRank:
 
 @final
 @attrs.frozen
-class Decomposed:
+class Decomposed(LikeTensor):
     """A matrix with an adapter, of which each row has a length of its own, as DoRA trains it. A row is what leads to one output.
 
     Lengths are of whole rows, whatever part is computed, and squares are added in one order.
@@ -120,14 +111,6 @@ class Decomposed:
 
     of: LowRank
     magnitude: Expression
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
-        return self.of.shape
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""
@@ -165,7 +148,7 @@ class Decomposed:
 
 @final
 @attrs.frozen
-class PlusScaled:
+class PlusScaled(LikeTensor):
     """A tensor plus another one of its shape times a number, rounded once: a bias with that of an adapter.
 
     Attributes:
@@ -174,17 +157,8 @@ class PlusScaled:
         scale: of it.
     """
 
-    of: Expression
     other: Expression
     scale: float
-
-    @property
-    def dtype(self) -> str:  # noqa: D102 - see `Expression`
-        return self.of.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # noqa: D102 - see `Expression`
-        return self.of.shape
 
     def reads(self, box: Box) -> Iterator[tuple[SourceTensor, Box]]:
         """See `Expression`."""
