@@ -15,10 +15,11 @@ from trainfold.core.format.manifest import ComponentRecord, FileRecord, Manifest
 from trainfold.core.format.structure.places import places
 from trainfold.core.printable import bytes_text
 from trainfold.core.state.audit import UNSAVED, unsaved_of
-from trainfold.core.state.notes import ORDERS, RATES
+from trainfold.core.state.notes import FROZEN_LIST, ORDERS, RATES
 
 NOT_SAVED = "Not saved, and changed with training"
 _SHOWN_SCALARS = 60
+_NOT_SHOWN = (UNSAVED, RATES, ORDERS, FROZEN_LIST)
 _LISTED_FILES = 8
 _WRITTEN_BITS = 4096
 
@@ -74,9 +75,7 @@ def inspect_checkpoint(path: Path, *, tensors: bool = False, components: Sequenc
         Table(
             "Contract",
             ("key", "value"),
-            tuple(
-                (key, _text(value)) for key, value in manifest.contract.items() if key not in (UNSAVED, RATES, ORDERS)
-            ),
+            tuple((key, _text(value)) for key, value in manifest.contract.items() if key not in _NOT_SHOWN),
         ),
     ]
     unsaved = unsaved_of(manifest.contract)

@@ -22,7 +22,7 @@ from trainfold.adapters.watch.unattached import StepWatch
 from trainfold.adapters.watch.window_probe import WindowProbe
 from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.errors import HalfRestored, IncompleteWindow, TrainfoldError
-from trainfold.core.format.structure.united_contract import FROZEN, FROZEN_NAMES, shown_frozen
+from trainfold.core.format.structure.united_contract import FROZEN_NAMES, frozen_entries
 from trainfold.core.resume.drift import DriftAction
 from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import ORDERS, TRAINED, gradient_orders_of, put_back_text, trained_of
@@ -65,7 +65,7 @@ class RunWatch:
         if objects.optimizer is not None:
             names = frozen(objects.model)
             self._script |= (
-                {FROZEN: shown_frozen(names)} if objects.stage is None else {FROZEN_NAMES: dict.fromkeys(names, True)}
+                frozen_entries(names) if objects.stage is None else {FROZEN_NAMES: dict.fromkeys(names, True)}
             )
         self._check_schedulers("attach.scheduler")
         self._schedules = Schedules(objects.scheduler, optimizers, objects.extra)

@@ -22,8 +22,9 @@ LINEAGE: Final = "weights.from"  # the key of the contract: where the weights ca
 _ATTACHED: Final = "attached."
 WEIGHTED: Final = "live.check.weight"  # so too: whether there is one
 SCHEDULE: Final = "live.check.schedule"  # so too: the microbatches of a pipeline, and what it divides gradients by
+FROZEN_LIST: Final = "frozen"  # the key of the contract: the frozen parameters, where `attached.optimizer.frozen` has a digest of many; never compared, because that is
 RAMP: Final = "live.microbatch.of"  # so too, by `Live.microbatch`: the schedule, if it is one
-NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM, WEIGHTED, SCHEDULE, RAMP, LINEAGE})
+NOTES: Final = frozenset({UNSAVED, TRAINED, ORDERS, CLIP_NORM, WEIGHTED, SCHEDULE, RAMP, LINEAGE, FROZEN_LIST})
 
 
 def is_of_each_rank(key: str) -> bool:

@@ -9,11 +9,17 @@ import attrs
 from trainfold.core.errors import InvalidArgument, InvalidState
 from trainfold.core.format.manifest import ComponentRecord, Manifest, TensorRecord
 from trainfold.core.format.structure.described import Described
-from trainfold.core.format.structure.united_contract import FROZEN, FROZEN_NAMES, group_params_of, renamed_frozen
+from trainfold.core.format.structure.united_contract import (
+    FROZEN,
+    FROZEN_NAMES,
+    frozen_entries,
+    frozen_names,
+    group_params_of,
+)
 from trainfold.core.json_values import Json
 from trainfold.core.state.contract_kinds import prefix_of_optimizer
 from trainfold.core.state.names.wrapper_names import canonical_name
-from trainfold.core.state.notes import LINEAGE, TRAINED
+from trainfold.core.state.notes import FROZEN_LIST, LINEAGE, TRAINED
 from trainfold.core.transform.expression import SourceTensor
 from trainfold.core.transform.naming import Rename
 from trainfold.core.transform.transform import Composed, Table, Transform
@@ -246,7 +252,10 @@ def _contract(
             prefix = f"attached.{of}."
             found[prefix + renamed_module(key.removeprefix(prefix), modules)] = value
         elif key == FROZEN:
-            found[key] = renamed_frozen(value, names, _maybe_frozen(manifest))
+            every = frozen_names(manifest.contract, _maybe_frozen(manifest)) if names else None
+            found |= {key: value} if every is None else frozen_entries(sorted(names.get(each, each) for each in every))
+        elif key == FROZEN_LIST:
+            found.setdefault(key, value)
         elif key == LINEAGE:
             found[key] = _lineage(value, names)
         elif key == TRAINED and isinstance(value, dict):

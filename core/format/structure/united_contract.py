@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RanksDisagree
 from trainfold.core.json_values import Json, canonical_json
-from trainfold.core.state.notes import is_of_each_rank
+from trainfold.core.state.notes import FROZEN_LIST, is_of_each_rank
 
 _OPTIMIZER: Final = "optimizer"
 _MODEL: Final = "attached.model."  # settings of modules, which only their stage has
@@ -103,7 +104,7 @@ def shown_as_whole(contract: Mapping[str, Json]) -> dict[str, Json]:
             named: dict[str, Any] = {place: value[place] for place in sorted(value, key=_by_number)}
             found |= settings_of_places(key.removesuffix(f".{PLACES}"), named)
         elif key == FROZEN_NAMES and isinstance(value, dict):
-            found[FROZEN] = shown_frozen(sorted(value))
+            found |= frozen_entries(sorted(value))
         else:
             found[key] = value
     return {key: found[key] for key in sorted(found)}
@@ -122,24 +123,36 @@ def shown_frozen(names: Sequence[str]) -> Json:
     return [*names[:_LONG], f"and {len(names) - _LONG} more: {digest}"]
 
 
-def renamed_frozen(value: Json, names: Mapping[str, str], possible: Iterable[Collection[str]]) -> Json:
-    """What `shown_frozen` returned, under other names.
+def frozen_entries(names: Sequence[str]) -> dict[str, Json]:
+    """What a contract says of the frozen parameters: what is compared, and beside a digest the names, by which a rename knows them.
 
     Args:
-        value: of the contract.
-        names: old name -> new name.
-        possible: sets of parameters that may be all frozen ones: of many, the digest shows whether they are.
+        names: sorted.
 
     Examples:
-        >>> renamed_frozen(["bias", "weight"], {"bias": "w.bias"}, [])
-        ['w.bias', 'weight']
+        >>> frozen_entries(["bias"])
+        {'attached.optimizer.frozen': ['bias']}
     """
-    if not isinstance(value, list) or not names:
-        return value
-    every = (
-        value if len(value) <= _LONG else next((each for each in possible if shown_frozen(sorted(each)) == value), None)
-    )
-    return value if every is None else shown_frozen(sorted(names.get(str(each), str(each)) for each in every))
+    return {FROZEN: shown_frozen(names)} | ({} if len(names) <= _LONG else {FROZEN_LIST: list(names)})
+
+
+def frozen_names(contract: Mapping[str, Json], likely: Iterable[Collection[str]]) -> list[str] | None:
+    """The frozen parameters that a contract says, sorted; None if it has a digest of many that nothing fits.
+
+    Args:
+        contract: of a state.
+        likely: sets of parameters that may be those, for contracts that do not list all.
+
+    Examples:
+        >>> frozen_names(frozen_entries([f"{n:02}" for n in range(80)]), [])[79], frozen_names({}, [])
+        ('79', [])
+    """
+    said = contract.get(FROZEN, [])
+    if isinstance(said, list) and len(said) <= _LONG:
+        return [str(each) for each in said]
+    listed = contract.get(FROZEN_LIST)
+    possible = chain([map(str, listed)] if isinstance(listed, list) else [], likely)
+    return next((names for each in possible if shown_frozen(names := sorted(each)) == said), None)
 
 
 def settings_of_places(path: str, places: Mapping[str, Mapping[str, Json]]) -> dict[str, Json]:

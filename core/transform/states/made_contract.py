@@ -6,9 +6,9 @@ from typing import Any, Final, final
 import attrs
 
 from trainfold.core.errors import InvalidState
-from trainfold.core.format.structure.united_contract import FROZEN, shown_frozen
+from trainfold.core.format.structure.united_contract import FROZEN, frozen_entries, frozen_names
 from trainfold.core.json_values import Json
-from trainfold.core.state.notes import LINEAGE, ORDERS, TRAINED
+from trainfold.core.state.notes import FROZEN_LIST, LINEAGE, ORDERS, TRAINED
 from trainfold.core.state.state import OptimizerState, TrainState
 from trainfold.core.transform.renamed_manifest import Renaming, renamed_module, starred
 from trainfold.core.transform.states.made_model import MadeModel
@@ -44,14 +44,13 @@ def frozen_of(state: TrainState) -> FrozenParams:
     Args:
         state: with a whole model.
     """
-    said = state.contract.get(FROZEN, [])
     noted = state.contract.get(TRAINED, {})
     since = {path.removeprefix("model."): each for path, each in noted.items() if path.startswith("model.")}
-    every = {name for name in said if state.model is not None and name in state.model.params}
-    if len(every) == len(said):
-        return FrozenParams(frozenset(every), since)
-    likely = (frozenset(each) for each in _likely(state) if shown_frozen(sorted(each)) == said)
-    return FrozenParams(next(likely, None), since)
+    names = frozen_names(state.contract, _likely(state))
+    params = () if state.model is None else state.model.params
+    return FrozenParams(
+        frozenset(names) if names is not None and all(name in params for name in names) else None, since
+    )
 
 
 def _likely(state: TrainState) -> Iterable[Collection[str]]:
@@ -101,6 +100,8 @@ def made_contract(state: TrainState, made: MadeModel, after: Any, frozen: Frozen
     for key, value in state.contract.items():
         if key == FROZEN:
             found |= _frozen(made, frozen, is_kept=after is not None)
+        elif key == FROZEN_LIST:
+            continue
         elif key == TRAINED:
             found[key] = _trained(value, made, frozen)
         elif key == LINEAGE:
@@ -160,7 +161,7 @@ def _frozen(made: MadeModel, frozen: FrozenParams, *, is_kept: bool) -> dict[str
             return {}
         if count == len(sources) or (count and not frozen.is_trained(sources[0])):
             found.append(name)
-    return {FROZEN: shown_frozen(sorted(found))}
+    return frozen_entries(sorted(found))
 
 
 def _trained(value: Json, made: MadeModel, frozen: FrozenParams) -> Json:
