@@ -15,8 +15,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kit.backends import azure_cases, bucket_cases, filesystem_cases, gcs_cases
 from kit.backends.best_file_cases import best_name
+from kit.backends.buckets import azure_cases, bucket_cases, filesystem_cases, gcs_cases, s3_cases
 from kit.laws.bucket_cases import GatedBucket
 from kit.laws.manager_machine_cases import (
     COMPONENTS,
@@ -463,7 +463,7 @@ class ManagerAndS3(ManagerAndBucket):
     """The same on a server that speaks S3, over HTTP."""
 
     def new_client(self):
-        return bucket_cases.s3_client(servers(bucket_cases.S3Server).port, bucket_cases.new_name())
+        return s3_cases.s3_client(servers(s3_cases.S3Server).port, bucket_cases.new_name())
 
 
 class ManagerAndAzure(ManagerAndBucket):

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 
 import pytest
+from kit.free_port import free_port
 
 import trainfold
 
@@ -64,12 +65,6 @@ for batch in live.batches(steps={LAST}):
 manager.finish(live)
 dist.destroy_process_group()
 """
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Agents:

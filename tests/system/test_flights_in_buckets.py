@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from kit.adapters import replay_cases
-from kit.backends.bucket_cases import KEYS, S3Server
+from kit.backends.buckets.s3_cases import KEYS, S3Server
 from kit.system.rehearse_cases import program
 
 from trainfold.adapters.cli import main

@@ -1,10 +1,10 @@
 """Stages of `torch.distributed.pipelining` on two processes: the loss, the norm and the weight of the whole pipeline, for each schedule."""
 
 import os
-import socket
 import subprocess
 
 import pytest
+from kit.free_port import free_port
 
 pytestmark = pytest.mark.slow(2)
 
@@ -259,12 +259,9 @@ def run(text, warm_python, tmp_path, *, ranks=2):
     """The outputs of the processes that run a program."""
     program = tmp_path / "program.py"
     program.write_text(text)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",

@@ -4,7 +4,6 @@ import fcntl
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from kit.free_port import free_port
 
 pytestmark = pytest.mark.slow(4)
 
@@ -20,19 +20,13 @@ EXAMPLES = ["ddp.py", "fsdp.py", "pipeline.py", "sharded_step.py"]
 BUFFERED = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def train(warm_python, pytestconfig):
     """Start an example on a number of processes, as torchrun does; they are killed when rank 0 has printed the line of a step."""
 
     def start(example, folder, ranks, until=None):
         folder.mkdir(exist_ok=True)
-        script, port = pytestconfig.rootpath / "examples" / example, free_port()
+        script, port = pytestconfig.rootpath / "examples" / example, str(free_port())
         # a pipe of one write: rank 0 waits until its line is read, so it is at most a line ahead when it is killed
         reading, writing = os.pipe2(os.O_DIRECT)
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)

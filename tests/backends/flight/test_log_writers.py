@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.backends.lagging_bucket import Lagging, opened
+from kit.backends.buckets.lagging_bucket import Lagging, opened
 from obstore.store import MemoryStore as Bucket
 
 from trainfold.backends.flight import log_parts

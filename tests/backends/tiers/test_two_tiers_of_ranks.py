@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from kit.backends.bucket_cases import KEYS, Proxy, S3Server, store_at
+from kit.backends.buckets.proxy import Proxy
+from kit.backends.buckets.s3_cases import KEYS, S3Server, store_at
 
 import trainfold
 from trainfold.core.format.fingerprint import fingerprint

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def s3():
     """A server that speaks S3, with a bucket named bucket."""
-    from kit.backends.bucket_cases import S3Server
+    from kit.backends.buckets.s3_cases import S3Server
 
     server = S3Server()
     yield server
@@ -16,7 +16,7 @@ def s3():
 @pytest.fixture
 def proxy(s3):
     """A proxy before that server, which fails on demand."""
-    from kit.backends.bucket_cases import Proxy
+    from kit.backends.buckets.proxy import Proxy
 
     one = Proxy(s3.port)
     yield one

@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import pytest
 import torch
-from kit.backends.azure_cases import PROGRAM, AzureServer, azure_at, environ_of
-from kit.backends.bucket_cases import Proxy, one_in_four
+from kit.backends.buckets.azure_cases import PROGRAM, AzureServer, azure_at, environ_of
+from kit.backends.buckets.proxy import Proxy, one_in_four
 from kit.backends.tier_cases import lose_machines, state_at
 
 import trainfold

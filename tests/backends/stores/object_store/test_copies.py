@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from kit.backends.bucket_cases import KEYS, one_in_four, store_at
+from kit.backends.buckets.proxy import one_in_four
+from kit.backends.buckets.s3_cases import KEYS, store_at
 from kit.backends.tier_cases import lose_machines, state_at
 
 import trainfold

@@ -5,7 +5,9 @@ import warnings
 import fsspec
 import pytest
 import torch
-from kit.backends.bucket_cases import new_name, one_in_four, store_at
+from kit.backends.buckets.bucket_cases import new_name
+from kit.backends.buckets.proxy import one_in_four
+from kit.backends.buckets.s3_cases import store_at
 from obstore.store import MemoryStore
 
 import trainfold

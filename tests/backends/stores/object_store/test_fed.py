@@ -5,7 +5,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.backends.bucket_cases import counted
+from kit.backends.buckets.bucket_cases import counted
 from obstore.store import MemoryStore
 
 from trainfold.backends.stores.object_store import fed as module

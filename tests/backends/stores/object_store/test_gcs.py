@@ -1,6 +1,6 @@
 """Runs at ``gs://``, with the key of a service account, over a translation of Google's XML interface that is our own; `make buckets` installs what is behind it.
 
-See `kit.backends.gcs_front` for what it proves, and what not. Through gcsfs, which speaks the interface that the emulator has, see test_filesystems.py.
+See `kit.backends.buckets.gcs_front` for what it proves, and what not. Through gcsfs, which speaks the interface that the emulator has, see test_filesystems.py.
 """
 
 import warnings
@@ -8,8 +8,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from kit.backends import gcs_cases
-from kit.backends.bucket_cases import Proxy, check_racing_writers, new_name, one_in_four
+from kit.backends.buckets import gcs_cases
+from kit.backends.buckets.bucket_cases import check_racing_writers, new_name
+from kit.backends.buckets.proxy import Proxy, one_in_four
 
 import trainfold
 from trainfold.backends.stores.local import open_store

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from kit.backends.bucket_cases import KEYS, store_at
+from kit.backends.buckets.s3_cases import KEYS, store_at
 
 import trainfold
 from trainfold.backends.runs.load import CheckpointPassedOver

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from kit.backends.lagging_bucket import Lagging, opened
+from kit.backends.buckets.lagging_bucket import Lagging, opened
 from obstore.store import MemoryStore
 
 import trainfold

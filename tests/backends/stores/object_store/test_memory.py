@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from kit.backends.bucket_cases import KEYS
+from kit.backends.buckets.s3_cases import KEYS
 
 PROGRAM = """
 import sys

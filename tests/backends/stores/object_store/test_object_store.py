@@ -1,7 +1,8 @@
 """A run in an object store keeps the contract of stores, in memory, over HTTP, and through a network that fails."""
 
 import pytest
-from kit.backends.bucket_cases import FAULTS, one_in_four, store_at
+from kit.backends.buckets.proxy import FAULTS, one_in_four
+from kit.backends.buckets.s3_cases import store_at
 from obstore.store import MemoryStore
 
 import trainfold

@@ -5,7 +5,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from kit.backends.bucket_cases import KEYS, store_at
+from kit.backends.buckets.s3_cases import KEYS, store_at
 
 import trainfold
 from trainfold.adapters.cli import main

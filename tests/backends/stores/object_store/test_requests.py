@@ -4,7 +4,8 @@ import logging
 
 import pytest
 import torch
-from kit.backends.bucket_cases import counted, store_at
+from kit.backends.buckets.bucket_cases import counted
+from kit.backends.buckets.s3_cases import store_at
 from obstore.store import LocalStore, MemoryStore
 
 import trainfold

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.backends.bucket_cases import store_at
+from kit.backends.buckets.s3_cases import store_at
 from obstore.store import MemoryStore
 
 import trainfold
@@ -194,7 +194,7 @@ def test_a_killed_holder_of_this_machine_is_followed_at_once(s3):
     """C03: its lease would last for another 30 s."""
     run = f"runs/killed-{time.time_ns()}"
     program = (
-        "import sys; from kit.backends.bucket_cases import store_at\n"
+        "import sys; from kit.backends.buckets.s3_cases import store_at\n"
         f"held = store_at({s3.port}, run={run!r}).lock(); held.__enter__(); print('held', flush=True); sys.stdin.read()"
     )
     path = os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "src")])

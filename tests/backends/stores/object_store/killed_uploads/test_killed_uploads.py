@@ -9,7 +9,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from kit.backends.bucket_cases import KEYS, new_name, s3_client, store_at
+from kit.backends.buckets.bucket_cases import new_name
+from kit.backends.buckets.s3_cases import KEYS, s3_client, store_at
 from obstore.store import MemoryStore
 
 import trainfold

@@ -5,8 +5,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from kit.backends.bucket_cases import Proxy, check_racing_writers, new_name, one_in_four
-from kit.backends.filesystem_cases import LIBRARIES, SERVERS, client_at, lacks, run_at
+from kit.backends.buckets.bucket_cases import check_racing_writers, new_name
+from kit.backends.buckets.filesystem_cases import LIBRARIES, SERVERS, client_at, lacks, run_at
+from kit.backends.buckets.proxy import Proxy, one_in_four
 
 import trainfold
 from trainfold.backends.stores.object_store.bucket import Bucket

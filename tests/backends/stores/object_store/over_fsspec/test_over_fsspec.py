@@ -9,7 +9,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
-from kit.backends.bucket_cases import check_racing_writers, new_name
+from kit.backends.buckets.bucket_cases import check_racing_writers, new_name
 from obstore.store import MemoryStore
 
 import trainfold

@@ -4,54 +4,28 @@ import base64
 import datetime as dt
 import hashlib
 import hmac
-import itertools
 import os
 import shutil
-import socket
-import subprocess
-import tempfile
-import time
 import urllib.request
-from contextlib import suppress
-from pathlib import Path
 
 from obstore.store import AzureStore
 
+from kit.backends.buckets.bucket_cases import impatient, new_name
+from kit.backends.buckets.server import Server
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 
 PROGRAM = shutil.which("azurite-blob", path=os.environ.get("TRAINFOLD_AZURITE", os.environ["PATH"]))
 _ACCOUNT = "devstoreaccount1"  # that of every emulator, and its key
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-_RUNS = itertools.count()
 
 
-class AzureServer:
-    """Azurite in a process of its own, with a container named bucket."""
+class AzureServer(Server):
+    """Azurite, in memory."""
 
-    def __init__(self):
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
-        command = [PROGRAM, "--blobHost", "127.0.0.1", "--blobPort", str(self.port), "--silent", "--skipApiVersionCheck", "--inMemoryPersistence"]  # fmt: skip
-        self._folder = tempfile.TemporaryDirectory()
-        log = Path(self._folder.name, "log")
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=output, cwd=self._folder.name)
-        late = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                self._make_container()
-                break
-            assert self._process.poll() is None, log.read_text()
-            assert time.monotonic() < late, "the server did not start"
-            time.sleep(0.1)
+    def command(self):
+        return [PROGRAM, "--blobHost", "127.0.0.1", "--blobPort", str(self.port), "--silent", "--skipApiVersionCheck", "--inMemoryPersistence"]  # fmt: skip
 
-    def close(self):
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
-
-    def _make_container(self):
+    def make_bucket(self):
         """Make the container; the client makes none."""
         date = dt.datetime.now(dt.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
         headers = f"x-ms-date:{date}\nx-ms-version:2023-11-03"
@@ -70,21 +44,14 @@ def azure_at(port, run=None):
     return ObjectStore(azure_client(port, run), url=f"az://bucket/{run}")
 
 
-def new_name():
-    """The name of a run of its own."""
-    return f"runs/{next(_RUNS)}"
-
-
 def environ_of(port):
     """What a program needs to open ``az://bucket/...``."""
     return {"AZURE_STORAGE_ACCOUNT_NAME": _ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": _KEY, "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{_ACCOUNT}", "AZURE_ALLOW_HTTP": "true"}  # fmt: skip
 
 
 def azure_client(port, run):
-    """Of a run; it tries again at once, and often."""
-    quick = {"init_backoff": dt.timedelta(milliseconds=1), "max_backoff": dt.timedelta(milliseconds=4), "base": 2}
+    """Of a run in the container."""
     return AzureStore(
         "bucket", prefix=run, account_name=_ACCOUNT, account_key=_KEY, endpoint=f"http://127.0.0.1:{port}/{_ACCOUNT}",
-        client_options={"allow_http": True, "timeout": dt.timedelta(seconds=30)},
-        retry_config={"max_retries": 12, "retry_timeout": dt.timedelta(seconds=60), "backoff": quick},
+        **impatient(),
     )  # fmt: skip

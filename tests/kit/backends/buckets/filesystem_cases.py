@@ -4,12 +4,12 @@ import asyncio
 import importlib.util
 from functools import cache
 
-from kit.backends import azure_cases, bucket_cases, gcs_cases
+from kit.backends.buckets import azure_cases, bucket_cases, gcs_cases, s3_cases
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
 from trainfold.stores import fsspec_store
 
 LIBRARIES = ("s3fs", "gcsfs", "adlfs")
-SERVERS = {"s3fs": bucket_cases.S3Server, "gcsfs": gcs_cases.GcsServer, "adlfs": azure_cases.AzureServer}
+SERVERS = {"s3fs": s3_cases.S3Server, "gcsfs": gcs_cases.GcsServer, "adlfs": azure_cases.AzureServer}
 
 
 def lacks(library):
@@ -28,7 +28,7 @@ def filesystem(library, port):
         import s3fs.core
 
         s3fs.core.asyncio = importlib.import_module("aiobotocore.endpoint").asyncio = _Quick()
-        keys = bucket_cases.KEYS
+        keys = s3_cases.KEYS
         return s3fs.S3FileSystem(
             key=keys["AWS_ACCESS_KEY_ID"], secret=keys["AWS_SECRET_ACCESS_KEY"], endpoint_url=where,
             client_kwargs={"region_name": keys["AWS_REGION"]}, config_kwargs={"retries": {"max_attempts": 12}},

@@ -1,26 +1,11 @@
-"""A real S3 server over HTTP, and a proxy before it that fails as networks do."""
+"""`Proxy`: a network between a client and a server, which fails as networks do."""
 
 import asyncio
-import itertools
 import random
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
 
-import obstore
-from obstore.store import S3Store
-
-from trainfold.backends.stores.object_store.object_store import ObjectStore
-
-KEYS = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "hunter2hunter2", "AWS_REGION": "us-east-1"}
 FAULTS = ("cut", "lost", "500", "503", "429", "done 500", "delay", "truncate", "repeat")
-_RUNS = itertools.count()
 
 
 def one_in_four(seed):
@@ -34,57 +19,6 @@ def one_in_four(seed):
         return None
 
     return fault, seen
-
-
-def check_racing_writers(buckets):
-    """Check the two promises of a commit, with a thread for each bucket: one of them creates, and no replacement is lost."""
-    begin = threading.Barrier(len(buckets))
-
-    def write(bucket):
-        begin.wait()
-        created = bucket.put_if("a", b"0", None) is not None
-        done = 0
-        while done < 5:
-            found = bucket.get("a")
-            done += bucket.put_if("a", b"%d" % (int(found.data) + 1), found.version) is not None
-        return created
-
-    with ThreadPoolExecutor(len(buckets)) as pool:
-        assert sum(pool.map(write, buckets)) == 1
-    assert buckets[0].get("a").data == b"%d" % (5 * len(buckets))
-
-
-class S3Server:
-    """Moto's server in a process of its own, with one bucket."""
-
-    def __init__(self):
-        self.port = _free_port()
-        program = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{self.port}'])"
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        late = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                self.ask("GET", "/moto-api/")
-                break
-            assert time.monotonic() < late, "the server did not start"
-            assert self._process.poll() is None, "the server has ended"
-            time.sleep(0.02)
-        self.ask("PUT", "/bucket")
-
-    def ask(self, method, path):
-        """Send a request as an owner does."""
-        owner = "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-        request = urllib.request.Request(  # the loopback
-            f"http://127.0.0.1:{self.port}{path}", method=method, headers={"Authorization": owner}
-        )
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.read()
-
-    def close(self):
-        self._process.kill()
-        self._process.wait()
 
 
 class Proxy:
@@ -190,57 +124,6 @@ async def _united(head, reader):
         await reader.readline()
     lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"transfer-encoding")]
     return b"\r\n".join([lines[0], b"Content-Length: %d" % len(body), *lines[1:]]), body
-
-
-class Counting:
-    """The calls of obstore, which appends (verb, key, range) of each to a list."""
-
-    def __init__(self, calls):
-        self.calls, self.exceptions = calls, obstore.exceptions
-
-    def __getattr__(self, verb):
-        def call(store, *args, **kwargs):
-            found = getattr(obstore, verb)(store, *args, **kwargs)
-            options = kwargs.get("options") or {}
-            self.calls.append((verb, args[0] if args else None, options.get("range")))
-            return found
-
-        return call
-
-
-def counted(client):
-    """A run in a store of obstore, and the list of the requests that it makes."""
-    store, calls = ObjectStore(client, url="memory://run"), []
-    store._bucket._api = Counting(calls)
-    return store, calls
-
-
-def store_at(port, *, run=None, retries=12, lease_secs=30.0):
-    """A run in the bucket of a server, by default one of its own; its client tries again at once, and often."""
-    run = new_name() if run is None else run
-    return ObjectStore(s3_client(port, run, retries), url=f"s3://bucket/{run}", lease_secs=lease_secs)
-
-
-def new_name():
-    """The name of a run of its own."""
-    return f"runs/{next(_RUNS)}-{time.time_ns()}"
-
-
-def s3_client(port, run, retries=12):
-    """Of a run in the bucket of a server."""
-    quick = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=4), "base": 2}
-    return S3Store(
-        "bucket", prefix=run, endpoint=f"http://127.0.0.1:{port}", region="us-east-1",
-        access_key_id=KEYS["AWS_ACCESS_KEY_ID"], secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
-        client_options={"allow_http": True, "timeout": timedelta(seconds=30)},
-        retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60), "backoff": quick},
-    )  # fmt: skip
-
-
-def _free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def _field(head, name):
