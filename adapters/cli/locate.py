@@ -91,7 +91,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     is_local = not is_object_url(str(path))
     path = _local(path) if is_local else path
     real = path.resolve() if is_local and path.is_symlink() else path  # `latest` is a link to a checkpoint
-    if step_of(real.name) is None:
+    is_run = is_local and (real / RUN_FILE).is_file() and not (real / MANIFEST).exists()  # it may be called like a step
+    if is_run or step_of(real.name) is None:
         store, inventory = open_run(path)
         name = _newest(inventory)
     else:

@@ -28,7 +28,7 @@ from trainfold.backends.weights.hub_writer import plan_hub_directory, write_hub_
 from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.component_names import in_order
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
-from trainfold.core.format.file_names import step_of
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.layout.leaf_spec import LeafSpec
 from trainfold.core.layout.slices import Box
 from trainfold.core.transform.conversion import (
@@ -45,6 +45,7 @@ from trainfold.core.weights.hub.hub_config import HUB_CONFIG, config_of
 from trainfold.core.weights.open_weights import OpenWeights
 
 _SHARD_BYTES: Final = "5GB"
+_FIRST_OF_RUN: Final = 4  # part of a URL below which a run can be: before it are scheme, bucket and a prefix
 
 
 @final
@@ -134,9 +135,23 @@ def _free_place(target: str, to: str) -> str:
     if to != "native":
         raise InvalidArgument("target", expected=f"a local directory for {to}: in a bucket only runs are written (--to native)", found=url,
                               fix="name a local directory, and send it with the tool of the provider")  # fmt: skip
-    if any(step_of(each) is not None for each in url.split("/")):
-        raise InvalidArgument("target", expected="a place that is not in a checkpoint", found=url, fix="name another one, such as one beside the run")  # fmt: skip
+    if _is_in_checkpoint(url):
+        raise InvalidArgument("target", expected="a run: a place that is not called like a checkpoint, and is not in one", found=url,
+                              fix="name another one, such as one beside the run")  # fmt: skip
     return url
+
+
+def _is_in_checkpoint(url: str) -> bool:
+    """Whether a URL of a bucket is read as that of a checkpoint, by its last part, or lies in one: whatever lies there is deleted with it."""
+    parts = url.split("/")
+    if step_of(parts[-1]) is not None:
+        return True
+    for at in range(_FIRST_OF_RUN, len(parts)):
+        if step_of(parts[at]) is not None:
+            above = open_store("/".join(parts[:at]))
+            if any(above.size(each) is not None for each in (RUN_FILE, f"{parts[at]}/{MANIFEST}")):
+                return True
+    return False
 
 
 def run_conversion(planned: PlannedConversion, *, advance: Advance = lambda _: None) -> str:

@@ -105,7 +105,32 @@ def test_a_conversion_into_a_bucket_that_was_killed_leaves_no_checkpoint_and_can
     assert weights(open_source(target).model) == bytes_of(TENSORS)
 
 
-@pytest.mark.parametrize("words", ["to hf", "to dcp", "link from", "link to", "inside", "used", "like", "nothing"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_directory_above_a_run_may_be_called_like_a_step(answered, bucket, hub, tmp_path, is_local):
+    """C03: only the last part of a place names a checkpoint; the URL was refused as one that lies in a checkpoint."""
+    above = f"{tmp_path}/step-00000007" if is_local else f"{bucket}/a/step-00000007"
+    run = f"{above}/run"
+    answered("convert", hub, run, "--to", "native")
+    assert open_store(run).list() == ["run.json", "step-00000000"]
+    for place in (run, f"{run}/step-00000000"):
+        found, _ = answered("convert", place, tmp_path / "hf" / str(len(place)), "--to", "hf")
+        assert (found["source"], found["step"]) == (place, 0)
+        answered("verify", place)
+    answered("copy", run, f"{above}/copy")
+    assert answered("ls", f"{above}/copy")[0]["checkpoints"][0]["name"] == "step-00000000"
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "ls", "plan"])
+def test_a_run_on_a_disk_may_be_called_like_a_step(answered, hub, tmp_path, verb):
+    """C03: `convert` writes such a run, and others of the verbs took it for a checkpoint of the folder above."""
+    answered("convert", hub, tmp_path / "step-00000007", "--to", "native")
+    found, _ = answered(verb, tmp_path / "step-00000007")
+    assert "step-00000000" in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    "words", ["to hf", "to dcp", "link from", "link to", "inside", "deep inside", "as one", "used", "like", "nothing"]
+)
 def test_what_a_bucket_cannot_hold_or_give_is_refused_with_the_next_move(
     answered, run, hub, bucket, tmp_path, monkeypatch, words
 ):
@@ -117,7 +142,9 @@ def test_what_a_bucket_cannot_hold_or_give_is_refused_with_the_next_move(
         "to dcp": (("convert", run, f"{bucket}/x", "--to", "dcp"), "local directory", 2),
         "link from": (("link", run, tmp_path / "x"), "second name", 2),
         "link to": (("link", hub, f"{bucket}/x"), "second name", 2),
-        "inside": (("convert", hub, f"{run}/step-00000002", "--to", "native"), "not in a checkpoint", 2),
+        "inside": (("convert", hub, f"{run}/step-00000002", "--to", "native"), "not called like a checkpoint", 2),
+        "deep inside": (("convert", hub, f"{run}/step-00000002/x/y", "--to", "native"), "is not in one", 2),
+        "as one": (("convert", hub, f"{bucket}/step-00000002", "--to", "native"), "not called like a checkpoint", 2),
         "used": (("convert", hub, run, "--to", "native"), "never written into", 2),
         "like": (("convert", hub, tmp_path / "x", "--to", "hf", "--like", f"{bucket}/x"), "local", 2),
         "nothing": (("convert", f"{bucket}/nothing", tmp_path / "x", "--to", "hf"), "nothing", 11),
