@@ -370,7 +370,7 @@ def test_a_request_on_any_rank_is_answered_by_all_at_the_next_boundary_and_none_
 
 
 def test_a_boundary_waits_for_no_rank_and_says_nothing_where_nothing_can_be_due():
-    """Two ranks of which one is slow; a gather at each boundary cost 4 ms on two ranks and 10 ms on four."""
+    """X09: two ranks of which one is slow; a gather at each boundary cost 4 ms on two ranks and 10 ms on four."""
     store, is_done = MemoryStore(), threading.Event()
 
     def main(world):
