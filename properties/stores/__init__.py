@@ -1,0 +1,1 @@
+"""The rules of the contract of stores. May import `core`, the protocol of stores, and the modules of `properties` above it."""
