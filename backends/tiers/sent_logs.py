@@ -3,17 +3,20 @@
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Final, final
+from functools import partial
+from typing import Final, TypeAlias, final
 
 from trainfold.backends.flight.flights import flight_name, ranks_with_log
 from trainfold.backends.flight.journals import JOURNAL
 from trainfold.backends.flight.log_parts import PART_BYTES, part_name, part_numbers
 from trainfold.backends.flight.log_pieces import read_pieces, sizes_of
+from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import TrainfoldError
 
 _FIRST_BYTES: Final = 64
+_AT_ONCE: Final = 8  # logs; each has two parts in memory
 _LOG: Final = logging.getLogger("trainfold")
 
 
@@ -34,15 +37,19 @@ class SentLogs:
         self._near, self._far = near, far
         self._mutex = threading.Lock()
         self._sent: dict[str, dict[int, str]] = {}  # log -> number of a part -> its digest; "" if it is not known
+        self._seen: dict[str, _State] = {}  # log -> how the near tier had it when it was sent
         self._left: set[str] = set()
         self._has_failed = False
 
     def send(self) -> None:
-        """Send what the far tier has otherwise, or not."""
+        """Send what the far tier has otherwise, or not. A log that has its size and its time since it was sent is not read."""
         with self._mutex:
             try:
-                for name in _logs_in(self._near.list()):
-                    self._send(name)
+                names = self._near.list()
+                states = {name: self._state(name, names) for name in _logs_in(names) if name not in self._left}
+                changed = {name: state for name, state in states.items() if state != self._seen.get(name)}
+                there = [] if changed.keys() <= self._sent.keys() else self._far.list()
+                at_once([partial(self._send, name, state, there) for name, state in changed.items()], threads=_AT_ONCE)
             except (TrainfoldError, OSError) as error:
                 if not self._has_failed:
                     _LOG.warning("%s: a log of this run is not in the far tier yet: %s", self._far.url, error)
@@ -50,17 +57,20 @@ class SentLogs:
             else:
                 self._has_failed = False
 
-    def _send(self, name: str) -> None:
+    def _state(self, name: str, names: list[str]) -> "_State":
+        return [(part, size, self._near.committed_at(part)) for part, size in sizes_of(self._near, name, names)]
+
+    def _send(self, name: str, state: "_State", there_names: list[str]) -> None:
         if name not in self._sent:
             is_other = self._begins_otherwise(name)
-            self._sent[name] = dict.fromkeys(part_numbers(name, self._far.list()), "")
+            self._sent[name] = dict.fromkeys(part_numbers(name, there_names), "")
             if is_other:
                 self._left.add(name)
                 _LOG.warning("%s/%s: the log there begins otherwise than that of the disk, and stays as it is: the lines from here on are on the disk alone; "
                              "copy the log from there before a start to go on with it", self._far.url, name)  # fmt: skip
         if name in self._left:
             return
-        there, sizes = self._sent[name], self._sizes(name)
+        there, sizes = self._sent[name], [(part, size) for part, size, _ in state]
         parts = -(-sum(size for _, size in sizes) // PART_BYTES)
         for number in sorted(there, reverse=True):
             if number >= parts:
@@ -73,6 +83,7 @@ class SentLogs:
             if there.get(number) != digest:
                 self._far.write(part, [data], size_bytes=len(data))
                 there[number] = digest
+        self._seen[name] = state
 
     def _begins_otherwise(self, name: str) -> bool:
         """Whether the far tier has a log that does not begin as that of the disk, such as one that could not be fetched."""
@@ -82,24 +93,25 @@ class SentLogs:
         stop = min(_FIRST_BYTES, *sizes)  # type: ignore[type-var]
         return self._far.read(name, start=0, stop=stop) != self._near.read(name, start=0, stop=stop)
 
-    def _sizes(self, name: str) -> list[tuple[str, int]]:
-        return sizes_of(self._near, name, self._near.list())
-
     def fetch(self, *, missing: bool = False) -> None:
         """Put the logs of the far tier in the place of shorter ones, or only of those that are not there."""
         with self._mutex:
-            names = self._far.list()
+            names, mine = self._far.list(), self._near.list()
             for name in _logs_in(names):
                 try:
                     sizes = sizes_of(self._far, name, names)
                     size = sum(size for _, size in sizes)
-                    here = self._sizes(name)
+                    here = sizes_of(self._near, name, mine)
                     if size > sum(size for _, size in here) and not (missing and here):
                         for part, _ in reversed(here[1:]):
                             self._near.delete(part)
                         self._near.write(name, read_pieces(self._far, sizes), size_bytes=size)
                 except (TrainfoldError, OSError) as error:
                     _LOG.warning("%s/%s: the log is not fetched: %s", self._far.url, name, error)
+
+
+_State: TypeAlias = list[tuple[str, int, float | None]]
+"""The parts of a log, each with its size and the time of its last change."""
 
 
 def _logs_in(names: list[str]) -> list[str]:
@@ -111,8 +123,9 @@ def _logs_in(names: list[str]) -> list[str]:
 def _parts(store: Store, sizes: list[tuple[str, int]]) -> Iterator[bytes]:
     """The bytes of a log in parts that are full, but for the last one, whatever parts the store has."""
     waiting = bytearray()
-    for piece in read_pieces(store, sizes):
-        waiting += piece
+    places = [(name, at, min(size, at + PART_BYTES)) for name, size in sizes for at in range(0, size, PART_BYTES)]
+    for name, start, stop in places:
+        waiting += store.read(name, start=start, stop=stop)
         while len(waiting) >= PART_BYTES:
             yield bytes(waiting[:PART_BYTES])
             del waiting[:PART_BYTES]

@@ -1,5 +1,7 @@
 """The logs of a run in two tiers, when the disk is lost, or was left behind by another machine."""
 
+import threading
+
 import pytest
 from kit.adapters.flight_cases import Recorded, died
 
@@ -91,6 +93,77 @@ def test_only_what_is_new_of_a_log_is_sent_and_what_was_cut_goes(tmp_path, keeps
     assert [name for _, name in puts[2]] == [third, *(f"flight-00000-0000{number}.log" for number in range(3, 8))]
     assert [kind for kind, _ in puts[3]] == ["delete"] * 7 + ["finish"]
     assert puts[3][0][1] == "flight-00000-00007.log"
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """A near and a far tier, and the calls that read or write a name in them, with how many bytes."""
+    calls = []
+
+    def count(kind, of, method):
+        real = getattr(of, method)
+
+        def call(self, name, *args, **options):
+            found = real(self, name, *args, **options)
+            calls.append((kind, name, options["size_bytes"] if found is None else len(found)))
+            return found
+
+        monkeypatch.setattr(of, method, call)
+
+    count("near", LocalStore, "read")
+    count("far", MemoryStore, "read")
+    count("put", MemoryStore, "write")
+    return LocalStore(tmp_path), MemoryStore(), calls
+
+
+def test_a_log_that_has_not_changed_is_neither_read_nor_sent(counted):
+    """R04: each of a thousand logs was read wholly at each upload."""
+    near, far, calls = counted
+    names = [flight_name(rank) for rank in range(100)]
+    for name in names:
+        near.write(name, [bytes(LINE_BYTES)], size_bytes=LINE_BYTES)
+    logs = SentLogs(near, far)
+    logs.send()
+    assert sorted(calls) == [(kind, name, LINE_BYTES) for kind in ("near", "put") for name in names]
+    calls.clear()
+    logs.send()
+    assert calls == []
+    near.write(names[7], [bytes(3 * LINE_BYTES)], size_bytes=3 * LINE_BYTES)
+    logs.send()
+    assert calls == [("near", names[7], 3 * LINE_BYTES), ("put", names[7], 3 * LINE_BYTES)]
+    near.write(names[7], [b"\1" * 3 * LINE_BYTES], size_bytes=3 * LINE_BYTES)  # as many bytes
+    logs.send()
+    assert far.read(names[7]) == near.read(names[7])
+
+
+def test_several_logs_are_sent_at_once_and_one_that_is_refused_keeps_no_other(tmp_path, monkeypatch, caplog):
+    """R04: a thousand ranks were as many puts one after the other, and those after a refused one were not made."""
+    far, near = MemoryStore(), LocalStore(tmp_path)
+    names = [flight_name(rank) for rank in range(20)]
+    for name in names:
+        near.write(name, [bytes(LINE_BYTES)], size_bytes=LINE_BYTES)
+    real, both, under_way, most = far.write, threading.Barrier(2), set(), []
+
+    def write(name, *args, **options):
+        under_way.add(name)
+        most.append(len(under_way))
+        if name in names[:2]:
+            both.wait(60.0)  # for the other one
+        if name == names[3]:
+            under_way.discard(name)
+            raise SaveFailed("far", expected="room", found="none", fix="make some")
+        real(name, *args, **options)
+        under_way.discard(name)
+
+    monkeypatch.setattr(far, "write", write)
+    logs = SentLogs(near, far)
+    logs.send()
+    assert far.list() == [*names[:3], *names[4:]]
+    assert max(most) <= sent_logs._AT_ONCE
+    assert caplog.text.count("is not in the far tier") == 1
+    monkeypatch.setattr(far, "write", real)
+    logs.send()
+    assert far.list() == names
 
 
 def test_a_far_tier_that_takes_no_log_is_a_warning_once(tmp_path, caplog):
