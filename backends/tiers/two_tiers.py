@@ -1,44 +1,28 @@
 """`TwoTiers`: a run on a disk, whose checkpoints go on to another store in the background, and come back from there where the disk has lost them."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
-import attrs
-
-from trainfold.backends.runs.best.best_reader import best_bytes, read_best
-from trainfold.backends.runs.scan import read_inventory, read_root, sees_root
 from trainfold.backends.stores.local import LocalStore, Run, open_store
-from trainfold.backends.stores.protocol import Buffer, Store, glimpse, least_revision_of
-from trainfold.backends.tiers.compare_runs import inventory_in, newest_whole, planned_copy
-from trainfold.backends.tiers.copy_run import carry_out, check_copy
-from trainfold.backends.tiers.sent_logs import SentLogs
+from trainfold.backends.stores.protocol import Buffer, least_revision_of
+from trainfold.backends.tiers.fetches import Fetches
 from trainfold.backends.tiers.uploads import Uploads
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.checks import count
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
-    CheckpointError,
-    CheckpointForeign,
-    CheckpointMissing,
-    CommitConflict,
     InvalidArgument,
     SaveFailed,
     error_text,
 )
 from trainfold.core.format.file_names import MANIFEST, step_of
-from trainfold.core.format.manifest import Head
-from trainfold.core.history.inventory import Inventory, head_order, lineage
 from trainfold.core.json_values import shown
 from trainfold.core.layout.file_preference import FilePreference
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention
-
-_NOWHERE: Final = (-1, -1, -1)
-_COMPARED: Final = 8
 
 
 @final
@@ -148,7 +132,7 @@ class TwoTiers:
             uploads = Uploads(
                 self.near, self.far, keep=self._keep_far, most_waiting=self._most_waiting, report=self._report
             )
-            left = self._catch_up()
+            left = self._fetches().catch_up()
             self._uploads = uploads
             try:
                 uploads.add(*left)
@@ -179,91 +163,8 @@ class TwoTiers:
                 ) from error  # fmt: skip
             yield
 
-    def _catch_up(self) -> list[str]:
-        """Fetch the newest checkpoint if the far tier alone has it; return what the near tier alone has, the oldest first."""
-        far = glimpse(self.far)
-        problem = read_inventory(self.near).problem
-        if problem is not None and problem.error != CheckpointMissing.__name__:
-            return []  # a manager, a save and a load raise it
-        there, here = inventory_in(far, may_be_new=True), inventory_in(self.near, may_be_new=True)
-        if there.run_id is not None:
-            if here.run_id not in {None, there.run_id}:
-                raise CheckpointForeign(self.far.url, expected=f"run {here.run_id}, as in {self.near.url}", found=f"run {there.run_id}",
-                                        fix="name the far tier of this run, or a new place")  # fmt: skip
-            mine = newest_whole(self.near, here)
-            got = self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine))
-            SentLogs(self.near, self.far).fetch(missing=got is None)
-            here = inventory_in(self.near, may_be_new=True)
-            self._report_parted(far, here, there)
-        sent = max((_age(entry.head) for entry in lineage(there) if entry.head is not None), default=_NOWHERE)
-        left = [entry.name for entry in lineage(here) if entry.head is not None and _age(entry.head) > sent]
-        return [*reversed(left), *([BEST_FILE] if best_bytes(self.near) is not None else [])]
-
-    def _report_parted(self, far: Store, here: Inventory, there: Inventory) -> None:
-        """Report the newest checkpoints that are other ones in the two tiers: the run went on in two places."""
-        common = [entry.name for entry in lineage(here) if _age_in(there, entry.name) == _age_in(here, entry.name)]
-        for name in common[:_COMPARED]:
-            if not sees_root(far, name, read_root(self.near, name)):
-                detail = "the far tier has another checkpoint of this step, and both stay: the run was also continued elsewhere"
-                self._report(Event("not_uploaded", self.far.url, step=step_of(name), checkpoint=name, detail=detail))
-
-    def _fetch(
-        self, far: Store, there: Inventory, mine: tuple[int, int, int], *, before: tuple[int, int, int] | None = None
-    ) -> str | None:
-        """Copy the newest checkpoint that is newer, and whole, into the near tier; with what the best names, if that has lost its record. Returns its name."""
-        has_best = best_bytes(self.near) is not None
-        for entry in lineage(there):
-            if entry.head is None or _age(entry.head) <= mine:
-                return None
-            if before is not None and _age(entry.head) >= before:
-                continue
-            best = None if has_best else read_best(far)
-            kept = [step_of(name) for name in (() if best is None else best.names) if there.entry(name) is not None]
-            if self._has_fetched(entry.name, *(step for step in kept if step is not None)):
-                return entry.name
-        return None
-
-    def refetch(self, name: str, *, or_older: bool = False) -> str | None:
-        """See `HasFarTier`."""
-        if self._uploads is None:
-            return None
-        if self._has_fetched(name):
-            return name
-        here = inventory_in(self.near)
-        failed = here.entry(name)
-        if not or_older or failed is None or failed.head is None:
-            return None
-        others = attrs.evolve(here, entries=tuple(each for each in here.entries if each is not failed))
-        mine = newest_whole(self.near, others)
-        far = glimpse(self.far)
-        try:
-            there = inventory_in(far)
-        except CheckpointError:
-            return None  # which was reported
-        return self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine), before=_age(failed.head))
-
-    def _has_fetched(self, name: str, *others: int) -> bool:
-        """Copy a checkpoint into the near tier, and those of other steps; whether that succeeded.
-
-        Raises:
-            SaveFailed: if the near tier cannot be written.
-        """
-        began, step = time.monotonic(), step_of(name)
-        assert step is not None  # of an entry
-        try:
-            plan = planned_copy(self.far, self.near, steps=sorted({step, *others}), replaces=True)
-            check_copy(plan)
-            for error in carry_out(plan, self.far, self.near).values():
-                raise error
-        except CheckpointError as error:
-            if isinstance(error, SaveFailed) and not isinstance(error, CommitConflict):
-                raise
-            self._report(Event("not_fetched", self.far.url, step=step, checkpoint=name, detail=error_text(error)))
-            return False
-        detail = f"{plan.size_bytes} bytes to {self.near.url}, which has lost it"
-        secs = time.monotonic() - began
-        self._report(Event("fetched", self.far.url, step=step, checkpoint=name, detail=detail, secs=secs))
-        return True
+    def _fetches(self) -> Fetches:
+        return Fetches(self.near, self.far, self._report)
 
     def _report(self, event: Event) -> None:
         with self._mutex:
@@ -272,6 +173,10 @@ class TwoTiers:
                 self._events.append(event)
         if listener is not None:
             listener([event])
+
+    def refetch(self, name: str, *, or_older: bool = False) -> str | None:
+        """See `HasFarTier`."""
+        return None if self._uploads is None else self._fetches().fetched_again(name, or_older=or_older)
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`: in the near tier; a checkpoint is then sent."""
@@ -355,12 +260,3 @@ class TwoTiers:
     def reserve(self, size_bytes: int) -> None:
         """See `Store.reserve`."""
         self.near.reserve(size_bytes)
-
-
-def _age(head: Head) -> tuple[int, int, int]:
-    return (*head_order(head), head.revision)
-
-
-def _age_in(inventory: Inventory, name: str) -> tuple[int, int, int]:
-    entry = inventory.entry(name)
-    return _NOWHERE if entry is None or entry.head is None else _age(entry.head)

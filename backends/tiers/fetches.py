@@ -1,0 +1,138 @@
+"""`Fetches`: brings into the near tier what the far one alone has."""
+
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+import attrs
+
+from trainfold.backends.runs.best.best_reader import best_bytes, read_best
+from trainfold.backends.runs.scan import read_inventory, read_root, sees_root
+from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.protocol import Store, glimpse
+from trainfold.backends.tiers.compare_runs import inventory_in, newest_whole, planned_copy
+from trainfold.backends.tiers.copy_run import carry_out, check_copy
+from trainfold.backends.tiers.sent_logs import SentLogs
+from trainfold.core.best.best_json import BEST_FILE
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointForeign,
+    CheckpointMissing,
+    CommitConflict,
+    SaveFailed,
+    error_text,
+)
+from trainfold.core.format.file_names import step_of
+from trainfold.core.format.manifest import Head
+from trainfold.core.history.inventory import Inventory, head_order, lineage
+from trainfold.core.save.events import Event
+
+_NOWHERE: Final = (-1, -1, -1)
+_COMPARED: Final = 8
+
+
+@final
+class Fetches:
+    """Fetches of a run in two tiers.
+
+    Args:
+        near: the near tier. The caller holds the locks of both.
+        far: the far one.
+        report: gets an event for each fetch.
+    """
+
+    def __init__(self, near: LocalStore, far: Store, report: Callable[[Event], None]) -> None:
+        self._near, self._far, self._report = near, far, report
+
+    def catch_up(self) -> list[str]:
+        """Fetch the newest checkpoint if the far tier alone has it; return what the near tier alone has, the oldest first."""
+        far = glimpse(self._far)
+        problem = read_inventory(self._near).problem
+        if problem is not None and problem.error != CheckpointMissing.__name__:
+            return []  # a manager, a save and a load raise it
+        there, here = inventory_in(far, may_be_new=True), inventory_in(self._near, may_be_new=True)
+        if there.run_id is not None:
+            if here.run_id not in {None, there.run_id}:
+                raise CheckpointForeign(self._far.url, expected=f"run {here.run_id}, as in {self._near.url}", found=f"run {there.run_id}",
+                                        fix="name the far tier of this run, or a new place")  # fmt: skip
+            mine = newest_whole(self._near, here)
+            got = self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine))
+            SentLogs(self._near, self._far).fetch(missing=got is None)
+            here = inventory_in(self._near, may_be_new=True)
+            self._report_parted(far, here, there)
+        sent = max((_age(entry.head) for entry in lineage(there) if entry.head is not None), default=_NOWHERE)
+        left = [entry.name for entry in lineage(here) if entry.head is not None and _age(entry.head) > sent]
+        return [*reversed(left), *([BEST_FILE] if best_bytes(self._near) is not None else [])]
+
+    def _report_parted(self, far: Store, here: Inventory, there: Inventory) -> None:
+        """Report the newest checkpoints that are other ones in the two tiers: the run went on in two places."""
+        common = [entry.name for entry in lineage(here) if _age_in(there, entry.name) == _age_in(here, entry.name)]
+        for name in common[:_COMPARED]:
+            if not sees_root(far, name, read_root(self._near, name)):
+                detail = "the far tier has another checkpoint of this step, and both stay: the run was also continued elsewhere"
+                self._report(Event("not_uploaded", self._far.url, step=step_of(name), checkpoint=name, detail=detail))
+
+    def _fetch(
+        self, far: Store, there: Inventory, mine: tuple[int, int, int], *, before: tuple[int, int, int] | None = None
+    ) -> str | None:
+        """Copy the newest checkpoint that is newer, and whole, into the near tier; with what the best names, if that has lost its record. Returns its name."""
+        has_best = best_bytes(self._near) is not None
+        for entry in lineage(there):
+            if entry.head is None or _age(entry.head) <= mine:
+                return None
+            if before is not None and _age(entry.head) >= before:
+                continue
+            best = None if has_best else read_best(far)
+            kept = [step_of(name) for name in (() if best is None else best.names) if there.entry(name) is not None]
+            if self._has_fetched(entry.name, *(step for step in kept if step is not None)):
+                return entry.name
+        return None
+
+    def fetched_again(self, name: str, *, or_older: bool) -> str | None:
+        """See `HasFarTier.refetch`."""
+        if self._has_fetched(name):
+            return name
+        here = inventory_in(self._near)
+        failed = here.entry(name)
+        if not or_older or failed is None or failed.head is None:
+            return None
+        others = attrs.evolve(here, entries=tuple(each for each in here.entries if each is not failed))
+        mine = newest_whole(self._near, others)
+        far = glimpse(self._far)
+        try:
+            there = inventory_in(far)
+        except CheckpointError:
+            return None  # which was reported
+        return self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine), before=_age(failed.head))
+
+    def _has_fetched(self, name: str, *others: int) -> bool:
+        """Copy a checkpoint into the near tier, and those of other steps; whether that succeeded.
+
+        Raises:
+            SaveFailed: if the near tier cannot be written.
+        """
+        began, step = time.monotonic(), step_of(name)
+        assert step is not None  # of an entry
+        try:
+            plan = planned_copy(self._far, self._near, steps=sorted({step, *others}), replaces=True)
+            check_copy(plan)
+            for error in carry_out(plan, self._far, self._near).values():
+                raise error
+        except CheckpointError as error:
+            if isinstance(error, SaveFailed) and not isinstance(error, CommitConflict):
+                raise
+            self._report(Event("not_fetched", self._far.url, step=step, checkpoint=name, detail=error_text(error)))
+            return False
+        detail = f"{plan.size_bytes} bytes to {self._near.url}, which has lost it"
+        secs = time.monotonic() - began
+        self._report(Event("fetched", self._far.url, step=step, checkpoint=name, detail=detail, secs=secs))
+        return True
+
+
+def _age(head: Head) -> tuple[int, int, int]:
+    return (*head_order(head), head.revision)
+
+
+def _age_in(inventory: Inventory, name: str) -> tuple[int, int, int]:
+    entry = inventory.entry(name)
+    return _NOWHERE if entry is None or entry.head is None else _age(entry.head)
