@@ -1,25 +1,20 @@
 """`Bucket`: the few requests that a run in an object store needs, with errors that have names. The only module that calls obstore, or what stands for it."""
 
-import re
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 
+from trainfold.backends.stores.object_store.bucket_errors import BucketErrors, NotThere, Refused, shown_cause
 from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
 from trainfold.backends.stores.os_errors import missing
-from trainfold.backends.stores.place import without_logins
 from trainfold.core.errors import (
     CheckpointError,
-    CheckpointMissing,
-    CheckpointUnreadable,
-    InvalidArgument,
-    NotWritable,
     SaveFailed,
 )
 
@@ -30,11 +25,8 @@ Version: TypeAlias = dict[str, str]
 _TOKEN: Final = "trainfoldtoken"  # noqa: S105  # letters alone: Azure takes nothing else in the name of metadata
 _TRIES: Final = 5
 _AGAIN_SECS: Final = 10.0
-_QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
-_TEXT_LIMIT: Final = 400
 _PAGE: Final = 1000
 _CHUNK_BYTES: Final = 1 << 20
-_NO_BUCKET: Final = "create it, or correct its name"
 
 
 @final
@@ -88,6 +80,7 @@ class Bucket:
     def __init__(self, store: Any, url: str) -> None:
         self._api = calls_of(store)
         self._errors = self._api.exceptions
+        self._named = BucketErrors(self._errors, url)
         self._store = store
         self.url = url
 
@@ -115,12 +108,12 @@ class Bucket:
         if stop is not None and stop <= start:
             found = self.head(key)
             return None if found is None else Stored(b"", {}, None, found.modified)
-        with self._reading(key):
+        with self._named.reading(key):
             return self._again(got)
 
     def head(self, key: str) -> Found | None:
         """The size, time and tag of an object; None if there is no such object."""
-        with self._reading(key):
+        with self._named.reading(key):
             found = self._again(lambda: self._head(key))
         return None if found is None else _found(found)
 
@@ -153,7 +146,7 @@ class Bucket:
                     return
                 tries += 1
                 if tries >= _TRIES:
-                    raise self._unreadable(key, error) from shown_cause(error)
+                    raise self._named.unreadable(key, error) from shown_cause(error)
             else:
                 return
 
@@ -175,7 +168,7 @@ class Bucket:
 
     def names(self, directory: str = "") -> tuple[list[str], list[str]]:
         """The names of objects, and of directories, one level below a directory of the run or at its top."""
-        with self._reading(directory):
+        with self._named.reading(directory):
             found = self._again(lambda: self._api.list_with_delimiter(self._store, directory or None))
         above = len(directory) + 1 if directory else 0
         objects = [each["path"][above:] for each in found["objects"]]
@@ -192,14 +185,14 @@ class Bucket:
                     return None
             return found
 
-        with self._reading(directory):
+        with self._named.reading(directory):
             return self._again(listed)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes) -> str:
         """Put an object, whatever is there; returns its tag."""
-        with self._writing(key):
+        with self._named.writing(key):
             given = self._again(lambda: self._api.put(self._store, key, data, use_multipart=False))
         return tag_of(_version(given))
 
@@ -211,7 +204,7 @@ class Bucket:
                 self._store, key, given, use_multipart=True, chunk_size=chunk_bytes, max_concurrency=at_once
             )
 
-        with self._writing(key):
+        with self._named.writing(key):
             return tag_of(_version(fed(send, parts)))
 
     def put_if(self, key: str, data: bytes, expected: Version | None) -> Version | None:
@@ -226,14 +219,14 @@ class Bucket:
         mode: Any = "create" if expected is None else expected
         for tries in range(1, _TRIES + 1):
             try:
-                with self._writing(key):
+                with self._named.writing(key):
                     given = self._api.put(
                         self._store, key, data, mode=mode, attributes={_TOKEN: token}, use_multipart=False
                     )
                 return _version(given)
-            except (_Refused, _NotThere) as error:
+            except (Refused, NotThere) as error:
                 found = self.get(key)
-                if found is None and expected is None and isinstance(error, _NotThere):
+                if found is None and expected is None and isinstance(error, NotThere):
                     raise
                 return found.version if found is not None and found.token == token else None
             except SaveFailed:  # carried out or not
@@ -247,10 +240,10 @@ class Bucket:
     def takes(self, key: str, data: bytes, expected: Version | None) -> bool:
         """Whether the store carries out a put that it must refuse, because there is another version."""
         try:
-            with self._writing(key):
+            with self._named.writing(key):
                 mode: Any = "create" if expected is None else expected
                 self._again(lambda: self._api.put(self._store, key, data, mode=mode, use_multipart=False))
-        except (_Refused, _NotThere):
+        except (Refused, NotThere):
             return False
         return True
 
@@ -258,7 +251,7 @@ class Bucket:
         """Delete objects; those that are not there are fine."""
         if not keys:
             return
-        with self._writing(keys[0]):
+        with self._named.writing(keys[0]):
             try:
                 self._again(lambda: self._api.delete(self._store, list(keys)))
             except FileNotFoundError:  # of one of them; the others may be there
@@ -270,7 +263,7 @@ class Bucket:
 
     def where(self, key: str) -> str:
         """An object in messages."""
-        return f"{self.url}/{key}" if key else self.url
+        return self._named.where(key)
 
     def _again(self, call: Callable[[], T]) -> T:
         """Call what may be called twice; again if it fails soon: the client itself tries again, but not when an answer breaks off in the middle."""
@@ -288,76 +281,6 @@ class Bucket:
             return self.get(key)
         except CheckpointError:
             return None
-
-    @contextmanager
-    def _reading(self, key: str) -> Iterator[None]:
-        try:
-            yield
-        except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError, PermissionError) as error:
-            raise CheckpointMissing(
-                self.where(key),
-                expected="the right to read",
-                found=without_secrets(error),
-                fix="give these credentials the right to read and list there",
-            ) from shown_cause(error)
-        except (
-            self._errors.BaseError,
-            FileNotFoundError,
-        ) as error:  # the second one is of a list, and so of the bucket
-            raise self._unreadable(key, error) from shown_cause(error)
-
-    @contextmanager
-    def _writing(self, key: str) -> Iterator[None]:
-        errors = self._errors
-        try:
-            yield
-        except (errors.AlreadyExistsError, errors.PreconditionError, FileExistsError) as error:
-            raise _Refused from error
-        except FileNotFoundError as error:  # of a bucket; or of an object that is to be replaced
-            raise _NotThere(
-                self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET
-            ) from shown_cause(error)
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError) as error:
-            raise NotWritable(
-                self.where(key),
-                expected="the right to write",
-                found=without_secrets(error),
-                fix="give these credentials the right to write there, or save elsewhere",
-            ) from shown_cause(error)
-        except (errors.NotSupportedError, NotImplementedError) as error:
-            raise InvalidArgument(
-                self.where(key),
-                expected="a store with conditional puts",
-                found=without_secrets(error),
-                fix="use a provider that has them: without them two writers cannot be distinguished",
-            ) from shown_cause(error)
-        except errors.BaseError as error:
-            raise SaveFailed(
-                self.where(key),
-                expected="the planned bytes to be stored",
-                found=without_secrets(error),
-                fix="look at the network and at the store; earlier checkpoints are intact",
-            ) from shown_cause(error)
-
-    def _unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
-        if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
-            return CheckpointUnreadable(
-                self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET
-            )
-        return CheckpointUnreadable(
-            self.where(key),
-            expected="bytes from the store",
-            found=without_secrets(error),
-            fix="look at the network and at the store, and try again; this does not prove damage",
-        )
-
-
-class _NotThere(SaveFailed):
-    """There is no bucket, or no object to replace."""
-
-
-class _Refused(Exception):
-    """A conditional put was refused."""
 
 
 def calls_of(store: Any) -> Any:
@@ -385,15 +308,3 @@ def _found(listed: Any) -> Found:
 
 def _version(found: Any) -> Version:
     return {key: found[key] for key in ("e_tag", "version") if found[key] is not None}
-
-
-def without_secrets(error: BaseException) -> str:
-    """The text of an error without what may be secret in it, and without its many lines of detail."""
-    lines = [line for line in str(error).split("\n\nDebug source:")[0].splitlines() if line.strip()]
-    return _QUERY.sub("?…", without_logins(" ".join(lines)))[:_TEXT_LIMIT]
-
-
-def shown_cause(error: BaseException) -> BaseException | None:
-    """The cause that a traceback shows; None if its text has the login of a URL, such as that of an endpoint."""
-    text = str(error)
-    return error if without_logins(text) == text else None

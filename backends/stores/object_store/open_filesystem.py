@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any
 
-from trainfold.backends.stores.object_store.bucket import without_secrets
+from trainfold.backends.stores.object_store.bucket_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
 from trainfold.backends.stores.object_store.over_fsspec.library import check_class

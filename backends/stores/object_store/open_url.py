@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from trainfold.backends.stores.object_store.bucket import without_secrets
+from trainfold.backends.stores.object_store.bucket_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
 from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url

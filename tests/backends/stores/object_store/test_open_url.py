@@ -11,7 +11,7 @@ import trainfold
 from trainfold.adapters.cli import main
 from trainfold.backends.stores.local import open_store
 from trainfold.backends.stores.object_store import killed_uploads
-from trainfold.backends.stores.object_store.bucket import without_secrets
+from trainfold.backends.stores.object_store.bucket_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import CheckpointUnreadable, InvalidArgument, SaveFailed, TrainfoldError
