@@ -16,6 +16,8 @@ from trainfold.core.errors import SaveFailed, TrainfoldError
 T = TypeVar("T")
 PART_BYTES: Final = 2**20
 PUT_SECS: Final = 60.0  # a kill without a save loses no more of a log
+_MOST_BYTES: Final = 2**24  # of a log in memory, while the store takes none of it: hundreds of thousands of steps
+_ENTRY_BYTES: Final = 64  # of what is added at once, about
 _MOST_ROUNDS: Final = 8  # of reading again what another process has put
 _LOG: Final = logging.getLogger("trainfold")
 
@@ -180,7 +182,8 @@ class LogParts:
 
     Law: what was added before a `put` that succeeds is in the store after it, and a kill leaves the log as one of the puts made it.
 
-    A put that fails is a warning, and the next one puts the same again: a log must not end a run.
+    A put that fails is a warning, and the next one puts the same again: a log must not end a run. While puts fail, about 16 MiB are kept; then nothing is added any
+    more, with a warning, and what is kept is still put when that succeeds. What is left at the end is a warning too.
 
     Of two processes that write one log, the one that began to put later goes on; the other one stops, with a warning. No lock is needed for that: only rank 0 has
     that of a run, and a process that was taken for dead may wake.
@@ -208,7 +211,7 @@ class LogParts:
         self._waiting: deque[Entry] = deque()  # the loop appends; the thread that puts takes from the other end
         self._taken: list[Entry] = []  # what the tail has, while the log is not `_is_ours`
         self._is_ours = False  # whether this process has put something, so that another writer is a later one
-        self._is_over = False
+        self._is_over = self._is_full = False
         self._putting = threading.Lock()
         self._due_at = 0.0
         self._job: Job[None] | None = None
@@ -216,7 +219,7 @@ class LogParts:
 
     def append(self, entry: Entry) -> None:
         """Add something. It makes no request here."""
-        if self._is_over:
+        if self._is_over or self._is_full:
             return
         self._waiting.append(entry)
         now = time.monotonic()
@@ -247,9 +250,17 @@ class LogParts:
                 if not self._has_failed:
                     _LOG.warning("%s: the log is not in the store yet: %s", self._where, error)
                 self._has_failed = True
+                self._check_room()
             else:
                 self._has_failed = False
                 self._due_at = time.monotonic() + self._every_secs
+
+    def _check_room(self) -> None:
+        """Add nothing any more, while the store takes nothing, if as much is kept as may be."""
+        if not self._is_full and len(self._waiting) * _ENTRY_BYTES + len(self._tail.data) > _MOST_BYTES:
+            self._is_full = True
+            _LOG.warning("%s: no more lines are added to this log: the store has taken none for so long that %d MiB wait, which are put when it does; "
+                         "see which of its policies denies this name", self._where, _MOST_BYTES // 2**20)  # fmt: skip
 
     def _send(self) -> None:
         """Put what waits. Until this process has put something, another one may, whose lines this one then goes on after.
@@ -286,3 +297,7 @@ class LogParts:
         if self._job is not None:
             self._job.wait()
         self.put()
+        if self._has_failed and not self._is_over:
+            _LOG.warning(
+                "%s: the log ends here, and its last lines are lost: the store has not taken them", self._where
+            )

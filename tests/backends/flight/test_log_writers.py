@@ -232,3 +232,60 @@ def test_a_store_that_refuses_for_ever_is_asked_a_few_times(caplog):
     log.append(b"2\n")
     log.put()
     assert store.found["a.log"][0] == b"1\n2\n"
+
+
+class Denied:
+    """A store that takes no log until the test lets it."""
+
+    def __init__(self, store, method):
+        self._store, self._method, self.is_denied = store, method, True
+
+    def __getattr__(self, name):
+        real = getattr(self._store, name)
+        if name != self._method or not self.is_denied:
+            return real
+
+        def denied(*_, **__):
+            raise SaveFailed("run", expected="leave to write", found="none", fix="ask for it")
+
+        return denied
+
+
+@pytest.mark.parametrize(("denied", "had_put"), [("list", False), ("swap", False), ("swap", True)])
+def test_a_log_that_is_denied_for_long_keeps_no_more_than_it_says(denied, had_put, caplog, monkeypatch):
+    """R04: every line was kept in memory, and until the first put twice. Now the log ends in a warning, as on a full disk, and what is kept is put when it can be."""
+    monkeypatch.setattr(log_parts, "_MOST_BYTES", 100 * LINE_BYTES)
+    store = Denied(bucket()(), denied)
+    file = by_hand(store)
+    store.is_denied = not had_put
+    if had_put:
+        record(file, 1, 1, 1)
+        file.put()
+        store.is_denied = True
+    for step in range(2, 1000, 10):
+        record(file, step, step + 9, 1)
+        file.put()
+    parts = file._parts
+    held = len(parts._waiting) + len(parts._tail.data) // LINE_BYTES
+    assert 100 < held <= 110
+    assert len(parts._taken) <= held
+    said = [each.getMessage() for each in caplog.records]
+    assert ["is not in the store yet" in each for each in said] == [True, False]
+    assert "no more lines are added" in said[1]
+    assert NAME in said[1]
+    store.is_denied = False
+    file.close()
+    assert sorted(marks_in(store)) == [*range(1 if had_put else 2, held + (1 if had_put else 2))]
+    assert len(caplog.records) == 2
+
+
+def test_lines_that_never_reached_the_store_are_said_at_the_end(caplog):
+    """The store began to deny them long before, which one warning says."""
+    file = by_hand(Denied(bucket()(), "swap"))
+    for step in (1, 2):
+        record(file, step, step, 1)
+        file.put()
+    file.close()
+    said = [each.getMessage() for each in caplog.records]
+    assert ["is not in the store yet" in each for each in said] == [True, False]
+    assert "its last lines are lost" in said[1]
