@@ -18,6 +18,8 @@ _LIKE_PARAMETER: Final = frozenset(
 )
 # Slots that are one number: a tensor without dimensions or, in older checkpoints, a plain number.
 _ONE_NUMBER: Final = frozenset({"step", "mu_product", "eta", "mu"})
+# SGD of older versions of torch has None here where it has no momentum, or has not begun; today's goes on from that.
+_MOMENTUM: Final = "momentum_buffer"
 _ANYTHING: Final = "anything"  # a slot that is None now may become anything later
 _NUMBER: Final = "a number"
 _LOW: Final = frozenset({torch.float16, torch.bfloat16})
@@ -139,6 +141,8 @@ def _wanted(  # noqa: PLR0913 - private
     key: str, value: Any, parameter: torch.Tensor, present: Any, usual: str, *, is_torchs: bool
 ) -> str | None:
     """Return what a slot should be if it cannot be right, and None if it can."""
+    if is_torchs and key == _MOMENTUM and value is None:
+        return None
     if is_torchs and key in _LIKE_PARAMETER:
         return (
             None

@@ -6,7 +6,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from trainfold.backends.weights.foreign.training import Training
+from trainfold.backends.weights.foreign.training import Training, is_absent
 from trainfold.core.errors import InvalidState
 from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.slices import Box, whole_box
@@ -58,8 +58,8 @@ def taken_slots(
             tensor.clone() if cut is None else attrs.evolve(cut, tensor=_part(tensor, cut, wanted[full].box))
         )
     for full, value in training.values.items():
-        name, slot = _owner(full, order, hyper, training)
-        if name in params:
+        name, slot = _owner(f"{full}." if isinstance(value, Mapping) and not value else full, order, hyper, training)
+        if name in params and not is_absent(value):
             found.setdefault(name, {})[slot] = value
     return {name: dict(sorted(each.items())) for name, each in found.items()}
 
@@ -135,5 +135,5 @@ def _owner(full: str, order: Mapping[str, str], hyper: Mapping[str, Any], traini
     short = canonical_name(saved) if not training.is_numbered else saved
     name = order.get(saved, order.get(short, short))
     if name not in hyper:
-        raise InvalidState(f"optimizer: {full}", expected="a slot of a parameter in a group", found=saved, fix=f"look at {training.where}: it is not as torch writes it")  # fmt: skip
+        raise InvalidState(f"optimizer: {full.rstrip('.')}", expected="a slot of a parameter in a group", found=saved, fix=f"look at {training.where}: it is not as torch writes it")  # fmt: skip
     return name, slot

@@ -69,7 +69,7 @@ class Training:
         count = sum(name.partition(".")[0] not in self.beside for name in self.model.specs())
         lines = [f"{self.where}:", f"  model      {count} tensors"]
         if self.slots is not None:
-            held = len(self.slots.specs()) + len(self.values)
+            held = len(self.slots.specs()) + sum(not is_absent(each) for each in self.values.values())
             how = "by order" if self.is_numbered else "by name"
             lines.append(
                 f"  optimizer  {held} values of {sum(len(each.params) for each in self.groups)} parameters, {how}"
@@ -84,6 +84,16 @@ class Training:
     def is_numbered(self) -> bool:
         """Whether the optimizer knows its parameters by their order alone."""
         return any(isinstance(each, int) for group in self.groups for each in group.params)
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a value of a saved optimizer says that there is no slot: None, as in SGD without momentum, or the empty dict of a parameter without slots.
+
+    Examples:
+        >>> is_absent(None), is_absent({}), is_absent(0)
+        (True, True, False)
+    """
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def dcp_training(

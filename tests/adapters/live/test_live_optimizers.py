@@ -5,6 +5,7 @@ import torch
 from kit.adapters.live_cases import Job, differing
 from torch import nn
 
+import trainfold
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.live.attach import attach
 from trainfold.core.errors import (
@@ -223,3 +224,25 @@ def test_several_schedulers_keep_their_arrangement():
         )
         == []
     )
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_with_a_state_of_an_older_torch_resumes(momentum, tmp_path):
+    """W20: a buffer that is None, of before the first use of momentum, was saved, and its restore was refused."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {0: {"momentum_buffer": None}, 1: {"momentum_buffer": None}}, "param_groups": groups})  # fmt: skip
+    trainfold.save(trainfold.attach(model, optimizer).capture(), tmp_path)
+    other = torch.nn.Linear(3, 2)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=momentum)
+    live = trainfold.attach(other, theirs)
+    live.restore(trainfold.load(tmp_path, like=live.capture()))
+    for one, steps in ((model, optimizer), (other, theirs)):
+        for number in (1, 2):
+            for parameter in one.parameters():
+                parameter.grad = torch.full_like(parameter, number)
+            steps.step()
+    assert theirs.state_dict()["state"].keys() == {0, 1}
+    for mine, saved in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, saved)

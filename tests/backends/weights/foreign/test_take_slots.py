@@ -102,3 +102,45 @@ def test_a_slot_of_another_shape_than_its_optimizer_makes_is_refused_by_name(tmp
     training = write_file(tmp_path / "b", model, optimizer)
     with pytest.raises(InvalidState, match=r"^optimizer: 0.weight.(row|col)_var: expected the shape \[(4, 1|1, 3)\], .*found \[(4, 1|1, 3)\]"):  # fmt: skip
         take_training(state, training)
+
+
+NONE = {"momentum_buffer": None}
+
+
+@pytest.mark.parametrize("entry", [{}, NONE], ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("write", [write_theirs, write_file])
+def test_a_parameter_without_slots_is_taken_however_torch_has_written_it(write, momentum, entry, tmp_path):
+    """M24: SGD without momentum, as several versions of torch write it, was refused, or its state was; SGD makes the buffer at the next step, as for one that is not there."""
+    saved = train(*build(torch.optim.SGD, momentum=momentum), 2)
+    for parameter in list(saved[0].parameters())[: 4 if not momentum else 1]:
+        saved[1].state[parameter] = dict(entry)
+    training = write(tmp_path / "saved", *saved)
+    assert f"optimizer  {3 if momentum else 0} values of 4 parameters" in str(training)
+    model, optimizer = build(torch.optim.SGD, momentum=momentum)
+    live = trainfold.attach(model, optimizer)
+    live.restore(take_training(live.capture(), training))
+    assert len(optimizer.state) == (3 if momentum else 0)
+    for each in (saved, (model, optimizer)):
+        train(*each, 2)
+    assert cases.all_bits(model.state_dict()) == cases.all_bits(saved[0].state_dict())
+
+
+def test_an_empty_entry_of_a_parameter_in_no_group_is_refused(tmp_path):
+    """W20: it shows that the groups are not those of the file."""
+    model, optimizer = train(*build(torch.optim.SGD), 1)
+    state = optimizer.state_dict()
+    state["state"][7] = {}
+    torch.save({"model": model.state_dict(), "optimizer": state, "step": 1}, tmp_path / "saved")
+    with pytest.raises(InvalidState, match=r"^optimizer: 7: expected a slot of a parameter in a group, found 7"):
+        take_training(trainfold.attach(*build(torch.optim.SGD)).capture(), torch_training(tmp_path / "saved"))
+
+
+def test_a_none_that_the_optimizer_needs_is_missing(tmp_path):
+    """W20: AdamW does not go on from it."""
+    model, optimizer = train(*build(torch.optim.AdamW), 1)
+    for each in optimizer.state.values():
+        each["exp_avg"] = None
+    training = write_file(tmp_path / "saved", model, optimizer)
+    with pytest.raises(InvalidState, match="found 'exp_avg' missing, and so of 3 more"):
+        take_training(trainfold.attach(*build(torch.optim.AdamW)).capture(), training)
