@@ -1,35 +1,18 @@
 """The example that evaluates, as a user would run it: killed, started again, on two ranks."""
 
-import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
+from kit.system.examples import lines_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "evaluate.py"
 TORCHRUN = ["--nproc-per-node=2", "--standalone"]
 
 
 def run_example(run, *options, warm, ranks=(), kill_after=None):
-    """Run it and return its lines; with ``kill_after``, kill it at the first line with this prefix.
-
-    It runs in a fork of a Python that has imported torch; with ``ranks``, under torchrun.
-    """
-    words, lines = [EXAMPLE, run, *options], []
-    command = warm.torchrun(ranks, *words) if ranks else warm.command(*words)
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        for line in process.stdout:
-            lines.append(line.strip())
-            if kill_after is not None and line.startswith(kill_after):
-                process.kill()
-    assert process.returncode == (0 if kill_after is None else -signal.SIGKILL)
-    return lines
+    """Run it and return its lines; with ``ranks``, under torchrun."""
+    words = [EXAMPLE, run, *options]
+    return lines_of(warm.torchrun(ranks, *words) if ranks else warm.command(*words), kill_after)
 
 
 def results(lines):

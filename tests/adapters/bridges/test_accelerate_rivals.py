@@ -3,13 +3,12 @@
 import os
 import re
 import signal
-import socket
-import sys
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from kit.forks import ended, forked, kill_at_rename, started
+from kit.free_port import free_port
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -84,47 +83,18 @@ def train(run, die_at=None, *, manager=None, rename=None, **changed):
         managed.finish(live)
 
 
-def kill_at_rename(number):
-    """Kill this process before so many files of saves get their final names."""
-    left = iter(range(number))
-
-    def hook(event, _):
-        if event == "os.rename" and next(left, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
-def started(function, *arguments, environment=(), **named):
-    """A process of its own."""
-    child = os.fork()
-    if child == 0:
-        os.environ.update(environment)
-        accelerate.state.AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # other tests of the parent have made one
-        try:
-            function(*arguments, **named)
-        except BaseException:  # noqa: BLE001 - a fork of the tests may not return into them
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return child
-
-
-def ended(child):
-    """Its exit code, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def in_new_world(function, *arguments, environment=(), **named):
+    """Call it where no other test has made a state of accelerate."""
+    os.environ.update(environment)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    function(*arguments, **named)
 
 
 def on_ranks(count, *arguments, **named):
     """The exit codes of as many ranks."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    children = [started(train, *arguments, environment=each, ranks=count, **named) for each in ranks]
+    children = [started(in_new_world, train, *arguments, environment=each, ranks=count, **named) for each in ranks]
     return [ended(child) for child in children]
 
 
@@ -150,23 +120,23 @@ def last(run, ranks=1):
 )
 def test_a_killed_loop_resumes_bit_for_bit(changed, kills, tmp_path):
     """Accumulated, clipped, with a scheduler and dropout, through what `accelerator.prepare` has returned."""
-    assert ended(started(train, str(tmp_path / "whole"), **changed)) == 0
+    assert forked(in_new_world, train, str(tmp_path / "whole"), **changed) == 0
     whole = last(tmp_path / "whole")
     assert whole[0] == STEPS
     for step in kills:
         run = str(tmp_path / f"killed-{step}")
-        assert ended(started(train, run, step, **changed)) == -signal.SIGKILL
-        assert ended(started(train, run, **changed)) == 0
+        assert forked(in_new_world, train, run, step, **changed) == -signal.SIGKILL
+        assert forked(in_new_world, train, run, **changed) == 0
         assert last(run) == whole, step
 
 
 def test_a_loop_that_was_killed_within_a_save_resumes_bit_for_bit(tmp_path):
-    assert ended(started(train, str(tmp_path / "whole"))) == 0
+    assert forked(in_new_world, train, str(tmp_path / "whole")) == 0
     whole = last(tmp_path / "whole")
     for number in (3, 7, 12, 20):
         run = str(tmp_path / f"killed-{number}")
-        assert ended(started(train, run, rename=number)) == -signal.SIGKILL
-        assert ended(started(train, run)) == 0
+        assert forked(in_new_world, train, run, rename=number) == -signal.SIGKILL
+        assert forked(in_new_world, train, run) == 0
         assert last(run) == whole, number
 
 
@@ -205,9 +175,9 @@ def of_page(run, die_at=None):
 def test_the_lines_of_the_page_are_enough(tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
-    assert ended(started(of_page, tmp_path / "whole")) == 0
-    assert ended(started(of_page, tmp_path / "killed", 5)) == -signal.SIGKILL
-    assert ended(started(of_page, tmp_path / "killed")) == 0
+    assert forked(in_new_world, of_page, tmp_path / "whole") == 0
+    assert forked(in_new_world, of_page, tmp_path / "killed", 5) == -signal.SIGKILL
+    assert forked(in_new_world, of_page, tmp_path / "killed") == 0
     one, other = (
         trainfold.plan(tmp_path / name / "runs/a", like=trainfold.TrainState(), components=[])
         for name in ("whole", "killed")

@@ -5,13 +5,12 @@ import json
 import os
 import re
 import signal
-import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from kit.forks import forked, kill_at_rename
 from torch.utils.data import DataLoader, Dataset
 
 import trainfold
@@ -122,30 +121,6 @@ def train(run, die_at=None, *, kind="step", workers=False, extra=(), rename=None
         loaders[1] = validates()
     trainer.fit(module, *loaders, ckpt_path=callback.resume(trainer))
     return trainer, module
-
-
-def kill_at_rename(number):
-    """Kill this process before so many files of saves get their final names."""
-    left = iter(range(number))
-
-    def hook(event, _):
-        if event == "os.rename" and next(left, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
-def forked(function, *arguments, **named):
-    """The exit code of a process of its own, negative for a signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function(*arguments, **named)
-        except BaseException:  # noqa: BLE001 - a fork of the tests may not return into them
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def last(run):

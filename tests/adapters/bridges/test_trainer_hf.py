@@ -3,11 +3,11 @@
 import json
 import os
 import signal
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from kit.forks import forked
 
 import trainfold
 from trainfold.adapters.bridges.transformers import TrainfoldCallback
@@ -80,19 +80,6 @@ def train(run, die_at=None, extra=(), **changed):
     callback = TrainfoldCallback(run, every=1, keep_last=3)
     trainer = trainer_of(run, [Kills(die_at), *(each() for each in extra), callback], **changed)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
-
-
-def forked(function, *arguments, **named):
-    """The exit code of a process of its own, negative for a signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function(*arguments, **named)
-        except BaseException:  # noqa: BLE001 - a fork of the tests may not return into them
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def last(run):

@@ -1,16 +1,13 @@
 """A run on an emulator of Azure, over HTTP and through a proxy that fails; `make buckets` installs it."""
 
-import warnings
-from contextlib import suppress
-
 import pytest
 import torch
 from kit.backends.buckets.azure_cases import PROGRAM, AzureServer, azure_at, environ_of
+from kit.backends.buckets.bucket_cases import check_no_loss, new_name
 from kit.backends.buckets.proxy import Proxy, one_in_four
 from kit.backends.tier_cases import lose_machines, state_at
 
 import trainfold
-from trainfold.core.errors import TrainfoldError
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.properties import contracts
 from trainfold.retention import keep_last
@@ -53,22 +50,8 @@ def test_a_run_in_azure_keeps_the_contract_through_a_network_that_fails(failing)
 @pytest.mark.parametrize("faults", [300])
 def test_nothing_that_was_acknowledged_in_azure_is_lost(failing, faults):
     """C03, E01: saves, retention and resumes through a network that fails."""
-    failing.fault, seen = one_in_four(faults)
-    acknowledged = 0
-    while len(seen) < faults:
-        live = trainfold.attach(torch.nn.Linear(3, 3))
-        with suppress(TrainfoldError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with trainfold.CheckpointManager(
-                azure_at(failing.port, "runs/f"), every=1, keep_last=2, mode="sync"
-            ) as manager:
-                manager.restore(live)
-                assert live.progress.step >= acknowledged, "an acknowledged checkpoint was not found"
-                for _ in range(3):
-                    live.advance(samples=1)
-                    manager.step(live)
-                    acknowledged = live.progress.step
-    assert acknowledged > 3
+    run = new_name()
+    check_no_loss(lambda: azure_at(failing.port, run), failing, faults)
 
 
 def test_the_manager_of_a_large_file_reads_what_it_wrote(port):

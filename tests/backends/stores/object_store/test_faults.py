@@ -5,8 +5,7 @@ import warnings
 import fsspec
 import pytest
 import torch
-from kit.backends.buckets.bucket_cases import new_name
-from kit.backends.buckets.proxy import one_in_four
+from kit.backends.buckets.bucket_cases import check_no_loss, new_name
 from kit.backends.buckets.s3_cases import store_at
 from obstore.store import MemoryStore
 
@@ -107,45 +106,5 @@ def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_o
 @pytest.mark.slow(3)
 def test_nothing_that_a_manager_acknowledged_is_lost_in_many_faults(faults, proxy):
     """C03, E01: saves, retention and resumes through a network of which every fourth request fails in one of nine ways."""
-    fault, seen = one_in_four(faults)
-    run = store_at(proxy.port).url.removeprefix("s3://bucket/")
-    model = torch.nn.Linear(3, 3)
-    acknowledged, saved = 0, {}
-    while len(seen) < faults:
-        live = trainfold.attach(model)
-        proxy.fault = fault
-        try:
-            with (
-                warnings.catch_warnings(),
-                trainfold.CheckpointManager(
-                    store_at(proxy.port, run=run), every=1, keep_last=2, mode="sync"
-                ) as manager,
-            ):
-                warnings.simplefilter("ignore")
-                manager.restore(live)
-                step = live.progress.step
-                assert step >= acknowledged, "an acknowledged checkpoint was not found"
-                if step in saved:
-                    assert torch.equal(model.weight, saved[step])
-                for _ in range(3):
-                    with torch.no_grad():
-                        model.weight.add_(torch.randn(3, 3))
-                    live.advance(samples=1)
-                    saved[live.progress.step] = model.weight.detach().clone()
-                    manager.step(live)
-                    acknowledged = live.progress.step
-        except TrainfoldError:
-            continue  # the run's program is started again
-        finally:
-            model = torch.nn.Linear(3, 3)
-    assert acknowledged >= faults // 100
-    proxy.fault = lambda number, method, path: None
-    last = loaded_step(store_at(proxy.port, run=run), model)
-    assert last >= acknowledged
-
-
-def loaded_step(store, model):
-    live = trainfold.attach(model)
-    with trainfold.CheckpointManager(store) as manager:
-        manager.restore(live)
-    return live.progress.step
+    run = new_name()
+    check_no_loss(lambda: store_at(proxy.port, run=run), proxy, faults)

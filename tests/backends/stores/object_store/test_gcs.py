@@ -3,19 +3,16 @@
 See `kit.backends.buckets.gcs_front` for what it proves, and what not. Through gcsfs, which speaks the interface that the emulator has, see test_filesystems.py.
 """
 
-import warnings
-from contextlib import suppress
-
 import pytest
 import torch
 from kit.backends.buckets import gcs_cases
-from kit.backends.buckets.bucket_cases import check_racing_writers, new_name
+from kit.backends.buckets.bucket_cases import check_no_loss, check_racing_writers, new_name
 from kit.backends.buckets.proxy import Proxy, one_in_four
 
 import trainfold
 from trainfold.backends.stores.local import open_store
 from trainfold.backends.stores.object_store.bucket import Bucket
-from trainfold.core.errors import CheckpointError, InvalidArgument, SaveFailed, TrainfoldError
+from trainfold.core.errors import CheckpointError, InvalidArgument, SaveFailed
 from trainfold.core.state.state import Progress, TrainState
 from trainfold.properties import contracts
 
@@ -69,20 +66,8 @@ def test_a_run_at_gs_keeps_the_contract_through_a_network_that_fails(gcs, failin
 @pytest.mark.parametrize("faults", [300])
 def test_nothing_that_was_acknowledged_at_gs_is_lost(gcs, failing, faults):
     """C03, E01: saves, retention and resumes through a network that fails."""
-    failing.fault, seen = one_in_four(faults)
-    acknowledged, run = 0, new_name()
-    while len(seen) < faults:
-        live = trainfold.attach(torch.nn.Linear(3, 3))
-        with suppress(TrainfoldError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with trainfold.CheckpointManager(gcs.run(failing.port, run), every=1, keep_last=2, mode="sync") as manager:
-                manager.restore(live)
-                assert live.progress.step >= acknowledged, "an acknowledged checkpoint was not found"
-                for _ in range(3):
-                    live.advance(samples=1)
-                    manager.step(live)
-                    acknowledged = live.progress.step
-    assert acknowledged > 3
+    run = new_name()
+    check_no_loss(lambda: gcs.run(failing.port, run), failing, faults)
 
 
 def test_of_many_writers_at_gs_one_creates_and_no_replacement_is_lost(gcs):

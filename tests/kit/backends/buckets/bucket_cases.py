@@ -1,14 +1,19 @@
-"""What runs in buckets of tests have in common: their names, their clients' patience, counted requests, racing writers."""
+"""What runs in buckets of tests have in common: their names, their clients' patience, counted requests, racing writers, and a manager whose network fails."""
 
 import itertools
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import obstore
+import torch
 
+import trainfold
+from kit.backends.buckets.proxy import one_in_four
 from trainfold.backends.stores.object_store.object_store import ObjectStore
+from trainfold.core.errors import TrainfoldError
 
 _RUNS = itertools.count()
 
@@ -29,6 +34,50 @@ def check_racing_writers(buckets):
     with ThreadPoolExecutor(len(buckets)) as pool:
         assert sum(pool.map(write, buckets)) == 1
     assert buckets[0].get("a").data == b"%d" % (5 * len(buckets))
+
+
+def check_no_loss(open_run, proxy, faults):
+    """Check that nothing which a manager acknowledged is lost: saves, retention and resumes through a network of which every fourth request fails.
+
+    Args:
+        open_run: opens the run, through the proxy.
+        proxy: it fails until there were so many faults.
+        faults: how many.
+    """
+    fault, seen = one_in_four(faults)
+    model = torch.nn.Linear(3, 3)
+    acknowledged, saved = 0, {}
+    while len(seen) < faults:
+        live = trainfold.attach(model)
+        proxy.fault = fault
+        try:
+            with (
+                warnings.catch_warnings(),
+                trainfold.CheckpointManager(open_run(), every=1, keep_last=2, mode="sync") as manager,
+            ):
+                warnings.simplefilter("ignore")
+                manager.restore(live)
+                step = live.progress.step
+                assert step >= acknowledged, "an acknowledged checkpoint was not found"
+                if step in saved:
+                    assert torch.equal(model.weight, saved[step])
+                for _ in range(3):
+                    with torch.no_grad():
+                        model.weight.add_(torch.randn(3, 3))
+                    live.advance(samples=1)
+                    saved[live.progress.step] = model.weight.detach().clone()
+                    manager.step(live)
+                    acknowledged = live.progress.step
+        except TrainfoldError:
+            continue  # the run's program is started again
+        finally:
+            model = torch.nn.Linear(3, 3)
+    assert acknowledged >= faults // 100
+    proxy.fault = lambda number, method, path: None
+    live = trainfold.attach(model)
+    with trainfold.CheckpointManager(open_run()) as manager:
+        manager.restore(live)
+    assert live.progress.step >= acknowledged
 
 
 class Counting:

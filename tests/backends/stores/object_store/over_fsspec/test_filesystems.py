@@ -1,11 +1,8 @@
 """Runs through s3fs, gcsfs and adlfs, on emulators of S3, Google Cloud Storage and Azure, and through a network that fails; `make buckets` installs them."""
 
-import warnings
-from contextlib import suppress
-
 import pytest
 import torch
-from kit.backends.buckets.bucket_cases import check_racing_writers, new_name
+from kit.backends.buckets.bucket_cases import check_no_loss, check_racing_writers, new_name
 from kit.backends.buckets.filesystem_cases import LIBRARIES, SERVERS, client_at, lacks, run_at
 from kit.backends.buckets.proxy import Proxy, one_in_four
 
@@ -62,22 +59,8 @@ def test_a_run_through_a_filesystem_keeps_the_contract_through_a_network_that_fa
 @pytest.mark.parametrize("faults", [300])
 def test_nothing_that_was_acknowledged_through_a_filesystem_is_lost(library, failing, faults):
     """C03, E01: saves, retention and resumes through a network that fails."""
-    failing.fault, seen = one_in_four(faults)
-    acknowledged, run = 0, new_name()
-    while len(seen) < faults:
-        live = trainfold.attach(torch.nn.Linear(3, 3))
-        with suppress(TrainfoldError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with trainfold.CheckpointManager(
-                run_at(library, failing.port, run), every=1, keep_last=2, mode="sync"
-            ) as manager:
-                manager.restore(live)
-                assert live.progress.step >= acknowledged, "an acknowledged checkpoint was not found"
-                for _ in range(3):
-                    live.advance(samples=1)
-                    manager.step(live)
-                    acknowledged = live.progress.step
-    assert acknowledged > 3
+    run = new_name()
+    check_no_loss(lambda: run_at(library, failing.port, run), failing, faults)
 
 
 def test_a_bucket_that_is_not_there_and_a_connection_that_is_cut_are_named(library, port, failing):
