@@ -362,9 +362,9 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
             return
         step = good[index % len(good)]
         named, prefix = self.store.manifest(step), f"{directory_of(step)}/"
-        models = [name for name in sorted(self.store.files) if name.startswith(prefix + "model")]
+        models = [name for name in sorted(self.store.names) if name.startswith(prefix + "model")]
         name = next(name for name in models if name.removeprefix(prefix).encode() in named)
-        data = bytearray(self.store.files[name])
+        data = bytearray(self.store.content(name))
         data[-1] ^= 1
         fault, self.store.inner._fault = self.store.inner._fault, None
         self.store.put(name, bytes(data))
@@ -375,11 +375,8 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
 
     def found(self, step):
         """The digest of a checkpoint, or the error that it raises."""
-        prefix = directory_of(step) + "/"
-        key = (
-            step,
-            hash(tuple(sorted((name, data) for name, data in self.store.files.items() if name.startswith(prefix)))),
-        )
+        names = sorted(name for name in self.store.names if name.startswith(directory_of(step) + "/"))
+        key = (step, hash(tuple((name, self.store.content(name)) for name in names)))
         if key not in self.looked:
             try:
                 state = load(self.store, like=self.loop.state, step=step, components=COMPONENTS)

@@ -7,7 +7,6 @@ from trainfold.backends.stores.memory import Effect, SimulatedCrash
 from trainfold.backends.stores.object_store.bucket import calls_of
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.writer_lease import LEASE
-from trainfold.core.format.file_names import MANIFEST, directory_of
 
 
 class FailingRequests:
@@ -57,15 +56,17 @@ class GatedBucket(GatedStore):
         super().__init__(_Inner(self.store, self.requests))
 
     @property
-    def files(self):
-        keys = [each["path"] for page in self.calls.list(self.client, None) for each in page]
-        return {key: bytes(self.calls.get(self.client, key).bytes()) for key in keys}
+    def names(self):
+        return [each["path"] for page in self.calls.list(self.client, None) for each in page]
 
-    def manifest(self, step):
-        return self.files.get(f"{directory_of(step)}/{MANIFEST}")
+    def content(self, name):
+        try:
+            return bytes(self.calls.get(self.client, name).bytes())
+        except FileNotFoundError:
+            return None
 
     def point_target(self, name):
-        found = self.files.get(f".hints/{name}")
+        found = self.content(f".hints/{name}")
         return None if found is None else found.decode()
 
     def put(self, name, data):

@@ -124,14 +124,18 @@ class GatedStore:
         self.inner.write(name, parts, size_bytes=size_bytes)
 
     @property
-    def files(self):
-        return dict(self.inner._disk.files)
+    def names(self):
+        return list(self.inner._disk.files)
+
+    def content(self, name):
+        """The bytes of a file; None if there is none."""
+        return self.inner._disk.files.get(name)
 
     def manifest(self, step):
-        return self.inner._disk.files.get(f"{directory_of(step)}/{MANIFEST}")
+        return self.content(f"{directory_of(step)}/{MANIFEST}")
 
     def complete(self):
-        names = [name.split("/") for name in self.files if name.endswith("/" + MANIFEST)]
+        names = [name.split("/") for name in self.names if name.endswith("/" + MANIFEST)]
         return {int(directory.removeprefix("step-")) for directory, _ in names}
 
     def put(self, name, data):
@@ -251,7 +255,7 @@ class DiskModel:
 
     def check_no_litter(self, committed):
         """E03: what earlier faults left of saves and deletions goes with what is old."""
-        steps = {int(name.split("/")[0].removeprefix("step-")) for name in self.store.files if name.startswith("step-")}
+        steps = {int(name.split("/")[0].removeprefix("step-")) for name in self.store.names if name.startswith("step-")}
         assert all(self.store.manifest(step) for step in steps if step < committed)
 
     def settle(self):
