@@ -9,7 +9,14 @@ from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 
-from trainfold.backends.stores.object_store.bucket_errors import BucketErrors, NotThere, Refused, shown_cause
+from trainfold.backends.stores.object_store.bucket_errors import (
+    BucketErrors,
+    NoCredentials,
+    NotThere,
+    Refused,
+    missing_credentials,
+    shown_cause,
+)
 from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
 from trainfold.backends.stores.os_errors import missing
@@ -229,6 +236,8 @@ class Bucket:
                 if found is None and expected is None and isinstance(error, NotThere):
                     raise
                 return found.version if found is not None and found.token == token else None
+            except NoCredentials:
+                raise
             except SaveFailed:  # carried out or not
                 found = self._get_quietly(key)
                 if found is not None and found.token == token:
@@ -271,8 +280,8 @@ class Bucket:
         for _ in range(_TRIES):
             try:
                 return call()
-            except self._errors.GenericError:
-                if time.monotonic() > late:
+            except self._errors.GenericError as error:
+                if time.monotonic() > late or missing_credentials(error):
                     raise
         return call()
 

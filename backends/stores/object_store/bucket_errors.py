@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from trainfold.backends.stores.place import without_logins
 from trainfold.core.errors import (
@@ -19,8 +19,45 @@ _TEXT_LIMIT: Final = 400
 _NO_BUCKET: Final = "create it, or correct its name"
 
 
+class _Chain(NamedTuple):
+    """Where a provider's client looks for credentials.
+
+    Attributes:
+        last: the path of the machine's own service, which is asked if nothing is set.
+        tried: what is looked for before.
+        fix: what to set.
+    """
+
+    last: str
+    tried: str
+    fix: str
+
+
+_CHAINS: Final = (
+    _Chain(
+        r"latest/(api/token|meta-data/)",
+        "no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, no profile, no web identity, no role of a container",
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; or AWS_PROFILE, which boto3 reads; or give the machine a role",
+    ),
+    _Chain(
+        r"computeMetadata/",
+        "no file of an account in GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT, no login of gcloud",
+        "set GOOGLE_APPLICATION_CREDENTIALS to the file of an account; or run `gcloud auth application-default login`; or give the machine an account",
+    ),
+    _Chain(
+        r"(metadata/identity/|msi/token)",
+        "no AZURE_STORAGE_ACCOUNT_KEY, no AZURE_STORAGE_SAS_TOKEN, no AZURE_CLIENT_ID with a secret or a token, no AZURE_USE_AZURE_CLI",
+        "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN; or log in with `az login` and set AZURE_USE_AZURE_CLI=true; or give the machine an identity",
+    ),
+)
+
+
 class NotThere(SaveFailed):
     """There is no bucket, or no object to replace."""
+
+
+class NoCredentials(SaveFailed):
+    """There are none, so nothing was put."""
 
 
 class Refused(Exception):
@@ -70,6 +107,7 @@ class BucketErrors:
         Raises:
             Refused: if the condition of a put does not hold.
             NotThere: if there is no bucket, or no object to replace.
+            NoCredentials: if nothing gives any.
         """
         kinds = self._kinds
         try:
@@ -95,6 +133,8 @@ class BucketErrors:
                 fix="use a provider that has them: without them two writers cannot be distinguished",
             ) from shown_cause(error)
         except kinds.BaseError as error:
+            if said := missing_credentials(error):
+                raise NoCredentials(self.where(key), **said) from shown_cause(error)
             raise SaveFailed(
                 self.where(key),
                 expected="the planned bytes to be stored",
@@ -104,6 +144,8 @@ class BucketErrors:
 
     def unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
         """What says that an object cannot be read now."""
+        if said := missing_credentials(error):
+            return CheckpointUnreadable(self.where(key), **said)
         if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
             return CheckpointUnreadable(
                 self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET
@@ -114,6 +156,24 @@ class BucketErrors:
             found=without_secrets(error),
             fix="look at the network and at the store, and try again; this does not prove damage",
         )
+
+
+def missing_credentials(error: BaseException) -> dict[str, str] | None:
+    """The ``expected``, ``found`` and ``fix`` of an error about credentials; None if an error is about anything else.
+
+    Examples:
+        >>> said = missing_credentials(OSError("Error performing PUT http://169.254.169.254/latest/api/token in 1s"))
+        >>> said["fix"].partition(";")[0]
+        'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY'
+        >>> missing_credentials(OSError("Error performing PUT http://host/bucket/latest/api/token")) is None
+        True
+    """
+    text = str(error)
+    chain = next((each for each in _CHAINS if re.search(rf"https?://[^/\s]+/{each.last}", text)), None)
+    if chain is None:
+        return None
+    found = f"{chain.tried}; and asked last, the machine itself gives none: {without_secrets(error)}"
+    return {"expected": "credentials", "found": found, "fix": chain.fix}
 
 
 def without_secrets(error: BaseException) -> str:

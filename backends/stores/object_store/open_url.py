@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,11 @@ from trainfold.core.errors import InvalidArgument
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]+)/*(.*)", re.DOTALL)
 _REQUEST_SECS: Final = 30  # one request: below the lease's 30 s, so that none that a lost lease began ends after it
 _RETRY_SECS: Final = 60
+_SETTING: Final = {
+    "s3": "AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME",
+}
 
 
 def open_url(place: str) -> ObjectStore:
@@ -63,7 +69,7 @@ def open_url(place: str) -> ObjectStore:
         store = _store(scheme, bucket, prefix)
     except (BaseError, ValueError) as error:
         raise InvalidArgument("run", expected="a store that the provider's settings describe", found=without_secrets(error),
-                              fix="set what its client needs in the environment, such as AZURE_STORAGE_ACCOUNT_NAME") from None  # fmt: skip
+                              fix=f"correct what its client reads in the environment, such as {_SETTING[scheme]}") from None  # fmt: skip
     return ObjectStore(store, url=f"{found[1].lower()}://{bucket}/{prefix}")
 
 
@@ -84,7 +90,10 @@ def _store(scheme: str, bucket: str, prefix: str) -> Any:
     if _needs_profile():
         from obstore.auth.boto3 import Boto3CredentialProvider
 
-        options["credential_provider"] = Boto3CredentialProvider()
+        try:
+            options["credential_provider"] = Boto3CredentialProvider()
+        except import_module("botocore.exceptions").BotoCoreError as error:  # such as a profile that is not there
+            raise ValueError(error) from error
     return stores.S3Store(bucket, **options)
 
 

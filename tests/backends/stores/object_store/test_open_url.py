@@ -1,7 +1,10 @@
 """URLs of buckets: opened where a run is named, refused with a reason, and never with what is secret."""
 
+import os
 import sys
+import threading
 import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -144,3 +147,93 @@ def test_commands_read_a_run_in_a_bucket(s3, keys, capsys, tmp_path):
         assert url in capsys.readouterr().out
     assert main(["ls", f"{url}-not"]) != 0
     assert "nothing" in capsys.readouterr().err
+
+
+class Machine:
+    """The service of a machine in a cloud that asks for credentials; it has none to give."""
+
+    def __init__(self):
+        self.asked = asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                asked.append(self.path)
+                self.send_response(200 if self.path == "/latest/api/token" else 404)
+                self.send_header("content-length", "5")
+                self.end_headers()
+                self.wfile.write(b"token")
+
+            do_PUT = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.place = f"127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine without credentials, and an environment without."""
+    one = Machine()
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "GCE_"))]:
+        monkeypatch.delenv(name)
+    places = {
+        "AWS_METADATA_ENDPOINT": f"http://{one.place}",
+        "AZURE_MSI_ENDPOINT": f"http://{one.place}/metadata/identity/oauth2/token",
+        "GCE_METADATA_HOST": one.place,
+        "GCE_METADATA_IP": one.place,
+    }
+    for name, value in {
+        **places, "AZURE_STORAGE_ACCOUNT_NAME": "account", "AWS_ALLOW_HTTP": "true", "NO_PROXY": "127.0.0.1", "HOME": str(tmp_path)
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "tried", "fix"),
+    [
+        ("s3://bucket/run", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"),
+        ("gs://bucket/run", "GOOGLE_APPLICATION_CREDENTIALS", "gcloud auth application-default login"),
+        ("az://container/run", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_USE_AZURE_CLI=true"),
+    ],
+)
+def test_a_bucket_without_credentials_names_what_was_tried_and_what_to_set(url, tried, fix, machine):
+    """C03: the error was about an address of the machine, 169.254.169.254, after each request was made six times; the last place that was asked is still named."""
+    store = open_store(url)
+    asked = []
+    for call, kind in (
+        (store.list, CheckpointUnreadable),
+        (lambda: store.read("run.json"), CheckpointUnreadable),
+        (lambda: store.write("step-00000001/a", [b"1"], size_bytes=1), SaveFailed),
+        (lambda: store.commit("run.json", b"{}"), SaveFailed),
+    ):
+        machine.asked.clear()
+        with pytest.raises(kind) as failed:
+            call()
+        asked.append(len(machine.asked))
+        assert failed.value.expected == "credentials"
+        assert tried in failed.value.found
+        assert machine.place in failed.value.found
+        assert "?" not in failed.value.found.replace("?…", "")
+        assert fix in failed.value.fix
+        assert machine.place in str(failed.value.__cause__)
+    assert max(asked) <= 4  # a token, and the credentials; and a list looks at the lease too
+
+
+def test_a_profile_that_is_not_there_is_named(machine, monkeypatch):
+    """C03: it was an error of boto3, without a next move."""
+    pytest.importorskip("boto3")
+    monkeypatch.setenv("AWS_PROFILE", "nowhere")
+    with pytest.raises(InvalidArgument, match=r"nowhere.*AWS_PROFILE"):
+        open_store("s3://bucket/run")
