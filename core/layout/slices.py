@@ -1,7 +1,9 @@
 """Boxes: rectangular slices of a tensor, one (start, stop) pair per dimension, and whether boxes tile a shape."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import groupby, pairwise, product
 from math import prod
 from operator import itemgetter
@@ -12,6 +14,7 @@ from trainfold.core.errors import InvalidState
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 _CORNERS: Final = 64  # of a box that are counted: as many as one has that is cut along 6 dimensions
+_PLANE: Final = 2
 _COMPARED: Final = 1000  # boxes that are compared with each other, so that an error says more
 
 
@@ -114,8 +117,8 @@ def intersect(one: Box, other: Box) -> Box | None:
 def overlap(boxes: Sequence[Box]) -> bool:
     """Whether any two boxes have an element in common; empty boxes are ignored.
 
-    It sweeps along the dimension with the most cuts and compares a box only with those that it meets there. After sorting,
-    n slices along one dimension cost n comparisons, and a grid of n boxes costs about n times the boxes of one row.
+    Boxes that are cut along one or two dimensions, as nearly all are, cost about one comparison each. Others are compared with those that they meet along the
+    dimension with the most cuts: of a grid of n boxes, each with those of one row.
 
     Examples:
         >>> overlap([((0, 2),), ((2, 3),)]), overlap([((0, 2),), ((1, 3),)])
@@ -124,15 +127,33 @@ def overlap(boxes: Sequence[Box]) -> bool:
     filled = [box for box in boxes if volume(box)]
     if len(filled) <= 1:
         return False
-    if not filled[0]:
+    cut = [axis for axis, side in enumerate(filled[0]) if any(box[axis] != side for box in filled)]
+    if not cut:
         return True
-    axis = max(range(len(filled[0])), key=lambda i: len({box[i][0] for box in filled}))
+    if len(cut) <= _PLANE:
+        return _overlap_in_plane([(box[cut[0]], box[cut[-1]]) for box in filled])
+    most = max(cut, key=lambda axis: len({box[axis][0] for box in filled}))
     open_boxes: list[Box] = []
-    for box in sorted(filled, key=lambda box: box[axis][0]):
-        open_boxes = [other for other in open_boxes if other[axis][1] > box[axis][0]]
+    for box in sorted(filled, key=lambda box: box[most][0]):
+        open_boxes = [other for other in open_boxes if other[most][1] > box[most][0]]
         if any(intersect(box, other) is not None for other in open_boxes):
             return True
         open_boxes.append(box)
+    return False
+
+
+def _overlap_in_plane(boxes: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> bool:
+    """Whether two boxes have a point in common. Those that a line meets are disjoint along it until one overlaps, so a new one is compared with its two neighbours there."""
+    met: list[tuple[int, int]] = []  # along the line, in order
+    ends: list[tuple[int, int]] = []  # where the line leaves a box, and where that begins along the line
+    for (low, high), (start, stop) in sorted(boxes):
+        while ends and ends[0][0] <= low:
+            del met[bisect_left(met, (heappop(ends)[1],))]
+        at = bisect_left(met, (start,))
+        if (at < len(met) and met[at][0] < stop) or (at and met[at - 1][1] > start):
+            return True
+        met.insert(at, (start, stop))
+        heappush(ends, (high, start))
     return False
 
 
