@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.adapters.async_save_drawing import holds_the_drawing_of_an_async_save
+from kit.adapters.manager.async_save_drawing import holds_the_drawing_of_an_async_save
 from kit.system import rehearse_cases
 
 import trainfold

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from kit.adapters import replay_cases
+from kit.adapters.manager import replay_cases
 from kit.backends.buckets.s3_cases import KEYS, S3Server
 from kit.system.rehearse_cases import program
 

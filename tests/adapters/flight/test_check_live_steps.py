@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from kit.adapters.flight_cases import Recorded
+from kit.adapters.manager.flight_cases import Recorded
 
 from trainfold import attach, fingerprint
 from trainfold.adapters.manager.manager import CheckpointManager

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from kit.adapters.cli_cases import fits_its_schema
-from kit.adapters.flight_cases import Recorded, died
+from kit.adapters.manager.flight_cases import Recorded, died
 from obstore.store import MemoryStore as Bucket
 
 from trainfold.adapters.cli import main

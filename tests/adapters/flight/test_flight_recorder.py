@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from kit.adapters.flight_cases import Recorded
-from kit.adapters.manager_cases import Job
+from kit.adapters.manager.flight_cases import Recorded
+from kit.adapters.manager.manager_cases import Job
 
 from trainfold.adapters.flight.flight_recorder import FlightRecorder, flight_recorder
 from trainfold.adapters.live.attach import attach

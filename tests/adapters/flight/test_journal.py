@@ -4,8 +4,8 @@ import logging
 import warnings
 
 import pytest
-from kit.adapters.flight_cases import died
-from kit.adapters.manager_cases import Job
+from kit.adapters.manager.flight_cases import died
+from kit.adapters.manager.manager_cases import Job
 
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from kit.adapters.live_cases import BATCH, SAMPLES, Averaged, Job, bits, differing
+from kit.adapters.live.live_cases import BATCH, SAMPLES, Averaged, Job, bits, differing
 from torch import nn
 from torch.utils.data import DataLoader
 

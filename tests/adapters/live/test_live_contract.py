@@ -4,7 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from kit.adapters.live_contract_cases import Heads, Homemade, check_resumes, scheduled, scheduled_step, two_optimizers
+from kit.adapters.live.live_contract_cases import (
+    Heads,
+    Homemade,
+    check_resumes,
+    scheduled,
+    scheduled_step,
+    two_optimizers,
+)
 from torch import nn
 
 from trainfold.adapters.live.attach import attach

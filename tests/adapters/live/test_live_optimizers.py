@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit.adapters.live_cases import Job, differing
+from kit.adapters.live.live_cases import Job, differing
 from torch import nn
 
 import trainfold

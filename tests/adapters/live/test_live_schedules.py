@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit.adapters.live_contract_cases import (
+from kit.adapters.live.live_contract_cases import (
     Heads,
     Homemade,
     check_resumes,

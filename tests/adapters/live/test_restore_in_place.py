@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from kit.adapters.live_cases import differing
+from kit.adapters.live.live_cases import differing
 from kit.backends.runs_cases import damage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

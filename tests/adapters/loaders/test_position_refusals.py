@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from kit.adapters.positions_cases import (
+from kit.adapters.live.positions_cases import (
     LOADERS,
     Bookmark,
     Counting,

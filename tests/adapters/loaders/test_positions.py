@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kit.adapters.positions_cases import (
+from kit.adapters.live.positions_cases import (
     LOADERS,
     Bookmark,
     Counting,

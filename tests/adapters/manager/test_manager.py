@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kit.adapters.manager_cases import Job, steps_of
+from kit.adapters.manager.manager_cases import Job, steps_of
 from kit.depth import IS_DEEP
 
 from trainfold.adapters.live.attach import attach

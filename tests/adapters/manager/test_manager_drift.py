@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from kit.adapters.manager_cases import Job
+from kit.adapters.manager.manager_cases import Job
 from torch import nn
 
 from trainfold.adapters.live.attach import attach

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.adapters.live_cases import Averaged
+from kit.adapters.live.live_cases import Averaged
 from torch import nn
 
 from trainfold.adapters.live.attach import attach

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.adapters.live_cases import Limit
+from kit.adapters.live.live_cases import Limit
 from torch import nn
 
 from trainfold.adapters.live.attach import attach

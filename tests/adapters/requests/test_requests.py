@@ -6,8 +6,8 @@ import signal
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kit.adapters import requests_cases
-from kit.adapters.requests_cases import ended, heard
+from kit.adapters.manager import requests_cases
+from kit.adapters.manager.requests_cases import ended, heard
 
 from trainfold.adapters.requests.signal_handlers import disposition_of
 from trainfold.adapters.requests.sources import SignalRequests

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.adapters import requests_cases
-from kit.adapters.requests_cases import ended, heard
+from kit.adapters.manager import requests_cases
+from kit.adapters.manager.requests_cases import ended, heard
 
 from trainfold.adapters.requests.sources import FILES, Asked, Combined, RequestSource, SignalRequests, StopFile
 from trainfold.backends.runs.api import load, save

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from kit.adapters.audit_cases import Net, attributes, run
+from kit.adapters.live.audit_cases import Net, attributes, run
 from torch import nn
 
 from trainfold.adapters.live.attach import attach

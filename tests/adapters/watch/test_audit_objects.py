@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from kit.adapters.audit_cases import Net, attributes, run
+from kit.adapters.live.audit_cases import Net, attributes, run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

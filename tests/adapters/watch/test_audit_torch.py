@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kit.adapters.audit_cases import Helper, Net, run
+from kit.adapters.live.audit_cases import Helper, Net, run
 from torch import nn
 
 from trainfold import CheckpointManager

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from kit.adapters.flight_cases import Recorded, died
+from kit.adapters.manager.flight_cases import Recorded, died
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight import log_parts, log_pieces

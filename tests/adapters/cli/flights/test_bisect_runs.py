@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from kit.adapters import replay_cases
 from kit.adapters.cli_cases import fits_its_schema, flip
+from kit.adapters.manager import replay_cases
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold import CheckpointManager, Loss, attach, init_state, make_step, optimizer

@@ -4,8 +4,8 @@ import os
 import shutil
 import time
 
-from kit.adapters import replay_cases
 from kit.adapters.cli_cases import fits_its_schema, flip
+from kit.adapters.manager import replay_cases
 
 from trainfold.adapters.cli import main
 

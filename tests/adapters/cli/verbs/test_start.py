@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.adapters.manager_cases import Job
+from kit.adapters.manager.manager_cases import Job
 
 from trainfold.adapters.cli import main
 from trainfold.adapters.manager.manager import CheckpointManager

@@ -5,7 +5,7 @@ import random
 from functools import partial
 
 import pytest
-from kit.adapters.loops_cases import N, Noisy, Run, check, die, event, loader
+from kit.adapters.live.loops_cases import N, Noisy, Run, check, die, event, loader
 from kit.depth import IS_DEEP
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader

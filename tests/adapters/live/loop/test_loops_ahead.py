@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.adapters.loops_cases import N, Noisy, Run, check, die, event, loader, seed_all
+from kit.adapters.live.loops_cases import N, Noisy, Run, check, die, event, loader, seed_all
 from kit.depth import IS_DEEP
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader

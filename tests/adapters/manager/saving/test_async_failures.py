@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from kit.adapters.async_save_cases import Job, PausingStore
+from kit.adapters.manager.async_save_cases import Job, PausingStore
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from kit.adapters.async_save_cases import PausingStore, momentum_job
+from kit.adapters.manager.async_save_cases import PausingStore, momentum_job
 from torch import nn
 
 from trainfold.adapters.live.attach import attach

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.adapters.async_save_cases import OPTIMIZERS, Job, PausingStore
+from kit.adapters.manager.async_save_cases import OPTIMIZERS, Job, PausingStore
 from torch import nn
 
 import trainfold

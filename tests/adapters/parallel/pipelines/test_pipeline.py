@@ -8,7 +8,7 @@ import warnings
 import attrs
 import pytest
 import torch
-from kit.adapters.live_cases import Limit
+from kit.adapters.live.live_cases import Limit
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.swa_utils import AveragedModel

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.adapters.manager_cases import Job, steps_of
+from kit.adapters.manager.manager_cases import Job, steps_of
 from torch import nn
 
 from trainfold.adapters.live.attach import attach

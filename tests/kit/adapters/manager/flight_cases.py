@@ -3,7 +3,7 @@
 import logging
 import random
 
-from kit.adapters.manager_cases import Job
+from kit.adapters.manager.manager_cases import Job
 from trainfold.backends.user_warning import WARNED
 
 

@@ -1,0 +1,1 @@
+"""Managers of tests: jobs that save, async saves, requests, flight logs and replays."""
