@@ -12,9 +12,9 @@ from trainfold.backends.weights.hub_files import HubFiles
 from trainfold.backends.weights.hub_writer import plan_hub_directory
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.dtypes import STORED
-from trainfold.core.format.file_names import storage_key
 from trainfold.core.format.manifest import Manifest, TensorRecord
 from trainfold.core.layout.slices import whole_box
+from trainfold.core.state.names.tensor_names import storage_key
 from trainfold.core.weights.hub.file_header import HUB_DTYPES
 from trainfold.core.weights.hub.hub_plan import HUB_INDEX
 

@@ -23,7 +23,7 @@ from trainfold.backends.weights.opened import opened_weights
 from trainfold.core.digest import DIGEST_PREFIX, digest_of
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument
 from trainfold.core.format.dtypes import STORED
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, index_name, storage_key
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, index_name
 from trainfold.core.format.indexes.contributions import contributions_of
 from trainfold.core.format.manifest import (
     INLINE_BYTES,
@@ -40,6 +40,7 @@ from trainfold.core.format.manifest import (
 from trainfold.core.layout.slices import whole_box
 from trainfold.core.save.save_plan import data_file_name
 from trainfold.core.save.written import Wrote, whole_manifest
+from trainfold.core.state.names.tensor_names import param_name, storage_key
 from trainfold.core.weights.hub.file_header import HUB_DTYPES
 
 _MODEL: Final = "model"
@@ -68,7 +69,7 @@ def link_to_run(opened: OpenedSource, target: str, *, dry_run: bool, advance: Ad
     with opened_weights(opened.model) as weights:
         contents = contents_of_weights(opened, weights, None, None, advance)
     for path, spec in contents.described[_MODEL].tensors.items():
-        if not path.startswith("model.params['") or not path.isascii() or "\\" in path:  # it is escaped there
+        if storage_key(path) != param_name(path) or not path.isascii():  # it is escaped there
             raise refused(
                 opened.where, f"a tensor called {storage_key(path)}, a name that a checkpoint writes in another way"
             )

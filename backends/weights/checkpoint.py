@@ -1,7 +1,5 @@
 """`CheckpointWeights`: the weights of another run, or of a component of it such as its average, a rank's part at a time."""
 
-import ast
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, final
@@ -23,15 +21,13 @@ from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.resume.compare import saved_ties
 from trainfold.core.resume.reads import ComponentReads, TensorRead, tensor_reads
 from trainfold.core.resume.request import resume_request
+from trainfold.core.state.names.tensor_names import weight_name
 from trainfold.core.state.names.wrapper_names import canonical_name, names_alone
 from trainfold.core.weights.detected import reader_of
 from trainfold.core.weights.open_weights import OpenWeights
 from trainfold.core.weights.source import Wanted
 
 _BATCH_BYTES: Final = 64 << 20  # read at once, side by side
-_PARAMS: Final = "model.params['"
-_END: Final = "']"
-_PATH: Final = re.compile(r"^\w+(?:\.(?:params|buffers))?\[(?P<name>(['\"]).*\2)\]$")
 
 
 @final
@@ -258,19 +254,6 @@ class CheckpointWeights:
             found=f"one with {names}" if found is None else "one that each rank has of its own",
             fix="name another step or component",
         )
-
-
-def weight_name(path: str) -> str | None:
-    """The name that a tensor with this leaf path was saved under; None if it is not at the top of its component."""
-    if (
-        path.startswith(_PARAMS) and path.endswith(_END) and "\\" not in path
-    ):  # nearly all; repr quotes so unless there is a quote inside
-        return path[len(_PARAMS) : -len(_END)]
-    match = _PATH.match(path)
-    if match is None:
-        return None
-    quoted = match["name"]
-    return str(ast.literal_eval(quoted)) if "\\" in quoted else quoted[1:-1]
 
 
 def _each_wanted(

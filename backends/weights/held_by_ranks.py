@@ -8,7 +8,6 @@ import torch
 
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.alike.stages import check_several
-from trainfold.backends.weights.checkpoint import weight_name
 from trainfold.backends.weights.opened import unchanged
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import InvalidArgument
@@ -25,6 +24,7 @@ from trainfold.core.layout.stage import Stage, ranks_by_stage
 from trainfold.core.layout.world import Collectives, Exchanges, World
 from trainfold.core.resume.compare import saved_ties
 from trainfold.core.save.replicas import first_disagreement, is_same, structures_differ
+from trainfold.core.state.names.tensor_names import weight_name
 from trainfold.core.state.state import TrainState
 from trainfold.core.tensor_memory import tensor_bytes
 from trainfold.core.weights.holders import Holders

@@ -70,18 +70,3 @@ def index_name(rank: int, world_size: int, suffix: str = "") -> str:
         ('index-00001-of-00004.r2.json', True)
     """
     return f"index-{rank:05d}-of-{world_size:05d}{suffix}.json"
-
-
-def storage_key(path: str) -> str:
-    """The name of a tensor inside its safetensors file: the FQN for the model, else the leaf path.
-
-    Examples:
-        >>> storage_key("model.params['h.0.weight']"), storage_key("optimizer.slots['w']['step']")
-        ('h.0.weight', "optimizer.slots['w']['step']")
-    """
-    if not path.startswith("model."):  # most of them
-        return path
-    for prefix in ("model.params['", "model.buffers['"):
-        if path.startswith(prefix) and path.endswith("']"):
-            return path[len(prefix) : -2]
-    return path

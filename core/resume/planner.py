@@ -47,6 +47,7 @@ from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, ONE_FOR_ALL, ComponentAction, Refusal, ResumePlan
 from trainfold.core.state.contract_kinds import contract_kind, prefix_of_optimizer, step_contract
+from trainfold.core.state.names.tensor_names import param_name
 
 # component that each rank may have of its own -> kind of drift in another world, and how a message names it
 _OF_RANKS: Mapping[str, tuple[str, str]] = {
@@ -370,9 +371,8 @@ def _is_of_other_ranks(name: str, saved: ComponentRecord, manifest: Manifest, ta
 def _dims(manifest: Manifest) -> dict[str, int]:
     """FQN -> number of dimensions of each saved parameter."""
     model = manifest.component("model")
-    prefix, suffix = "model.params['", "']"
     records = () if model is None else model.tensors[0]
-    return {r.path[len(prefix) : -len(suffix)]: len(r.shape) for r in records if r.path.startswith(prefix)}
+    return {name: len(record.shape) for record in records if (name := param_name(record.path)) is not None}
 
 
 def _with_targets_choices(action: ComponentAction, drifts: Sequence[Drift]) -> ComponentAction:

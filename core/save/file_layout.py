@@ -12,12 +12,12 @@ from typing import Final, NamedTuple, TypeAlias, final
 import attrs
 
 from trainfold.core.format.dtypes import STORED, size_bytes, stored_shape
-from trainfold.core.format.file_names import storage_key
 from trainfold.core.format.manifest import Manifest, OtherShards, box_by_rule
 from trainfold.core.json_values import canonical_json
 from trainfold.core.layout.replica_shares import Piece
 from trainfold.core.layout.slices import Box, whole_box
 from trainfold.core.leaf_path import component_of_leaf
+from trainfold.core.state.names.tensor_names import storage_key
 
 ALIGNMENT_BYTES: Final = 4096
 _LENGTH_BYTES: Final = 8  # of the header's length, before its text

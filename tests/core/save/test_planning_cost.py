@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfold.core.format.file_names import storage_key
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.format.structure.described import Described
 from trainfold.core.format.structure.outline import announcement_of, by_rule, outline_of
@@ -22,6 +21,7 @@ from trainfold.core.layout.slices import whole_box
 from trainfold.core.layout.world import World
 from trainfold.core.save.file_layout import plan_file
 from trainfold.core.save.save_plan import plan_save
+from trainfold.core.state.names.tensor_names import storage_key
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 TREES = st.recursive(
