@@ -11,7 +11,7 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.core.format.leaf_texts import cut_otherwise, fingerprints_with, leaf_texts
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.resume.drift import ENVIRONMENT
-from trainfold.core.state.notes import CONVERTED, LINEAGE
+from trainfold.core.state.notes import CONVERTED, FROZEN_LIST, LINEAGE
 
 _SHOWN_LEAVES = 100
 _ABSENT = "absent"
@@ -133,7 +133,9 @@ def _circumstances(manifest: Manifest) -> dict[str, str]:
 
 def _promises(manifest: Manifest) -> dict[str, str]:
     """The contract without circumstances: equal bits are equal wherever they were made."""
-    return _plain({key: value for key, value in manifest.contract.items() if not _is_circumstance(key)})
+    return _plain(
+        {key: value for key, value in manifest.contract.items() if not _is_circumstance(key) and key != FROZEN_LIST}
+    )
 
 
 def _is_circumstance(key: str) -> bool:

@@ -26,7 +26,7 @@ from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import leaf_texts
 from trainfold.core.resume.drift import ENVIRONMENT
-from trainfold.core.state.notes import CONVERTED, LINEAGE
+from trainfold.core.state.notes import CONVERTED, FROZEN_LIST, LINEAGE
 
 _B: Final = "b"  # where the replay of B is
 _PLACE: Final = scratch_place("bisect", "bisection", _B)
@@ -92,7 +92,10 @@ def _of_checkpoints(a: Path, b: Path, mine: set[int], theirs: set[int]) -> Evide
         pair = open_checkpoint(a / directory_of(min(mine))), open_checkpoint(b / directory_of(min(theirs)))
     contracts = [each.manifest.contract for each in pair]
     drifts = _unlike(
-        *({key: repr(value) for key, value in each.items() if key not in (CONVERTED, LINEAGE)} for each in contracts)
+        *(
+            {key: repr(value) for key, value in each.items() if key not in (CONVERTED, LINEAGE, FROZEN_LIST)}
+            for each in contracts
+        )
     )
     names = [{each.name for each in checkpoint.manifest.components} for checkpoint in pair]
     return Evidence(

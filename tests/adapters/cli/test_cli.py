@@ -296,6 +296,13 @@ def test_diff_of_equal_states_is_empty_whatever_run_they_are_in(saved, tmp_path,
     assert [line["name"] for line in found["made_by"]] == ["run"]
 
 
+def test_a_diff_does_not_compare_the_list_of_frozen_parameters(saved, tmp_path, answered):
+    """W22: what is compared has their digest; a checkpoint of an older version does not have the list."""
+    state = state_at(4)
+    save(state.evolve(contract={**state.contract, "frozen": ["w"]}), tmp_path / "b")
+    assert answered("diff", saved / "step-00000004", tmp_path / "b")[0]["same"]
+
+
 def test_diff_names_each_leaf_and_each_promise_that_differs(saved, tmp_path, call, answered):
     other = state_at(6, total=12)
     weight = dict(other.model.params) | {"0.bias": torch.nextafter(other.model.params["0.bias"], torch.tensor(9.0))}
