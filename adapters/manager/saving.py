@@ -14,6 +14,7 @@ from trainfold.adapters.guards.rehearsal import Rehearsal
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.manager.arguments import SaveOptions
 from trainfold.adapters.manager.contents import RunContents, view_of
+from trainfold.adapters.manager.deletions import Deletions
 from trainfold.adapters.manager.protocol import SaveOutcome
 from trainfold.adapters.manager.replica_watch import ReplicaWatch
 from trainfold.adapters.manager.triggers import Before, SaveTriggers
@@ -22,7 +23,7 @@ from trainfold.adapters.watch.update_hooks import UpdateHooks
 from trainfold.backends.event_log import EventLog
 from trainfold.backends.hold.hold import Hold
 from trainfold.backends.job import Job
-from trainfold.backends.runs.background import BackgroundSave, background_action
+from trainfold.backends.runs.background import BackgroundSave
 from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot, step_of_state
@@ -105,8 +106,8 @@ class SaveRunner:
         self._options = options
         self._due = due
         self._first = first
-        self._pruner = pruner
         self._events = events
+        self._deletions = Deletions(store, pruner if world.rank == 0 else None, events, lease)
         self._called_at = 0.0
         self._rehearsal = rehearsal
         self._flight = flight
@@ -125,8 +126,6 @@ class SaveRunner:
         self._committed_step: int | None = None
         self._ready_bytes = 0  # what the last save had to copy: the next one gets memory ready for as much
         self._saved_in: dict[str, ParentCheckpoint] = {}  # of the live run being saved
-        self._retention: Callable[[], None] | None = None  # of the last commit, not started yet
-        self._deletion: Job[None] | None = None  # the last one that was started
 
     # --- at a boundary -----------------------------------------------------------------------------------------------
 
@@ -241,7 +240,7 @@ class SaveRunner:
     def end_previous(self, failures: list[Exception]) -> None:
         """Wait for the save under way, if there is one. Its failure is added, not raised, so that the caller can continue."""
         self._collect_into(failures)
-        self._delete_old()
+        self._deletions.start()
 
     def settle(self) -> None:
         """Return when nothing is being written, deleted or compared, so that the run can be read, and its objects overwritten."""
@@ -252,9 +251,7 @@ class SaveRunner:
 
     def wait_for_deletions(self) -> None:
         """Return when the checkpoints that were old after the last collected save are deleted."""
-        self._delete_old()
-        if self._deletion is not None:
-            self._deletion.wait()
+        self._deletions.wait()
 
     def protect(self) -> None:
         """Return when everything that is being saved or compared may be written to."""
@@ -288,7 +285,7 @@ class SaveRunner:
         try:
             return self._collect()
         finally:
-            self._delete_old()
+            self._deletions.start()
 
     def _collect_into(self, failures: list[Exception]) -> None:
         if self._under_way is not None:
@@ -327,8 +324,7 @@ class SaveRunner:
                 del failure, raised  # its traceback leads here
         self.descends_from = self._saved_in[result.run_id] = result.descent
         self.base = result.base
-        if self._world.rank == 0:
-            self._retention = lambda: self._events.defer(self._pruner.retain(result))
+        self._deletions.plan(result)
         if self._journal is not None:
             self._journal.written(result.step, under_way.job.began_at, under_way.job.ended_at)
         self._under_way = None
@@ -342,20 +338,6 @@ class SaveRunner:
             error.fix += f", because its path is not the same everywhere: {self._due.places}"
         place(error, step=step)
         self._events.report("failed", step=step, detail=error_text(error))
-
-    def _delete_old(self) -> None:
-        """Start to delete old checkpoints, in the background: in the call this would delay the save that starts there."""
-        retention = self._retention
-        if retention is not None:
-            before = self._deletion
-            job = self._deletion = background_action(self._store, retention, after=before)
-            try:
-                job.start()
-            except BaseException:
-                if job.withdraw():
-                    self._deletion = before
-                raise
-            self._retention = None  # not before: after an interrupt it is done twice rather than never
 
     def _committed(self, result: SaveResult) -> None:
         self._committed_step = result.step
@@ -380,7 +362,7 @@ class SaveRunner:
         try:
             return self._stage(run, step) if self._options.is_async else self._write(run, step)
         finally:
-            self._delete_old()  # unless `_start` did
+            self._deletions.start()  # unless `_start` did
 
     def _write(self, run: Live | TrainState, step: int) -> SaveOutcome:
         """Save in the caller's thread."""
@@ -395,8 +377,7 @@ class SaveRunner:
         self.base = result.base
         self._due.begun(step)
         self._committed(result)
-        if self._world.rank == 0:
-            self._events.defer(self._pruner.retain(result))
+        self._deletions.carry_out(result)
         self._events.report_deferred()
         return SaveOutcome("written", step, result)
 
@@ -452,10 +433,10 @@ class SaveRunner:
         self._events.expects = step
         try:
             self._due.begun(step)
-            self._delete_old()  # before more is written
+            self._deletions.start()  # before more is written
             save = BackgroundSave(store=self._store, take=take, hold=hold, collectives=self._threads_world, owner=self,
                                   descends_from=self.descends_from, ready_bytes=self._ready_bytes, base=self.base)  # fmt: skip
-            job = save.job(after=self._deletion)
+            job = save.job(after=self._deletions.last)
             del save  # the thread frees it
             self._under_way = _UnderWay(job, hold, before, raised)
             job.start()

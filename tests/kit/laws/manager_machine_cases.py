@@ -261,7 +261,7 @@ class DiskModel:
     def settle(self):
         """Wait until the thread stands still."""
         saves = self.manager._saves
-        jobs = [saves._deletion, None if saves._under_way is None else saves._under_way.job]
+        jobs = [saves._deletions.last, None if saves._under_way is None else saves._under_way.job]
         while not (all(job is None or job.is_over for job in jobs) or self.store.is_waiting):
             PAUSE.wait(0.0001)
         if self.save_ is not None:

@@ -354,9 +354,9 @@ def test_what_an_earlier_best_names_goes_only_when_the_new_one_is_durable():
             save_best(store, won(0.4, 2))
         store._fault = None
         store._disk.hints.pop("best")  # it would hold on to the first one, and is no more than a hint
-        manager._saves._pruner.retain(result)
+        manager._saves._deletions._pruner.retain(result)
         begun = len(store.effects)
-        manager._saves._pruner.retain(result)
+        manager._saves._deletions._pruner.retain(result)
         assert len(store.effects) == begun  # and it is made so once
     after = store.after_crash(len(store.effects))
     assert best_name(store) == "step-00000002"

@@ -65,7 +65,7 @@ def test_the_last_few_are_kept_and_those_that_are_not_whole_do_not_count(tmp_pat
         job.run(manager, 4)
         damaged = tmp_path / "run" / "step-00000004" / "manifest.json"
         damaged.write_bytes(damaged.read_bytes()[:-40])
-        manager._saves._pruner._proved.clear()  # as after a restart
+        manager._saves._deletions._pruner._proved.clear()  # as after a restart
         job.run(manager, 10)
     whole = [step for step in steps_of(LocalStore(tmp_path / "run")) if step != 4]
     assert whole == [10, 8][:keep_last][::-1]
