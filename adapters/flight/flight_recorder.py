@@ -114,6 +114,8 @@ class FlightRecorder:
 
     def _append(self, lines: Sequence[LogLine]) -> None:
         """Write a pure step, and end there if it is not finite and a replay asks for that."""
+        if self.journal is not None and lines:
+            self.journal.goes_on(lines[0].step)
         self._file.append(lines)
         bad = [
             name
@@ -142,6 +144,12 @@ class FlightRecorder:
         if self.journal is not None:
             self.journal.put()
 
+    def finished(self) -> None:
+        """Note that the loop is over."""
+        self._file.put()
+        if self.journal is not None:
+            self.journal.finished()
+
     def close(self) -> None:
         """Close the log, and end the journal."""
         self._file.close()
@@ -165,6 +173,8 @@ class FlightRecorder:
 
     def advanced(self, progress: Progress) -> None:
         """Write the step."""
+        if self.journal is not None:
+            self.journal.goes_on(progress.step)
         batches = xxhash.xxh3_64_digest(" ".join(self._batches).encode()) if self._batches else None
         self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
                                       self._values.get(_NORM), batches, *self._streams())])  # fmt: skip

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Any, Final, final
 
 from trainfold.backends.flight.flights import FlightWriter
@@ -19,6 +20,8 @@ from trainfold.core.save.retention import Retention
 from trainfold.core.save.retention_rules import rules_to_json
 
 _LOG: Final = logging.getLogger("trainfold")
+_GOES_ON: Final = ("called", "evaluated", "restored")  # lines after the end that show that the loop goes on
+_EXIT_PRIORITY: Final = 50  # after the jobs of the process: what they write comes before its end
 
 
 @final
@@ -27,6 +30,9 @@ class Journal(logging.Filter):
 
     Warnings are those of trainfold, in the whole process: through `logging`, and through `warnings`. It is a filter of the logger that passes
     everything, because with a handler Python would no longer print warnings where a program has not set up `logging`.
+
+    Law: a process that ends in order, or by an exception, leaves a line of its end, whether its program ends the loop with the manager or not; one that is killed
+    leaves none, unless its loop was over.
 
     Args:
         file: where the lines go.
@@ -39,6 +45,8 @@ class Journal(logging.Filter):
         self._flight = flight
         self._kept_back: list[JournalLine] | None = []
         self._rules: dict[str, Any] = {}
+        self._is_over = False  # the last line says that it has ended, and nothing has gone on since
+        self._at_exit: Finalize | None = None
         _LOG.addFilter(self)
         WARNED.append(self.warned)
 
@@ -54,6 +62,22 @@ class Journal(logging.Filter):
         self._file.start(line, self._flight.reached)
         if kept_back:
             self._file.append(kept_back)
+        self._watch_exit()
+
+    def _watch_exit(self) -> None:
+        """Write the end when the process ends in order, also one of `multiprocessing`, which calls no function of `atexit`; a forked one has another journal."""
+        if self._at_exit is None:
+            self._at_exit = Finalize(None, self._exits, exitpriority=_EXIT_PRIORITY)
+
+    def _exits(self) -> None:
+        self._at_exit = None
+        is_asked = hasattr(sys, "ps1")  # then each exception of a person's line is the last one
+        kind, error, _ = sys.exc_info()
+        if kind is None and not is_asked:
+            kind, error = getattr(sys, "last_type", None), getattr(sys, "last_value", None)
+        self._flight.close()
+        self._end(kind, error)
+        self._file.close()
 
     def put(self) -> None:
         """Make what is written so far outlive this process, if the run is in a store that cannot append."""
@@ -96,19 +120,44 @@ class Journal(logging.Filter):
                 self.warned(record.getMessage())
         return True
 
+    def finished(self) -> None:
+        """Write that the loop is over; the process may go on, and so may the loop."""
+        if self._kept_back is None:
+            self._end(*sys.exc_info()[:2])
+            self._file.put()
+
+    def goes_on(self, step: int) -> None:
+        """Note a step: if the loop was over, it goes on, and its end is still to come."""
+        if self._is_over:
+            self._is_over = False
+            self._watch_exit()
+            self._write("reopened", step, data={"pid": os.getpid()})
+
     def ended(self) -> None:
         """Write that the manager is closed, and because of which exception, if one is on its way."""
         _LOG.removeFilter(self)
         if self.warned in WARNED:
             WARNED.remove(self.warned)
-        kind = sys.exc_info()[0]
         if self._kept_back is None:
-            self._write("closed", detail="" if kind is None else kind.__name__, data={"pid": os.getpid()})
+            self._end(*sys.exc_info()[:2])
             self._file.close()
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        """Write the end, unless it is written; an exception that comes after it is written too."""
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            kind = None
+        if not self._is_over or kind is not None:
+            self._write("closed", detail="" if kind is None else kind.__name__, data={"pid": os.getpid()})
+        self._is_over = True
 
     def _write(  # noqa: PLR0913 - fields of a line
         self, kind: str, step: int | None = None, checkpoint: str | None = None, detail: str = "", *, at: float | None = None, data: Mapping[str, Any] | None = None
     ) -> None:  # fmt: skip
+        if kind in _GOES_ON and step is not None:
+            self.goes_on(step)
         line = JournalLine(time.time() if at is None else at, kind, step, checkpoint, detail, data or {})
         if self._kept_back is None:
             self._file.append([line])

@@ -213,7 +213,7 @@ class CheckpointManager:
         with raise_after() as failures:
             self._saves.end_previous(failures)
             outcome = None if self._due.is_aborted else self.step(run, is_last=True)
-            self.drain()
+            self._saves.finish()
             return outcome
 
     def save(self, run: Live | TrainState) -> SaveOutcome:

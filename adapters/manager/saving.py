@@ -237,6 +237,16 @@ class SaveRunner:
         self._events.report_deferred()
         return result
 
+    def finish(self) -> None:
+        """Wait for the save under way, and record that the loop is over.
+
+        Raises:
+            SaveFailed: as `wait`.
+        """
+        self.wait()
+        if self._flight is not None:
+            self._flight.finished()
+
     def end_previous(self, failures: list[Exception]) -> None:
         """Wait for the save under way, if there is one. Its failure is added, not raised, so that the caller can continue."""
         self._collect_into(failures)

@@ -25,7 +25,7 @@ class JournalFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_given_up = False
+        self._is_given_up = self._is_made = False
 
     def start(self, line: JournalLine, reached: Callable[[], dict[str, Any]]) -> None:
         """Append the line of a start, with how far the process before came."""
@@ -36,7 +36,8 @@ class JournalFile:
         if self._is_given_up:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._is_made:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
                 end = os.lseek(file, 0, os.SEEK_END)
@@ -44,6 +45,11 @@ class JournalFile:
                 os.write(file, b"\n" * is_torn + b"".join(map(encode_journal_line, lines)))
             finally:
                 os.close(file)
+            self._is_made = True
+        except FileNotFoundError:
+            self._is_given_up = (
+                True  # the run was deleted, which its saves say; the end of the process must not make it again
+            )
         except OSError as error:
             self._is_given_up = True
             _LOG.warning("%s: the journal is not continued: %s", self._path, error)

@@ -11,7 +11,8 @@ import attrs
 LONGEST_LINE: Final = 2**16  # bytes; a longer one is not of this program
 _MOST_TEXT: Final = 4000  # characters of a detail
 MOST_LINES: Final = 200_000  # of a journal, that are kept; each takes some 300 bytes of memory
-_START, _END = b'"kind":"started"', b'"kind":"closed"'  # as they are written; in a text, quotes are escaped
+_START: Final = b'"kind":"started"'  # as it is written; in a text, quotes are escaped
+_KEPT: Final = (_START, b'"kind":"closed"', b'"kind":"reopened"')
 _MOST_DRIFTS: Final = 40
 _DRIFT_TEXT: Final = 120  # ASCII characters, so that 40 of five texts fit a line
 
@@ -23,7 +24,7 @@ class JournalLine:
 
     Attributes:
         at: when, in seconds since 1970 by the clock of the machine.
-        kind: ``started``, ``called``, ``written``, ``evaluated``, ``warned``, ``met``, ``closed``, or the kind of an `Event`.
+        kind: ``started``, ``called``, ``written``, ``evaluated``, ``warned``, ``met``, ``closed``, ``reopened``, or the kind of an `Event`.
         step: optimizer steps done; None if that has no meaning here.
         checkpoint: the directory of a checkpoint, or None.
         detail: more, in words.
@@ -153,7 +154,7 @@ def decode_journal(pieces: Iterable[bytes], *, most: int | None = None) -> Journ
             if _START in line and passed:
                 kept.append(passed)
                 left_out -= 1
-            is_kept = _START in line or _END in line
+            is_kept = any(kind in line for kind in _KEPT)
             passed = b"" if is_kept else line
             left_out += not is_kept
             kept += [line] * is_kept

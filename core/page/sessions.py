@@ -100,7 +100,7 @@ class SaveTimes:
 def sessions_of(journal: Sequence[JournalLine], flight: FlightFacts | None) -> tuple[Session, ...]:
     """The processes of a run, the first one first.
 
-    Law: a session counts as killed if, and only if, its journal has no end and another session follows.
+    Law: a session counts as killed if, and only if, its journal has no end, or one after which the loop went on, and another session follows.
 
     Args:
         journal: its lines, in their order.
@@ -142,7 +142,8 @@ def _session(
     moments = [(start.at, first)]
     moments += [(line.at, line.step) for line in own[1:] if line.kind in _DATED and line.step is not None]  # fmt: skip
     pid = start.data.get("pid")  # a process whose directory was replaced may end in the journal of the new run
-    closed = next((line for line in reversed(own) if line.kind == "closed" and line.data.get("pid", pid) == pid), None)
+    ends = [line for line in own if line.kind in ("closed", "reopened") and line.data.get("pid", pid) == pid]
+    closed = ends[-1] if ends and ends[-1].kind == "closed" else None
     reached, reached_at = _reached(after, flight, own[-1].at)
     if (
         reached is not None

@@ -31,6 +31,8 @@ def died(manager):
     flight = manager._saves._flight
     logging.getLogger("trainfold").removeFilter(flight.journal)
     WARNED.remove(flight.journal.warned)
+    if flight.journal._at_exit is not None:
+        flight.journal._at_exit.cancel()
     for parts in (getattr(flight._file, "_parts", None), getattr(flight.journal._file, "_parts", None)):
         if parts is not None and parts._job is not None:
             parts._job.wait()
