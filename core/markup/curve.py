@@ -20,6 +20,8 @@ class Curve:
         per_bucket: how many steps share a least and a largest value; 1 if each value is a point.
         not_finite: the first steps whose value is a NaN or an infinity.
         not_finite_count: how many there are.
+        last: the last step and its value, whatever that is; None without a value.
+        not_finite_since: the step from which on no value is finite; None if the last one is.
     """
 
     points: tuple[tuple[int, float], ...] = ()
@@ -27,11 +29,8 @@ class Curve:
     per_bucket: int = 1
     not_finite: tuple[int, ...] = ()
     not_finite_count: int = 0
-
-    @property
-    def last(self) -> tuple[int, float] | None:
-        """The last point."""
-        return self.points[-1] if self.points else None
+    last: tuple[int, float] | None = None
+    not_finite_since: int | None = None
 
 
 def curve_of(steps: Sequence[int], values: Sequence[float], *, most: int = MOST_POINTS) -> Curve:
@@ -49,6 +48,8 @@ def curve_of(steps: Sequence[int], values: Sequence[float], *, most: int = MOST_
         >>> found = curve_of(range(1000), [abs(step - 500.0) for step in range(1000)], most=10)
         >>> len(found.points) <= 10, min(value for _, value in found.points), found.per_bucket
         (True, 0.0, 250)
+        >>> curve_of([1, 2, 3], [0.5, math.nan, math.inf]).not_finite_since
+        2
     """
     finite = [at for at, value in enumerate(values) if math.isfinite(value)]
     bad = len(values) - len(finite)
@@ -70,4 +71,7 @@ def curve_of(steps: Sequence[int], values: Sequence[float], *, most: int = MOST_
             chosen += sorted(ends - {chosen[-1]})
         chosen += [finite[-1]] * (chosen[-1] != finite[-1])
     points = tuple((steps[at], values[at]) for at in chosen)
-    return Curve(points, len(values), size, tuple(first_bad), bad)
+    last = (steps[len(values) - 1], values[len(values) - 1]) if len(values) else None
+    after = finite[-1] + 1 if finite else 0
+    since = steps[after] if after < len(values) else None
+    return Curve(points, len(values), size, tuple(first_bad), bad, last, since)

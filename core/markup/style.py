@@ -24,7 +24,7 @@ def _variables(which: int) -> str:
 _PARTS: Final = """
 .trainfold{color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-variant-numeric:tabular-nums}
 .trainfold table{border-collapse:collapse;margin:0;font-size:14px;line-height:1.45}
-.trainfold caption{text-align:left;font-weight:600;padding:0 0 .4em;caption-side:top;color:var(--ink)}
+.trainfold caption{text-align:left;overflow-wrap:anywhere;font-weight:600;padding:0 0 .4em;caption-side:top;color:var(--ink)}
 .trainfold th,.trainfold td{text-align:left;vertical-align:top;padding:.32em 1.4em .32em 0;border-bottom:1px solid var(--line);font-weight:400;background:none;color:inherit;overflow-wrap:break-word}
 .trainfold thead th{color:var(--quiet);font-size:13px;white-space:nowrap;border-bottom-color:var(--quiet)}
 .trainfold tbody th{white-space:nowrap;min-width:3em}
@@ -32,11 +32,11 @@ _PARTS: Final = """
 .trainfold td.moment{white-space:nowrap}
 .trainfold tr:last-child>*{border-bottom:0}
 .trainfold figure{margin-left:0;margin-right:0;margin-bottom:0}
-.trainfold figcaption{font-weight:600;padding:0 0 .5em}
-.trainfold .key{display:flex;flex-wrap:wrap;gap:.2em 1.2em;margin:.4em 0 0;padding:0;list-style:none;font-size:13px;color:var(--quiet)}
+.trainfold figcaption{font-weight:600;padding:0 0 .5em;overflow-wrap:anywhere}
+.trainfold .key{display:flex;flex-wrap:wrap;gap:.2em 1.2em;margin:.4em 0 0;padding:0;list-style:none;font-size:13px;color:var(--quiet);overflow-wrap:anywhere}
 .trainfold .key svg{width:22px;height:12px;vertical-align:-1px;margin-right:.4em}
 .trainfold .plot{display:grid;grid-template-columns:auto 1fr;grid-template-rows:auto 1fr auto;column-gap:.6em}
-.trainfold .plot .unit{grid-column:1/-1;font-size:12.5px;color:var(--quiet);padding-bottom:.6em}
+.trainfold .plot .unit{grid-column:1/-1;overflow-wrap:anywhere;font-size:12.5px;color:var(--quiet);padding-bottom:.6em}
 .trainfold .plot .left{position:relative;font-size:12.5px;color:var(--quiet);text-align:right}
 .trainfold .plot .left span{position:absolute;right:0;transform:translateY(-50%);white-space:nowrap}
 .trainfold .plot .left i{visibility:hidden;font-style:normal;display:block;height:0;white-space:nowrap}

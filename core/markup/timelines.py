@@ -52,8 +52,8 @@ def lineage_chart(
         if source is not None
     )
     text += f" {count_text(left_out, 'earlier timeline')} not shown." if left_out else ""
-    low = min(step for step, _, _ in drawn)
-    high = max(step for step, _, _ in drawn)
+    low = min(step for step, _ in first.values())  # a rewind may lie before the checkpoints that are left
+    high = max(step for _, step in first.values())
     y = Axis(shown[-1] + 0.5, shown[0] - 0.5, tuple((of, str(of)) for of in shown), "timeline")
     marks = (
         Series("", "line", "quiet", lines),

@@ -20,7 +20,7 @@ _UNITS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 
 def time_line(sessions: Sequence[Session], saves: Sequence[SaveTimes]) -> Chart:
     """Steps over time: a line for each process, a square where it was killed, a dot for each save."""
     begin, end = sessions[0].began_at, max(session.ended_at for session in sessions)
-    highest = max(session.last for session in sessions)
+    highest = max([session.last for session in sessions] + [save.step for save in saves])
     lines = tuple(tuple(_thinned([*session.moments, *_end(session)])) for session in sessions)
     again = tuple(
         ((before.ended_at, float(before.last)), (after.began_at, float(after.first)))
@@ -33,13 +33,13 @@ def time_line(sessions: Sequence[Session], saves: Sequence[SaveTimes]) -> Chart:
         f"{len(sessions):,} {'process' if len(sessions) == 1 else 'processes'} in {secs_text(max(0.0, end - begin))}, up to step {highest:,}; {count_text(count, 'kill')}; "
         f"{again_text(sessions)} computed again. The table below has each of them."
     )
-    times = _time_axis(begin, end)
     marks = (
         Series("back to a checkpoint", "dashed", "quiet", again),
         Series("training", "line", "accent", lines),
         Series("save", "dots", "accent", dots),
         Series("killed, or ended by an exception", "squares", "warm", kills),
     )
+    times = _time_axis(*_extent(marks))  # by clocks that may go back
     return Chart("Steps over time", text, times, _axis(0, highest, f"step; {times.name}"), marks)
 
 
@@ -71,21 +71,36 @@ def save_chart(saves: Sequence[SaveTimes]) -> Chart:
 
 
 def curve_chart(  # noqa: PLR0913 - what one chart may show
-    title: str, curve: Curve, *, dots: Sequence[Point] = (), best: Point | None = None, name: str = "loss", others: Sequence[Curve] = ()
+    title: str, curve: Curve, *, dots: Sequence[Point] = (), best: Point | None = None, name: str = "loss", others: Sequence[Curve] = (), left: Sequence[Point] = ()
 ) -> Chart:  # fmt: skip
-    """A curve over steps, where steps without a finite value are marks at the foot; evaluations are dots, the best is a square, and curves of other ranks are dashed."""
+    """A curve over steps, where steps without a finite value are marks at the foot; evaluations are dots, the best is a square, and curves of other ranks are dashed.
+
+    Law: each mark lies between the ends of both axes.
+
+    Args:
+        title: the heading.
+        curve: with a finite value.
+        dots: evaluations.
+        best: one of them.
+        name: what the values are.
+        others: curves of other ranks.
+        left: evaluations of states that a resume has left behind.
+    """
     squares = [best] if best else []
     values = [
-        value for _, value in (*curve.points, *dots, *squares, *(point for each in others for point in each.points))
+        value
+        for _, value in (*curve.points, *dots, *squares, *left, *(point for each in others for point in each.points))
     ]
-    steps = [float(step) for step, _ in (*curve.points, *dots, *squares)]
     beside = tuple(_drawn(each.points) for each in others)
     (_, low), (_, high) = _drawn([(0, min(values)), (0, max(values))])
     if high == low:
         low, high = low - (abs(low) or 1.0) / 10, high + (abs(high) or 1.0) / 10
     room = (high - low) / 20
     y = Axis(low - room, high + room, tuple((at, number_text(at)) for at in ticks(low - room, high + room, most=5)), name)  # fmt: skip
-    bad = tuple(((float(step), low - room),) for step in curve.not_finite)
+    foot = low - room
+    bad = tuple(((float(step), foot),) for step in curve.not_finite)
+    since = curve.not_finite_since
+    to_the_end = () if since is None or curve.last is None else (((float(since), foot), (float(curve.last[0]), foot)),)
     marks = (
         Series("other ranks", "dashed", "quiet", beside),
         Series(
@@ -94,14 +109,29 @@ def curve_chart(  # noqa: PLR0913 - what one chart may show
             "accent",
             (_drawn(curve.points),),
         ),
+        Series("evaluation of a state that was left behind", "dots", "quiet", tuple((at,) for at in _drawn(left))),
         Series("evaluation", "dots", "good", tuple((point,) for point in _drawn(dots))),
         Series("the best", "squares", "ink", (_drawn(squares),) if best else ()),
+        Series("", "wide", "warm", to_the_end),
         Series("not finite", "squares", "warm", bad),
     )
-    first, last = min(steps), max(steps)
-    ends = f"from {number_text(curve.points[0][1])} to {number_text(curve.points[-1][1])}, " if curve.points else ""
-    text = f"{title}, steps {int(first):,} to {int(last):,}: {ends}at least {number_text(min(values))}, at most {number_text(max(values))}."
+    first, last = _extent(marks)
+    text = f"{title}, steps {int(first):,} to {int(last):,}: {_ends(curve)}at least {number_text(min(values))}, at most {number_text(max(values))}."
     return Chart(title, text, step_axis(first, last), y, marks)
+
+
+def _ends(curve: Curve) -> str:
+    """The first finite value, and the last one, whatever that is, in words."""
+    if not curve.points or curve.last is None:
+        return ""
+    since = "" if curve.not_finite_since is None else f" (not finite since step {curve.not_finite_since:,})"
+    return f"from {number_text(curve.points[0][1])} to {number_text(curve.last[1])}{since}, "
+
+
+def _extent(marks: Sequence[Series]) -> tuple[float, float]:
+    """The least and the largest place of all marks on the axis below."""
+    places = [x for mark in marks for part in mark.parts for x, _ in part]
+    return min(places), max(places)
 
 
 def _drawn(points: Sequence[Point]) -> tuple[Point, ...]:

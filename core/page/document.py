@@ -66,7 +66,8 @@ def _overview(page: RunPage) -> str:
         figures.append(("Last process", _ending(page), secs_text(sessions[-1].ended_at - sessions[-1].began_at)))
     if flight is not None and flight.loss.last is not None:
         step, value = flight.loss.last
-        figures.append(("Loss", number_text(value), f"step {step:,}"))
+        since = flight.loss.not_finite_since
+        figures.append(("Loss", number_text(value), f"step {step:,}" if since is None else f"not finite since step {since:,}"))  # fmt: skip
     if best is not None and best.record.score is not None:
         figures.append((f"Best {best.record.metric}", number_text(best.record.score), f"step {best.record.step:,}"))
     usable = sum(entry.is_candidate for entry in inventory.entries)

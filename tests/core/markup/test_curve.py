@@ -20,6 +20,12 @@ def test_the_first_the_last_the_least_and_the_largest_value_are_points(values, m
     assert curve.count == len(values)
     assert curve.not_finite_count == len(values) - len(finite)
     assert len(curve.not_finite) == min(100, curve.not_finite_count)
+    assert (curve.last is None) == (not values)
+    if values:
+        assert curve.last[0] == len(values)
+        assert repr(curve.last[1]) == repr(values[-1])
+    after = finite[-1][0] + 1 if finite else 1
+    assert curve.not_finite_since == (after if after <= len(values) else None)
     if finite:
         assert (curve.points[0], curve.points[-1]) == (finite[0], finite[-1])
         drawn = [value for _, value in curve.points]

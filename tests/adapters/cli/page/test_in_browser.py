@@ -8,6 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import attrs
 import pytest
 from kit.adapters import cli_cases
 from kit.core.page_cases import page_of
@@ -19,6 +20,7 @@ from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journals import JOURNAL
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.markup.curve import curve_of
 from trainfold.core.page.document import page_html
 
 pytestmark = pytest.mark.long
@@ -28,10 +30,15 @@ WIDTHS = {1280: 900, 768: 1000, 390: 844}
 STICKS_OUT = """() => {
     const width = document.documentElement.clientWidth, found = [];
     if (document.documentElement.scrollWidth > width) found.push(`the page is ${document.documentElement.scrollWidth} px wide`);
-    for (const each of document.querySelectorAll('h1, h2, p, dd, figcaption, .plot .left span, .plot .below span, li')) {
+    for (const each of document.querySelectorAll('h1, h2, p, dt, dd, figcaption, .unit, .plot .left span, .plot .below span, li')) {
         const box = each.getBoundingClientRect();
         if (box.width && (box.left < -1 || box.right > width + 1) && !each.closest('.scroll')) found.push(`cut off: ${each.textContent.slice(0, 60)}`);
         if (box.width && parseFloat(getComputedStyle(each).fontSize) < 12) found.push(`too small: ${each.textContent.slice(0, 60)}`);
+    }
+    for (const path of document.querySelectorAll('.plot svg path:not(.grid)')) {
+        const box = path.getBBox();
+        if (box.x < -0.5 || box.x + box.width > 1000.5 || box.y < -0.5 || box.y + box.height > 400.5)
+            found.push(`outside of its chart: ${path.getAttribute('class')} of ${path.closest('figure').querySelector('figcaption').textContent.slice(0, 60)}`);
     }
     for (const row of document.querySelectorAll('.plot .below')) {
         const boxes = [...row.children].map((each) => each.getBoundingClientRect()).filter((each) => each.width);
@@ -76,7 +83,13 @@ def opened(browser, url, *, width=1280, scheme="light", bypass_csp=False):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
-    "text", ["plain", "a-very-long-name-without-any-space-" * 8, '<img src="https://example.org/x" onerror="alert(1)">']
+    "text",
+    [
+        "plain",
+        "a-very-long-name-without-any-space-" * 8,
+        "a_name_that_no_line_may_break_" * 9,
+        '<img src="https://example.org/x" onerror="alert(1)">',
+    ],
 )
 def test_the_page_fits_is_accessible_and_loads_nothing(browser, axe, tmp_path, text, scheme):
     """W22: readable on a phone, in dark mode and by a screen reader; contrast is among what axe-core checks."""
@@ -91,6 +104,20 @@ def test_the_page_fits_is_accessible_and_loads_nothing(browser, axe, tmp_path, t
         assert "color-contrast" in {each["id"] for each in found["passes"]}
         assert seen == []
         page.context.close()
+
+
+def test_a_diverged_run_is_drawn_inside_of_its_charts(browser, tmp_path):
+    """W22: marks of the last steps, which had no finite loss, were drawn beside the chart."""
+    facts, nan = page_of(), float("nan")
+    diverged = curve_of(range(100), [nan, nan] + [1 / (step + 1) for step in range(60)] + [nan] * 38)
+    facts = attrs.evolve(
+        facts, flight=attrs.evolve(facts.flight, loss=diverged, norm=curve_of(range(99, 150), [1.0] * 51))
+    )
+    path = tmp_path / "run.html"
+    path.write_text(page_html(facts))
+    page, _ = opened(browser, path.as_uri(), width=390)
+    assert page.evaluate(STICKS_OUT) == []
+    page.context.close()
 
 
 def test_a_script_in_the_page_would_not_run(browser, tmp_path):
