@@ -5,10 +5,10 @@ import logging
 import os
 import warnings
 
-import attrs
 import pytest
 import torch
 from kit.adapters.live.live_cases import Limit
+from kit.pipeline_stage import Stage
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.swa_utils import AveragedModel
@@ -24,16 +24,6 @@ from trainfold.core.format.fingerprint import fingerprint
 
 LAYERS = 6
 STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") in ("laws", "soak") else 12
-
-
-@attrs.frozen
-class Stage:
-    """What a `torch.distributed.pipelining.PipelineStage` says of itself."""
-
-    submod: nn.Module
-    stage_index: int
-    num_stages: int
-    group: object = None
 
 
 class Model(nn.Module):

@@ -3,10 +3,10 @@
 import copy
 from functools import cache
 
-import attrs
 import pytest
 import torch
 from kit.backends import dcp_cases as cases
+from kit.pipeline_stage import Stage
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -18,16 +18,6 @@ from trainfold.weights import DcpDirectory, dcp_training, take_training, torch_t
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 STEPS = 3
 AS_TITAN = {"model": "", "optimizer": "optimizer"}
-
-
-@attrs.frozen
-class Stage:
-    """What a `torch.distributed.pipelining.PipelineStage` says of itself."""
-
-    submod: nn.Module
-    stage_index: int
-    num_stages: int
-    group: object = None
 
 
 class Model(nn.Module):
