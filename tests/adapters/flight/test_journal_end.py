@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from kit.adapters.manager_cases import Job
+from kit.adapters.manager.manager_cases import Job
 
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight.journals import JOURNAL, read_journal
