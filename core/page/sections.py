@@ -1,9 +1,10 @@
 """The sections of a run's page: each a pure function from its facts to HTML, in which every text from a file is escaped."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from trainfold.core.flight.journal_line import drifts_of
+from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Entry, lineage
 from trainfold.core.markup.chart import chart_html
@@ -15,10 +16,12 @@ from trainfold.core.page.kept import changes_between, few_names, policy_of, why_
 from trainfold.core.page.losses import loss_section
 from trainfold.core.page.page_parts import RECORD, SHOWN, left_out_note, long_table, note
 from trainfold.core.page.run_page import RunPage
-from trainfold.core.page.sessions import IN_WORDS, SaveTimes, saves_of, sessions_of
+from trainfold.core.page.sessions import IN_WORDS, SaveTimes, saves_of, sessions_of, steps_under_way
 from trainfold.core.page.sizes import size_section
 from trainfold.core.printable import bytes_text
 from trainfold.core.state.audit import unsaved_of
+
+_BEING_WRITTEN: Final = "being written, if the process runs"
 
 
 def start_section(page: RunPage) -> str:
@@ -50,13 +53,20 @@ def save_section(page: RunPage) -> str:
         return note(f"The moments of saves are not recorded. {RECORD} records them; when each checkpoint was committed is below.")  # fmt: skip
     chart = chart_html(save_chart(saves), "saves") if any(save.durable is not None for save in saves) else ""
     columns = ("step", "called (UTC)", "loop stood still", "writing", "call to durable", "durable (UTC)", "end")
-    rows = [_save_row(save) for save in reversed(saves)]
+    open_steps = steps_under_way(page.journal, page.flight)
+    rows = [_save_row(save, is_newest and save.step in open_steps) for save, is_newest in _newest_first(saves)]
     table = long_table("Saves, the newest first", columns, rows, numbers=columns[:1] + columns[2:5])
     return chart + table + left_out_note(page, "saves")
 
 
-def _save_row(save: SaveTimes) -> tuple[str, ...]:
-    words = {"written": "durable", "lost": "no end is recorded", "skipped": "skipped: another save was under way", "failed": f"failed: {save.detail}"}  # fmt: skip
+def _newest_first(saves: Sequence[SaveTimes]) -> list[tuple[SaveTimes, bool]]:
+    """Each save, the newest first, and whether it is the newest one of its step."""
+    newest = {save.step: at for at, save in enumerate(saves)}
+    return [(save, newest[save.step] == at) for at, save in reversed(list(enumerate(saves)))]
+
+
+def _save_row(save: SaveTimes, is_under_way: bool) -> tuple[str, ...]:  # noqa: FBT001
+    words = {"written": "durable", "lost": _BEING_WRITTEN if is_under_way else "no end is recorded", "skipped": "skipped: another save was under way", "failed": f"failed: {save.detail}"}  # fmt: skip
     return (
         number_text(save.step),
         moment_text(save.called, with_secs=True),
@@ -79,14 +89,14 @@ def lineage_section(page: RunPage) -> str:
     if heads:
         marks = [(head.step, head.timeline, entry.name in present) for entry, head in heads]
         chart = chart_html(lineage_chart(marks, {head.timeline: head.forks for _, head in heads}), "lineage")
-    kept, sizes = why_kept(page), page.sizes
+    kept, sizes, under_way = why_kept(page), page.sizes, _under_way(page)
     rows = [
         (
             entry.name,
             "" if entry.head is None else str(entry.head.timeline),
             "" if entry.name not in page.committed_at else moment_text(page.committed_at[entry.name]),
             "" if entry.name not in sizes else bytes_text(sizes[entry.name]),
-            _status(entry, present),
+            _BEING_WRITTEN if entry.name in under_way else _status(entry, present),
             "; ".join(kept.get(entry.name, ())) or ("" if entry.problem is not None else "no reason is known"),
             few_names(entry.refers),
         )
@@ -98,6 +108,13 @@ def lineage_section(page: RunPage) -> str:
     policy = policy_of(page.journal)
     about = note(f"Rules of the last process: {safe(str(policy))}.") if policy is not None else note("The rules of the run's retention are not recorded; what names or refers to a checkpoint is.")  # fmt: skip
     return chart + long_table("Checkpoints, the newest first", columns, rows, numbers=("timeline", "size")) + about
+
+
+def _under_way(page: RunPage) -> set[str]:
+    """The checkpoints that have no manifest because they are being written, as far as the journal knows."""
+    steps = steps_under_way(page.journal, page.flight)
+    begun = [each for each in page.inventory.entries if each.head is None and each.problem is not None and each.problem.expected == MANIFEST]  # fmt: skip
+    return {entry.name for entry in begun if step_of(entry.name) in steps}
 
 
 def _age(entry: Entry) -> tuple[int, int, str]:
@@ -116,7 +133,8 @@ def finding_section(page: RunPage) -> str:
     found: list[tuple[str, str, str]] = []  # colour, heading, text
     if page.inventory.problem is not None:
         found.append(("warm", "The run", str(page.inventory.problem)))
-    found += [("warm", entry.name, str(entry.problem)) for entry in page.inventory.entries if entry.problem is not None][-SHOWN:]  # fmt: skip
+    under_way = _under_way(page)
+    found += [("warm", entry.name, str(entry.problem)) for entry in page.inventory.entries if entry.problem is not None and entry.name not in under_way][-SHOWN:]  # fmt: skip
     found += [("warm", "Not read", text) for text in page.unread]
     known = {text for _, _, text in found}
     found += [("warm", "A resume now", text) for text in page.resume.problems if text not in known]

@@ -219,3 +219,21 @@ def saves_of(journal: Sequence[JournalLine]) -> tuple[SaveTimes, ...]:
             else:
                 found[at] = attrs.evolve(found[at], began=line.moment("began"), durable=line.at, outcome="written")
     return tuple(found)
+
+
+def steps_under_way(journal: Sequence[JournalLine], flight: FlightFacts | None) -> frozenset[int]:
+    """The steps whose save may be under way now, if the last process still runs: it has no end, and the save has none.
+
+    A save in the loop is in the journal only when it has returned: the loop stands at its step.
+
+    Examples:
+        >>> lines = [JournalLine(1.0, "started", 0), JournalLine(2.0, "called", 4, data={"returned": 2.1, "outcome": "staged"})]
+        >>> sorted(steps_under_way(lines, FlightFacts(last=6))), sorted(steps_under_way([*lines, JournalLine(3.0, "closed")], None))
+        ([4, 6], [])
+    """
+    sessions = sessions_of(journal, flight)
+    if not sessions or sessions[-1].ending != "open":
+        return frozenset()
+    begin = max(at for at, line in enumerate(journal) if line.kind == "started" and line.step is not None)
+    newest = {save.step: save.outcome for save in saves_of(journal[begin:]) if save.outcome != "skipped"}
+    return frozenset({step for step, outcome in newest.items() if outcome == "lost"} | {sessions[-1].last} - newest.keys())  # fmt: skip

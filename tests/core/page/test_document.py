@@ -15,11 +15,13 @@ from trainfold.core.format.manifest import (
     Summary,
 )
 from trainfold.core.history.inventory import Entry, Inventory
+from trainfold.core.history.recognise import no_manifest
 from trainfold.core.markup.curve import curve_of
 from trainfold.core.page.document import BEGIN, OFFLINE, page_html, sections_html
 from trainfold.core.page.run_page import FlightFacts, RunPage
 from trainfold.core.page.sections import SECTIONS
 from trainfold.core.page.sizes import bytes_by_component
+from trainfold.core.problem import problem_of
 
 VOID = {"meta", "path"}
 HOSTILE = st.text(st.sampled_from("<>&\"'=/ -`\x00\x1b\n\u202e\ud800ax{}") | st.characters(), min_size=1, max_size=12) | st.sampled_from(
@@ -143,3 +145,33 @@ def test_a_page_of_a_thousand_checkpoints_and_many_losses_stays_small():
     assert len(text) < 1_000_000
     assert "drawn as the least and the largest of each" in text
     assert "970 more rows" in text
+
+
+def test_a_save_under_way_is_not_called_torn():
+    """W22: a page that followed a healthy run called each save torn while it was written, and told to use an older checkpoint."""
+    begun = Entry("step-00000040", None, None, problem_of(no_manifest("step-00000040")))
+    lines = (
+        JournalLine(1e9, "started", 0),
+        JournalLine(1e9 + 1, "called", 40, data={"returned": 1e9 + 1.2, "outcome": "staged"}),
+    )
+    facts = RunPage(Inventory("runs/a", "r", (begun,)), 1e9 + 2, journal=lines)
+
+    def shown(*more, **others):
+        sections = sections_html(attrs.evolve(facts, journal=(*lines, *more), **others))
+        return ["being written" in sections[key] for key in ("checkpoints", "saves")], "older checkpoint" in sections[
+            "findings"
+        ]
+
+    assert shown() == ([True, True], False)
+    assert shown(JournalLine(1e9 + 2, "failed", 40)) == ([False, False], True)
+    assert shown(JournalLine(1e9 + 2, "closed")) == ([False, False], True)
+    assert shown(JournalLine(1e9 + 2, "started", 20)) == ([False, False], True)
+    assert shown(JournalLine(1e9 + 2, "failed", 40), JournalLine(1e9 + 3, "called", 40)) == ([True, True], False)
+    in_the_loop = attrs.evolve(facts, journal=lines[:1], flight=FlightFacts(last=40))
+    assert "being written" in sections_html(in_the_loop)["checkpoints"], (
+        "a save in the loop is written down when it has returned"
+    )
+    old = Entry("step-00000030", None, None, problem_of(no_manifest("step-00000030")))
+    assert shown(inventory=Inventory("runs/a", "r", (old, begun))) == ([True, True], True), (
+        "what an earlier process left stays a finding"
+    )
