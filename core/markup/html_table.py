@@ -69,7 +69,7 @@ def safe(value: object, *, most: int = MOST_CHARACTERS) -> str:
 
 
 def notebook(html: str) -> str:
-    """Parts as a notebook shows them, with their style.
+    """Parts as a notebook shows them, with their style and a ground of their own: the system may be dark where the notebook is light.
 
     Examples:
         >>> notebook("<p>a</p>").endswith("</style><p>a</p></div>")
@@ -77,4 +77,4 @@ def notebook(html: str) -> str:
     """
     from trainfold.core.markup.style import CLASS, parts_style  # late: commands import this module, and show no HTML
 
-    return f'<div class="{CLASS}"><style>{parts_style()}</style>{html}</div>'
+    return f'<div class="{CLASS}" style="background:var(--ground);padding:.8em 1em"><style>{parts_style()}</style>{html}</div>'

@@ -160,12 +160,20 @@ def test_a_live_page_follows_the_run(browser, run):
         page.context.close()
 
 
-def test_what_a_notebook_shows_fits_too(browser, axe, run, tmp_path):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("ground", ["#fff", "#111"])
+def test_what_a_notebook_shows_fits_too(browser, axe, run, tmp_path, scheme, ground):
+    """W22: a notebook has its own light or dark, and so have its system and browser: in a light one, light text was on no ground of its own."""
     path = tmp_path / "cell.html"
     path.write_text(
-        f'<!doctype html><html lang="en"><title>a</title><main><h1>a</h1>{read_inventory(run)._repr_html_()}</main>'
+        f'<!doctype html><html lang="en" style="background:{ground}"><title>a</title><main><h1 style="background:#fff;color:#000">a</h1>'
+        f"{read_inventory(run)._repr_html_()}</main>"
     )
-    page, _ = opened(browser, path.as_uri(), width=768, bypass_csp=True)
+    page, _ = opened(browser, path.as_uri(), width=768, scheme=scheme, bypass_csp=True)
     page.evaluate(axe)
     assert page.evaluate("axe.run()")["violations"] == []
+    assert (
+        page.evaluate("getComputedStyle(document.querySelector('main > .trainfold')).backgroundColor")
+        != "rgba(0, 0, 0, 0)"
+    )
     page.context.close()
