@@ -49,16 +49,16 @@ class PageReader:
         self._run = run
         self._store, _ = open_run(run)
         self._logs: dict[int, FlightValues] = {}
-        self._seen: object = None
+        self._seen: object = None  # as the files were before the last read in which none failed
+        self._has_failed = False
 
     def has_changed(self) -> bool:
-        """Whether there is something new since the last call; always of a bucket, whose answer would cost as much as the facts."""
-        if not isinstance(self._store, LocalStore):
-            return True
-        place = Path(self._store.url)
-        seen = [_stamp(place / name) for name in ("", JOURNAL, BEST_FILE, *map(flight_name, range(_MOST_RANKS)))]
-        has_changed, self._seen = seen != self._seen, seen
-        return has_changed
+        """Whether there is something new since the last read, or that one failed; always of a bucket, whose answer would cost as much as the facts."""
+        return not isinstance(self._store, LocalStore) or self._stamps(self._store) != self._seen
+
+    def _stamps(self, store: LocalStore) -> list[tuple[int, int] | None]:
+        place = Path(store.url)
+        return [_stamp(place / name) for name in ("", JOURNAL, BEST_FILE, *map(flight_name, range(_MOST_RANKS)))]
 
     def read(self) -> RunPage:
         """The facts as they are now.
@@ -66,12 +66,20 @@ class PageReader:
         Raises:
             CheckpointError: the matching subclass, if it is not a run any more.
         """
+        self._seen, self._has_failed = None, False
+        seen = self._stamps(self._store) if isinstance(self._store, LocalStore) else None
+        page = self._read()
+        if not self._has_failed:
+            self._seen = seen
+        return page
+
+    def _read(self) -> RunPage:
         now = time.time()
         store, inventory = open_run(self._run)
         inventory = with_quarantined(proved(store, inventory), quarantined(store))
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []
-        journal = _journal(store, unread)
+        journal = self._journal(store, unread)
         return RunPage(
             inventory,
             now,
@@ -84,6 +92,19 @@ class PageReader:
             tuple(unread),
             journal.left_out,
         )
+
+    def _journal(self, store: Store, unread: list[str]) -> JournalLines:
+        try:
+            found = read_journal(store)
+        except (CheckpointError, OSError) as error:
+            unread.append(f"the journal: {error}")
+            self._has_failed = True
+            return JournalLines()
+        if found.unreadable:
+            unread.append(
+                f"{count_text(found.unreadable, 'line')} of the journal: torn, as a kill may leave one, or damaged"
+            )
+        return found
 
     def _flight(self, store: Store, unread: list[str]) -> FlightFacts | None:
         """The log of rank 0, and those of the others that fit."""
@@ -107,6 +128,7 @@ class PageReader:
             log.read(store)
         except (CheckpointError, OSError) as error:
             unread.append(f"the flight log of rank {rank}: {error}")
+            self._has_failed = True
             return None
         damage = log.damage.text_of(flight_name(rank)) if log.damage else ""
         if damage:
@@ -114,19 +136,6 @@ class PageReader:
         if log.last is None and not damage:
             return None
         return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, damage=damage)
-
-
-def _journal(store: Store, unread: list[str]) -> JournalLines:
-    try:
-        found = read_journal(store)
-    except (CheckpointError, OSError) as error:
-        unread.append(f"the journal: {error}")
-        return JournalLines()
-    if found.unreadable:
-        unread.append(
-            f"{count_text(found.unreadable, 'line')} of the journal: torn, as a kill may leave one, or damaged"
-        )
-    return found
 
 
 def _best(store: Store, unread: list[str]) -> BestFile | None:

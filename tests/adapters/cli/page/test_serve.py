@@ -13,6 +13,7 @@ import time
 import pytest
 from kit.adapters import cli_cases
 
+from trainfold.adapters.cli.page import gather
 from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.cli.page.live_page import LivePage
 from trainfold.adapters.cli.page.serve import PageServer
@@ -152,3 +153,25 @@ def test_ctrl_c_ends_it_cleanly(run):
     assert process.returncode == 0
     assert err == ""
     assert out == ""
+
+
+@pytest.mark.parametrize("failing", ["open_run", "read_journal"])
+def test_a_read_that_failed_once_is_made_again(run, monkeypatch, failing):
+    """W22: after one failed read the page stayed as it was until the run changed again, which a run at its end never does."""
+    JournalFile(run / JOURNAL).append([JournalLine(1e9, "started", 0)])
+    reader = PageReader(run)
+    live = LivePage(reader, every_secs=0.0)
+    assert not live._look()[2]
+    JournalFile(run / JOURNAL).append([JournalLine(1e9 + 1, "warned", detail="the news")])
+
+    def fails(*_):
+        monkeypatch.undo()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(gather, failing, fails)
+    version, sections, problem = live._look()
+    assert "Input/output error" in problem + sections["findings"]
+    version, sections, problem = live._look()
+    assert not problem
+    assert "the news" in sections["findings"]
+    assert live._look()[0] == version, "then it is not read again until something changes"
