@@ -66,6 +66,7 @@ class RunPage:
         best: the run's ``best.json``; None without one.
         journal: what happened, in the order of its lines; empty for a run without a journal.
         left_out: how many lines of a long journal are not in it: of the older ones, it has the starts and ends of processes alone.
+        is_copied: whether the logs got their times by a copy, so that the last line of the journal is the last sign of a process.
         flight: from the flight log of rank 0; None for a run without one.
         resume: what a resume would do.
         unread: what of the run could not be read, and why.
@@ -81,6 +82,7 @@ class RunPage:
     resume: ResumeFacts = attrs.field(factory=ResumeFacts)
     unread: tuple[str, ...] = ()
     left_out: int = 0
+    is_copied: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -43,6 +43,8 @@ def start_section(page: RunPage) -> str:
     ]
     columns = ("process", "began (UTC)", "from step", "to step", "end", "steps computed again")
     table = long_table("Processes", columns, rows, numbers=("from step", "to step", "steps computed again"))
+    if page.is_copied and sessions[-1].ending == "open":
+        table += note("The logs were copied after the run: the last process is known up to the last line of the journal, and may have gone on for longer.")  # fmt: skip
     return chart + table + left_out_note(page, "saves and evaluations")
 
 

@@ -31,6 +31,7 @@ from trainfold.core.resume.request import resume_request
 from trainfold.core.resume.resume_plan import Refusal
 
 _MOST_RANKS: Final = 8  # whose logs are read
+_COPIED_SECS: Final = 600.0  # a line is written when its save has been collected, after its step
 _MOST_FLIGHT: Final = 2**27  # bytes of their logs: two million steps; that of rank 0 is read whatever it has
 
 
@@ -80,6 +81,7 @@ class PageReader:
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []
         journal = self._journal(store, unread)
+        is_copied = _is_copied(store, journal)
         return RunPage(
             inventory,
             now,
@@ -87,10 +89,11 @@ class PageReader:
             pointed_names(store),
             _best(store, unread),
             journal.lines,
-            self._flight(store, unread),
+            _own_times(self._flight(store, unread), is_copied=is_copied),
             _resume(store, inventory),
             tuple(unread),
             journal.left_out,
+            is_copied,
         )
 
     def _journal(self, store: Store, unread: list[str]) -> JournalLines:
@@ -136,6 +139,17 @@ class PageReader:
         if log.last is None and not damage:
             return None
         return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, damage=damage)
+
+
+def _is_copied(store: Store, journal: JournalLines) -> bool:
+    """Whether the journal got its contents long after its last line: then the times of the logs' files are those of their copying."""
+    sizes = sizes_of(store, JOURNAL, store.list()) if journal.lines else []
+    changed_at = store.committed_at(sizes[-1][0]) if sizes else None
+    return changed_at is not None and changed_at > max(line.at for line in journal.lines) + _COPIED_SECS
+
+
+def _own_times(flight: FlightFacts | None, *, is_copied: bool) -> FlightFacts | None:
+    return attrs.evolve(flight, written_at=None) if flight is not None and is_copied else flight
 
 
 def _best(store: Store, unread: list[str]) -> BestFile | None:

@@ -148,7 +148,7 @@ def test_a_page_of_a_thousand_checkpoints_and_many_losses_stays_small():
 
 
 def test_a_save_under_way_is_not_called_torn():
-    """W22: a page that followed a healthy run called each save torn while it was written, and told to use an older checkpoint."""
+    """W22: a page that followed a healthy run called each save torn while it was written, with the advice to use an older checkpoint."""
     begun = Entry("step-00000040", None, None, problem_of(no_manifest("step-00000040")))
     lines = (
         JournalLine(1e9, "started", 0),

@@ -1,6 +1,8 @@
 """`trainfold page RUN -o FILE`: one whole file, and no other file of a run or of a person in its place."""
 
+import os
 import re
+import time
 
 import pytest
 from kit.adapters import cli_cases
@@ -152,3 +154,27 @@ def test_a_damaged_line_of_the_flight_log_is_named_and_costs_no_other(recorded, 
     assert found["losses"] == 5
     shown = text_of(tmp_path / "run.html")
     assert shown.count("flight-00000.log: 1 line cannot be read") == 2, "with the losses, and among the findings"
+
+
+def test_a_copied_run_lasts_no_longer_than_its_journal(run, tmp_path, call):
+    """W22: the last process of a killed run lasted until its directory was copied, six days later, by the time of the copied log."""
+    now = time.time()
+    (run / flight_name(0)).write_bytes(encode_lines(StepRecord(step, loss=float_bits_of(1.0)) for step in range(1, 7)))
+    JournalFile(run / JOURNAL).append(
+        [
+            JournalLine(now - 500_000, "started", 0),
+            JournalLine(now - 499_880, "called", 4, data={"returned": now - 499_880}),
+        ]
+    )
+    call("page", run, "-o", tmp_path / "run.html")
+    shown = text_of(tmp_path / "run.html")
+    assert "2 min" in shown
+    assert "5 d" not in shown
+    assert "The logs were copied after the run" in shown
+    for name in (JOURNAL, flight_name(0)):
+        os.utime(run / name, (now, now - 499_000))
+    os.utime(run / JOURNAL, (now, now - 499_880))
+    call("page", run, "-o", tmp_path / "run.html")
+    shown = text_of(tmp_path / "run.html")
+    assert "16 min" in shown, "the time of a log that was not copied counts: it grew after the last save"
+    assert "copied after" not in shown
