@@ -135,12 +135,17 @@ class CopyPlan:
         """Bytes of the files that are looked at, and sent if they are not there."""
         return sum(each.size_bytes for each in self.checkpoints)
 
+    def outcome(self, copy: CheckpointCopy) -> str:
+        """What is done with a checkpoint: its action, or ``not copied`` where something refuses the whole copy."""
+        return "not copied" if self.refused and copy.action != "there" else copy.action
+
     def rows(self) -> tuple[tuple[str, str, int, str], ...]:
         """Checkpoint, what is done, bytes, and why."""
         found: list[tuple[str, str, int, str]] = [
-            (each.name, each.action, each.size_bytes, each.why) for each in self.checkpoints
+            (each.name, self.outcome(each), each.size_bytes, each.why) for each in self.checkpoints
         ]
-        found += [("best.json", "copied", 0, "the target has the checkpoints that it names")] if self.best else []
+        if self.best and not self.refused:
+            found.append(("best.json", "copied", 0, "the target has the checkpoints that it names"))
         found += [(name, "left out", 0, why) for name, why in self.left_out.items()]
         return (*found, *(("", "refused", 0, str(problem)) for problem in self.refused))
 

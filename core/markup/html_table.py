@@ -52,19 +52,20 @@ def html_table(
     return f"<table>{caption}{head}<tbody>{''.join(body)}</tbody></table>"
 
 
-def safe(value: object, *, most: int = MOST_CHARACTERS) -> str:
+def safe(value: object, *, most: int = MOST_CHARACTERS, keep: str = "") -> str:
     r"""A text escaped so that a page shows it and does not act on it, whatever a file or a user's object contains.
 
     Args:
         value: a text, or any other value, of which its short form is shown.
         most: characters; the rest is cut.
+        keep: characters that are left alone, such as the line breaks of a message.
 
     Examples:
         >>> safe("<b>\x1b"), safe("x" * 9, most=3)
         ('&lt;b&gt;\\x1b', 'xxx…')
     """
     text = value if isinstance(value, str) else shown(value)
-    text = printable(text if len(text) <= most else f"{text[:most]}…")
+    text = printable(text if len(text) <= most else f"{text[:most]}…", keep=keep)
     return escape(text if len(text) <= most + 1 else f"{text[:most]}…")
 
 

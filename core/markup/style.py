@@ -91,6 +91,7 @@ details summary{cursor:pointer;color:var(--accent);padding:.3rem 0;font-size:14p
 .findings{margin:0;padding:0;list-style:none}
 .findings li{padding:.55rem 0 .55rem .8rem;border-left:3px solid var(--line);margin:0 0 .5rem;max-width:52rem}
 .findings li.warm{border-color:var(--warm)}
+.findings .message{white-space:pre-line}
 .findings .when{display:block;font-size:13px;color:var(--quiet)}
 footer{margin-top:3rem;padding-top:1rem;border-top:1px solid var(--line);font-size:13px;color:var(--quiet)}
 #now{font-size:14px;color:var(--quiet);min-height:1.5em}

@@ -21,6 +21,7 @@ from trainfold.core.page.sizes import size_section
 from trainfold.core.printable import bytes_text
 from trainfold.core.state.audit import unsaved_of
 
+_BREAK: Final = "\n"
 _BEING_WRITTEN: Final = "being written, if the process runs"
 
 
@@ -186,7 +187,7 @@ def _nothing(page: RunPage, newest: Manifest | None) -> str:
 
 
 def _finding(colour: str, heading: str, text: str) -> str:
-    return f'<li class="{colour}"><span class="when">{safe(heading)}</span>{safe(text, most=2000)}</li>'
+    return f'<li class="{colour}"><span class="when">{safe(heading)}</span><div class="message">{safe(text, most=2000, keep=_BREAK)}</div></li>'
 
 
 SECTIONS: Final[Mapping[str, tuple[str, str, Callable[[RunPage], str]]]] = {

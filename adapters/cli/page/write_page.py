@@ -77,6 +77,8 @@ def check_replaceable(place: Path) -> None:
     found = None
     if place.is_dir():
         found = "a directory"
+    elif place.exists() and not place.is_file():
+        found = "no regular file"  # it may never end, and may not be replaced
     elif place.exists():
         with place.open("rb") as file:
             begin = BEGIN.encode()

@@ -76,7 +76,7 @@ def carried_out_or_shown(
         "checkpoints": [
             {
                 "name": each.name,
-                "action": each.action,
+                "action": plan.outcome(each),
                 "why": each.why,
                 "digest": each.digest,
                 "size_bytes": each.size_bytes,

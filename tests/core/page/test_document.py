@@ -175,3 +175,10 @@ def test_a_save_under_way_is_not_called_torn():
     assert shown(inventory=Inventory("runs/a", "r", (old, begun))) == ([True, True], True), (
         "what an earlier process left stays a finding"
     )
+
+
+def test_a_warning_of_several_lines_has_several_lines():
+    """Each break of a line was shown as a backslash and an n."""
+    lines = (JournalLine(1e9, "warned", detail="two reasons:\n  one\n  two\x1b"),)
+    shown = sections_html(RunPage(Inventory("runs/a", "r", ()), 1e9, journal=lines))["findings"]
+    assert '<div class="message">two reasons:\n  one\n  two\\x1b</div>' in shown

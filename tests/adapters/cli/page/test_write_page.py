@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 from kit.adapters import cli_cases
@@ -64,7 +65,10 @@ def test_a_page_is_replaced_and_nothing_else_is(recorded, tmp_path, call, answer
     )
     call("page", recorded, "-o", recorded / "run.html")
     call("ls", recorded)
+    os.mkfifo(tmp_path / "pipe")
     for target in (
+        tmp_path / "pipe",
+        Path("/dev/null"),
         recorded / "run.json",
         recorded / "step-00000002" / "run.html",
         recorded / "latest" / "run.html",

@@ -30,14 +30,19 @@ def test_a_copy_is_planned_carried_out_and_found_there(run, tmp_path, answered, 
     )
 
 
-def test_another_checkpoint_of_a_step_is_refused_and_so_is_what_is_not_there(run, tmp_path, answered):
+def test_another_checkpoint_of_a_step_is_refused_and_so_is_what_is_not_there(run, tmp_path, answered, call):
     target = tmp_path / "b"
     shutil.copytree(run, target, symlinks=True)
     save(state_at(4, seed=1), target)
+    shutil.rmtree(target / "step-00000002")
     for options in ((), ("--dry-run",)):
         found, error = answered("copy", run, target, *options, code=CommitConflict.exit_code)
         assert error["where"].endswith("step-00000004")
         assert [each["error"] for each in found["refused"]] == ["CommitConflict"]
+        assert {each["action"] for each in found["checkpoints"]} == {"not copied", "there"}
+        shown = call("copy", run, target, *options, code=CommitConflict.exit_code)[0]
+        assert "not copied" in shown
+        assert " copied  " not in shown.replace("not copied", ""), "nothing was"
     answered("copy", run, tmp_path / "c", "--steps", "5", code=CheckpointMissing.exit_code)
     answered("copy", run, tmp_path / "c", "--steps", "4", "--newest", code=2)
     answered("copy", tmp_path / "nothing", tmp_path / "c", code=CheckpointMissing.exit_code)
