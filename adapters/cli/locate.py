@@ -41,8 +41,12 @@ class Checkpoint:
         return f"{self.store.url}/{self.name}"
 
 
-def open_run(path: Path) -> tuple[Store, Inventory]:
+def open_run(path: Path, *, begun: str | None = None) -> tuple[Store, Inventory]:
     """Open a run and list what it holds.
+
+    Args:
+        path: where it is.
+        begun: a file that shows that a run has begun, so that one without a checkpoint counts; None if it does not count.
 
     Raises:
         CheckpointMissing: if there is no such directory.
@@ -58,9 +62,12 @@ def open_run(path: Path) -> tuple[Store, Inventory]:
             raise _no_run(str(path), "a file" if path.exists() else "nothing")
         store = LocalStore(path)
     inventory = read_inventory(store)
-    if inventory.problem is not None:
+    is_begun = begun is not None and not inventory.entries and begun in store.list()
+    if inventory.problem is not None and not (
+        is_begun and inventory.problem.error == errors.CheckpointMissing.__name__
+    ):
         raise error_from(inventory.problem)
-    return store, inventory
+    return store, attrs.evolve(inventory, problem=None)
 
 
 def has_other_format(path: Path) -> bool:

@@ -48,7 +48,7 @@ class PageReader:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._store, _ = open_run(run)
+        self._store, _ = open_run(run, begun=JOURNAL)
         self._logs: dict[int, FlightValues] = {}
         self._seen: object = None  # as the files were before the last read in which none failed
         self._has_failed = False
@@ -76,7 +76,7 @@ class PageReader:
 
     def _read(self) -> RunPage:
         now = time.time()
-        store, inventory = open_run(self._run)
+        store, inventory = open_run(self._run, begun=JOURNAL)
         inventory = with_quarantined(proved(store, inventory), quarantined(store))
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []

@@ -164,7 +164,7 @@ def test_a_read_that_failed_once_is_made_again(run, monkeypatch, failing):
     assert not live._look()[2]
     JournalFile(run / JOURNAL).append([JournalLine(1e9 + 1, "warned", detail="the news")])
 
-    def fails(*_):
+    def fails(*_, **__):
         monkeypatch.undo()
         raise OSError(5, "Input/output error")
 

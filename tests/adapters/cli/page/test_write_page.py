@@ -12,6 +12,7 @@ from trainfold.adapters.cli.page import write_page as command
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journals import JOURNAL
+from trainfold.core.errors import CheckpointMissing
 from trainfold.core.flight import journal_line
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.flight.log_lines import encode_lines
@@ -182,3 +183,19 @@ def test_a_copied_run_lasts_no_longer_than_its_journal(run, tmp_path, call):
     shown = text_of(tmp_path / "run.html")
     assert "16 min" in shown, "the time of a log that was not copied counts: it grew after the last save"
     assert "copied after" not in shown
+
+
+def test_a_run_before_its_first_checkpoint_has_a_page(tmp_path, answered):
+    """W22: it was refused, also by --serve, until the first checkpoint; that of a run that dies before never came."""
+    run = tmp_path / "a"
+    JournalFile(run / JOURNAL).append(
+        [JournalLine(1e9, "started", 0), JournalLine(1e9 + 1, "warned", detail="too hot")]
+    )
+    (run / flight_name(0)).write_bytes(encode_lines([StepRecord(1, loss=float_bits_of(0.25))]))
+    found, _ = answered("page", run, "-o", tmp_path / "run.html")
+    assert (found["checkpoints"], found["processes"], found["losses"], found["run_id"]) == (0, 1, 1, None)
+    shown = text_of(tmp_path / "run.html")
+    assert "too hot" in shown
+    assert "The run holds no checkpoint." in shown
+    (run / JOURNAL).unlink()
+    answered("page", run, "-o", tmp_path / "run.html", code=CheckpointMissing.exit_code)
