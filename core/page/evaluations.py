@@ -16,6 +16,7 @@ from trainfold.core.page.page_parts import left_out_note, long_table, note
 from trainfold.core.page.run_page import RunPage
 
 MOST_METRICS: Final = 24  # that are shown
+_ROWS: Final = 10  # of each, before the reader asks for more
 _NAMED: Final = 8  # of those that are not
 
 
@@ -84,7 +85,7 @@ def evaluation_parts(page: RunPage) -> list[str]:
         drawn += _metric(page, metric, metrics[metric], number)
     if len(ordered) > MOST_METRICS:
         others = ordered[MOST_METRICS:]
-        names = ", ".join(others[:_NAMED]) + (", …" if len(others) > _NAMED else "")
+        names = ", ".join(others[:_NAMED]) + (" and more" if len(others) > _NAMED else "")
         drawn.append(note(f"{count_text(len(others), 'more name')} of evaluations are not shown here: {safe(names)}. The journal of the run has them."))  # fmt: skip
     if page.best is not None:
         record = page.best.record
@@ -112,7 +113,7 @@ def _metric(page: RunPage, metric: str, found: Sequence[Result], number: int) ->
         chart = curve_chart(f"Evaluation: {metric}", curve, dots=dots, best=best, name=metric, left=left)
         drawn.append(chart_html(chart, f"evaluation-{number}"))
     drawn += about_curve(curve)
-    columns = ["step", metric, "recorded (UTC)", *(["timeline"] if len(present) < len(found) else [])]
+    columns = ["step", "score", "recorded (UTC)", *(["timeline"] if len(present) < len(found) else [])]
     rows = [
         (
             number_text(each.step),
@@ -122,7 +123,10 @@ def _metric(page: RunPage, metric: str, found: Sequence[Result], number: int) ->
         )[: len(columns)]
         for each in reversed(found)
     ]
-    return [*drawn, long_table(f"Evaluations, the newest first: {metric}", columns, rows, numbers=("step", metric))]
+    return [
+        *drawn,
+        long_table(f"Evaluations, the newest first: {metric}", columns, rows, numbers=("step", "score"), shown=_ROWS),
+    ]
 
 
 def about_curve(curve: Curve) -> list[str]:
@@ -132,7 +136,7 @@ def about_curve(curve: Curve) -> list[str]:
         found.append(note(f"{curve.count:,} values, drawn as the least and the largest of each {curve.per_bucket:,}."))
     if curve.not_finite_count:
         steps = ", ".join(f"{step:,}" for step in curve.not_finite[:8])
-        more = ", …" if curve.not_finite_count > 8 else ""
+        more = " and more" if curve.not_finite_count > 8 else ""
         since = "" if curve.not_finite_since is None or curve.last is None else f" None is finite since step {curve.not_finite_since:,}; the last one is {number_text(curve.last[1])}, at step {curve.last[0]:,}."  # fmt: skip
         found.append(note(f"{count_text(curve.not_finite_count, 'value')} not finite: step {steps}{more}.{since}"))
     return found

@@ -13,11 +13,16 @@ RECORD: Final = "<code>CheckpointManager(..., record=0)</code>"
 
 
 def long_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: Sequence[str] = (),
+    shown: int = SHOWN,
 ) -> str:
     """A table that scrolls where it is too wide; rows beyond the first ones are behind a button."""
-    first = scrolling(title, html_table(title, columns, rows[:SHOWN], numbers=numbers))
-    more = rows[SHOWN:MOST]
+    first = scrolling(title, html_table(title, columns, rows[:shown], numbers=numbers))
+    more = rows[shown:MOST]
     if not more:
         return first
     left = note(f"{len(rows) - MOST:,} more are not shown.") if len(rows) > MOST else ""
