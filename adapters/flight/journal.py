@@ -86,7 +86,7 @@ class Journal(logging.Filter):
     def event(self, event: Event) -> None:
         """Write an event of the manager. The beginning of a save, `called` writes."""
         if event.kind != "saved":
-            self._write(event.kind, event.step, event.checkpoint, event.detail)
+            self._write(event.kind, event.step, event.checkpoint, event.detail, data=_stalled(event.stalled_secs))
 
     def called(self, step: int, secs: float, outcome: str) -> None:
         """Write that the loop has called a save, which has returned now, after so many seconds; and that it is durable, if it is."""
@@ -95,9 +95,9 @@ class Journal(logging.Filter):
         if outcome == "written":
             self.written(step, now - secs, now)
 
-    def written(self, step: int, began: float, ended: float) -> None:
-        """Write when a save was written, and durable."""
-        self._write("written", step, at=ended, data={"began": began})
+    def written(self, step: int, began: float, ended: float, *, stalled_secs: float | None = None) -> None:
+        """Write when a save was written, and durable; and for how long the loop stood still, if that was longer than the call."""
+        self._write("written", step, at=ended, data={"began": began, **_stalled(stalled_secs)})
 
     def evaluated(self, step: int, name: str, value: float) -> None:
         """Write a result that the loop has recorded."""
@@ -163,3 +163,7 @@ class Journal(logging.Filter):
             self._file.append([line])
         else:
             self._kept_back.append(line)
+
+
+def _stalled(secs: float | None) -> dict[str, float]:
+    return {} if secs is None else {"stalled": secs}

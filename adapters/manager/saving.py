@@ -51,12 +51,19 @@ class _UnderWay:
         hold: what it reads.
         before: what is due again if it fails.
         raised: the exception that the call has raised already.
+        call_secs: how long the call took; None until it has returned.
     """
 
     job: Job[SaveResult]
     hold: Hold
     before: Before
     raised: BaseException | None = None
+    call_secs: float | None = None
+
+    @property
+    def stalled_secs(self) -> float | None:
+        """For how long the loop has stood still; None if the call was interrupted."""
+        return None if self.call_secs is None else self.call_secs + self.hold.stalled_secs
 
 
 @final
@@ -197,6 +204,8 @@ class SaveRunner:
         with self._due.until_all_come(_step_of(run)):
             outcome = self._begin(run, failures, may_skip=may_skip and self._options.skips)
         secs = time.monotonic() - began
+        if outcome.status == "staged" and self._under_way is not None:
+            self._under_way.call_secs = secs
         if self._journal is not None:
             self._journal.called(outcome.step, secs, outcome.status)
         if self._rehearsal is not None:
@@ -318,7 +327,7 @@ class SaveRunner:
         # an interrupt before `_under_way` is None repeats all of this
         self._contents.found_written(under_way.hold.written())
         self._ready_bytes = under_way.hold.protected_bytes
-        result, failure = under_way.job.result, under_way.job.failure
+        result, failure, stalled_secs = under_way.job.result, under_way.job.failure, under_way.stalled_secs
         if result is None:
             assert failure is not None, "a job returns or raises"
             before, raised = under_way.before, under_way.raised
@@ -327,7 +336,7 @@ class SaveRunner:
             del under_way
             if raised is failure:
                 return None
-            self._failed(before.step, failure)
+            self._failed(before.step, failure, stalled_secs)
             try:
                 raise failure
             finally:
@@ -336,24 +345,27 @@ class SaveRunner:
         self.base = result.base
         self._deletions.plan(result)
         if self._journal is not None:
-            self._journal.written(result.step, under_way.job.began_at, under_way.job.ended_at)
+            self._journal.written(
+                result.step, under_way.job.began_at, under_way.job.ended_at, stalled_secs=stalled_secs
+            )
         self._under_way = None
-        self._committed(result)
+        self._committed(result, stalled_secs)
         return result
 
-    def _failed(self, step: int, error: BaseException) -> None:
+    def _failed(self, step: int, error: BaseException, stalled_secs: float | None) -> None:
         self._events.expects = None
         name_closure(error)
         if self._due.places and isinstance(error, SaveFailed):
             error.fix += f", because its path is not the same everywhere: {self._due.places}"
         place(error, step=step)
-        self._events.report("failed", step=step, detail=error_text(error))
+        self._events.report("failed", step=step, detail=error_text(error), stalled_secs=stalled_secs)
 
-    def _committed(self, result: SaveResult) -> None:
+    def _committed(self, result: SaveResult, stalled_secs: float | None) -> None:
         self._committed_step = result.step
         self._contents.proved()
         size = f"{result.size_bytes} bytes"
-        self._events.report("committed", step=result.step, checkpoint=result.checkpoint, detail=size, secs=result.secs)
+        self._events.report("committed", step=result.step, checkpoint=result.checkpoint, detail=size, secs=result.secs,
+                            stalled_secs=stalled_secs)  # fmt: skip
         self._events.expects = None
 
     # --- inside: how a save starts -----------------------------------------------------------------------------------
@@ -381,12 +393,12 @@ class SaveRunner:
             result = save_snapshot(lambda: self._recorded(self._contents.whole_snapshot(run)), self._store, collectives=self._world, lock=False,
                                    descends_from=self.descends_from, base=self.base)  # fmt: skip
         except Exception as error:
-            self._failed(step, error)
+            self._failed(step, error, time.monotonic() - self._called_at)
             raise
         self.descends_from = self._saved_in[result.run_id] = result.descent
         self.base = result.base
         self._due.begun(step)
-        self._committed(result)
+        self._committed(result, time.monotonic() - self._called_at)
         self._deletions.carry_out(result)
         self._events.report_deferred()
         return SaveOutcome("written", step, result)
@@ -402,7 +414,7 @@ class SaveRunner:
                 hold = Hold(leaves, unannounced=apart, max_extra_bytes=self._options.room,
                             counters=self._contents.counters(run, leaves), check=self._options.hold_check)  # fmt: skip
         except Exception as error:
-            self._failed(step, error)
+            self._failed(step, error, time.monotonic() - self._called_at)
             if self._world.world_size > 1:  # the other ranks wait in their threads for this one's report
                 self._start(_raising(error), Hold({}), step, raised=error)
             raise

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Final, final
@@ -44,6 +45,10 @@ class Hold:
         check: whether the bytes are digested now and at the last look, and compared with what was written, to find a writer that
             moves no version counter. Of a leaf that other ranks write too, only the writer of the first elements compares what was written.
 
+    Attributes:
+        stalled_secs: for how long `protect` has kept the owner waiting, to copy or until bytes were read; threads that wait at the same time count
+            once.
+
     Examples:
         >>> weight = torch.zeros(4)
         >>> hold = Hold({("model", "w"): weight})
@@ -65,6 +70,7 @@ class Hold:
         self._protecting = threading.Lock()  # optimizers may step in several threads
         self._room = CopyRoom(max_extra_bytes)
         self._is_protected = False
+        self.stalled_secs = 0.0
         self._process = os.getpid()
         self._rings: dict[torch.device, PinnedRing] = {}
         # other tensors of the same memory and counter: `.data =` and `swap_tensors` lead the owner's elsewhere
@@ -217,7 +223,11 @@ class Hold:
         """
         if not self.is_over and self._process == os.getpid():
             with self._protecting:
-                self._protect()
+                began = time.monotonic()
+                try:
+                    self._protect()
+                finally:
+                    self.stalled_secs += time.monotonic() - began
 
     def written(self) -> frozenset[LeafName]:
         """All leaves that were written to without `protect`, not only the one that made the save fail.

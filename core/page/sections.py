@@ -59,7 +59,8 @@ def save_section(page: RunPage) -> str:
     open_steps = steps_under_way(page.journal, page.flight)
     rows = [_save_row(save, is_newest and save.step in open_steps) for save, is_newest in _newest_first(saves)]
     table = long_table("Saves, the newest first", columns, rows, numbers=columns[:1] + columns[2:5])
-    return chart + table + left_out_note(page, "saves")
+    stood = note("The loop stands still in the call of a save, and in updates that copy, or wait for, what the save has not read yet; of a save without a recorded end, the call alone is known.")  # fmt: skip
+    return chart + table + stood + left_out_note(page, "saves")
 
 
 def _newest_first(saves: Sequence[SaveTimes]) -> list[tuple[SaveTimes, bool]]:

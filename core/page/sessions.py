@@ -66,11 +66,12 @@ class SaveTimes:
     Attributes:
         step: the step that was saved.
         called: when the loop called.
-        returned: when the call had returned: until then the loop stood still.
+        returned: when the call had returned.
         began: when the writing began; None if that is not known, as of a save that a kill ended.
         durable: when it was durable.
         outcome: ``written``, ``staged``, ``skipped``, ``failed``, or ``lost`` if its process ended first.
         detail: why it failed.
+        stalled: for how long the loop stood still in the call and in later updates; None if that is not known.
     """
 
     step: int
@@ -80,11 +81,12 @@ class SaveTimes:
     durable: float | None = None
     outcome: str = "lost"
     detail: str = ""
+    stalled: float | None = None
 
     @property
     def stall_secs(self) -> float:
-        """How long the loop stood still."""
-        return max(0.0, self.returned - self.called)
+        """How long the loop stood still; the call alone, of a save that a kill ended, and in older journals."""
+        return max(0.0, self.returned - self.called, self.stalled or 0.0)
 
     @property
     def writing_secs(self) -> float | None:
@@ -187,9 +189,9 @@ def saves_of(journal: Sequence[JournalLine]) -> tuple[SaveTimes, ...]:
 
     Examples:
         >>> lines = [JournalLine(1.0, "called", 4, data={"returned": 1.25, "outcome": "staged"}),
-        ...          JournalLine(3.0, "written", 4, data={"began": 1.5})]
+        ...          JournalLine(3.0, "written", 4, data={"began": 1.5, "stalled": 0.75})]
         >>> [(save.stall_secs, save.writing_secs, save.durable_secs) for save in saves_of(lines)]
-        [(0.25, 1.5, 2.0)]
+        [(0.75, 1.5, 2.0)]
     """
     found: list[SaveTimes] = []
     under_way: dict[int, int] = {}  # step -> place in `found`
@@ -214,10 +216,11 @@ def saves_of(journal: Sequence[JournalLine]) -> tuple[SaveTimes, ...]:
             )
         elif line.kind in ("written", "failed") and line.step in under_way:
             at = under_way.pop(line.step)
+            save = attrs.evolve(found[at], stalled=line.moment("stalled"))
             if line.kind == "failed":
-                found[at] = attrs.evolve(found[at], outcome="failed", detail=line.detail)
+                found[at] = attrs.evolve(save, outcome="failed", detail=line.detail)
             else:
-                found[at] = attrs.evolve(found[at], began=line.moment("began"), durable=line.at, outcome="written")
+                found[at] = attrs.evolve(save, began=line.moment("began"), durable=line.at, outcome="written")
     return tuple(found)
 
 

@@ -27,7 +27,9 @@ class Event:
         step: the step of the save when it was requested, or of the checkpoint; None if the event has none.
         checkpoint: the directory of the checkpoint, or None.
         detail: more, in words.
-        secs: how long it took: ``saved``, the call, for which the loop stood still; ``restored``, the load; ``committed``, from the beginning of the save to the moment when it was durable; ``uploaded`` and ``fetched``, the transfer. Else None.
+        secs: how long it took: ``saved``, the call; ``restored``, the load; ``committed``, from the beginning of the save to the moment when it was durable; ``uploaded`` and ``fetched``, the transfer. Else None.
+        stalled_secs: for how long the loop stood still: of a save that is ``committed`` or ``failed``, for its call, and in updates and in `wait_staging` while what it reads was
+            copied or waited for. Else None, and after an interrupt in the call.
     """
 
     kind: EventKind
@@ -36,6 +38,7 @@ class Event:
     checkpoint: str | None = None
     detail: str = ""
     secs: float | None = None
+    stalled_secs: float | None = None
 
     def __str__(self) -> str:
         place = self.run if self.checkpoint is None else f"{self.run}/{self.checkpoint}"

@@ -64,6 +64,16 @@ def test_a_log_that_was_copied_makes_no_process_longer():
     assert (found.last, found.ended_at) == (7, 20.0)
 
 
+def test_the_loop_stood_still_for_the_call_and_for_what_its_updates_waited_for():
+    """R05, W22: as the end of the save says it. A journal of an older version, and a save without an end, have the call alone."""
+    lines = []
+    for step, kind, data in ((1, "written", {}), (2, "written", {"stalled": 2.5}), (3, "failed", {"stalled": 3.0}), (4, "failed", {}), (5, "x", {}),
+                             (6, "written", {"stalled": "long"})):  # fmt: skip
+        lines += [JournalLine(10.0 * step, "called", step, data={"returned": 10.0 * step + 0.5, "outcome": "staged"}),
+                  JournalLine(10.0 * step + 4, kind, step, data=data)]  # fmt: skip
+    assert [save.stall_secs for save in saves_of(lines)] == [0.5, 2.5, 3.0, 0.5, 0.5, 0.5]
+
+
 def test_a_save_that_a_kill_ends_is_not_durable_and_one_that_fails_is_called_so():
     lines = [JournalLine(1.0, "started", 0), JournalLine(2.0, "called", 4, data={"returned": 2.1, "outcome": "staged"}),
              JournalLine(3.0, "started", 0), JournalLine(4.0, "called", 4, data={"returned": 4.1, "outcome": "staged"}),
@@ -73,7 +83,7 @@ def test_a_save_that_a_kill_ends_is_not_durable_and_one_that_fails_is_called_so(
 
 
 KINDS = st.sampled_from(["started", "called", "written", "failed", "closed", "evaluated", "restored", "warned", "x"])
-DATA = st.dictionaries(st.sampled_from(["reached", "reached_at", "returned", "began", "outcome"]), st.floats(0, 1e9) | st.text(max_size=3) | st.integers(-9, 99), max_size=3)  # fmt: skip
+DATA = st.dictionaries(st.sampled_from(["reached", "reached_at", "returned", "began", "stalled", "outcome"]), st.floats(0, 1e9) | st.text(max_size=3) | st.integers(-9, 99), max_size=3)  # fmt: skip
 ANY_LINES = st.lists(st.builds(JournalLine, st.floats(0, 1e9), KINDS, st.none() | st.integers(0, 99), st.none(), st.text(max_size=3), DATA), max_size=12)  # fmt: skip
 
 
