@@ -50,7 +50,7 @@ def open_run(path: Path, *, begun: str | None = None) -> tuple[Store, Inventory]
 
     Raises:
         CheckpointMissing: if there is no such directory.
-        CheckpointError: the matching subclass, if it is not a run.
+        CheckpointError: the matching subclass, if it is not a run, or cannot be read.
     """
     if is_object_url(str(path)):
         store = glimpse(open_store(str(path)))
@@ -61,7 +61,11 @@ def open_run(path: Path, *, begun: str | None = None) -> tuple[Store, Inventory]
         if not path.is_dir():
             raise _no_run(str(path), "a file" if path.exists() else "nothing")
         store = LocalStore(path)
-    inventory = read_inventory(store)
+    try:
+        inventory = read_inventory(store)
+    except OSError as error:  # of a disk
+        raise errors.CheckpointUnreadable(store.url, expected="a run that can be read", found=error,
+                                          fix="give this user the right to read there, or look at the device and its log; this does not prove damage") from error  # fmt: skip
     is_begun = begun is not None and not inventory.entries and begun in store.list()
     if inventory.problem is not None and not (
         is_begun and inventory.problem.error == errors.CheckpointMissing.__name__

@@ -22,7 +22,7 @@ from trainfold.core.errors import CheckpointError, InvalidArgument, TrainfoldErr
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.printable import bytes_text
-from trainfold.core.problem import problem_of
+from trainfold.core.problem import error_from, problem_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import UNFINISHED, Pruning, held_back, newest_complete, newest_to_examine
 from trainfold.core.save.retention import Retention, Saved, keep_best, keep_every, keep_last, keep_newer
@@ -76,8 +76,8 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
         flatten: whether the checkpoints that stay and refer to files of others are written again first, so that the others may go.
 
     Returns:
-        What stays, and what went or would go. If the newest checkpoint proves damaged, it must not be the only one left: then nothing is
-        deleted, and the answer has the error.
+        What stays, and what went or would go. Nothing is deleted, and the answer has the error, if the newest checkpoint proves damaged, which
+        must not be the only one left, or if it is not known to what a checkpoint refers, because its manifest cannot be read.
 
     Raises:
         UsageError: without a rule, or for a value that a rule cannot have.
@@ -93,11 +93,13 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
     with nullcontext() if dry_run else locked(store, lambda _: _WAIT):
         written = _newest(store, inventory if dry_run else open_run(run)[1])
         plan = pruner.plan(written)
-        alone, wrong, grown = _stood_alone(store, plan, dry_run=dry_run) if flatten else ([], [], 0)
+        alone, wrong, grown = (
+            _stood_alone(store, plan, dry_run=dry_run) if flatten and plan.held is None else ([], [], 0)
+        )
         if alone or wrong:
             plan = pruner.plan(written, alone=alone)
         damage = _damage(run, written, plan)
-        if damage is not None:
+        if damage is not None and plan.held is None:
             plan = held_back(plan, written.name, problem_of(damage))
         sizes = _sizes(store, plan)
         gone = {*plan.deleted, *plan.torn}
@@ -190,7 +192,9 @@ def _newest(store: Store, inventory: Inventory) -> Saved:
 
 
 def _damage(run: Path, newest: Saved, plan: Pruning) -> TrainfoldError | None:
-    """Read the newest checkpoint whole if others are to be deleted: a manager has just written its newest, but this one may be damaged."""
+    """Why nothing goes. The newest is read whole if others are to be deleted: a manager has just written its own, but this one may be damaged."""
+    if plan.held is not None:
+        return error_from(plan.held)
     return verify_checkpoint(run / newest.name).error if plan.deleted else None
 
 

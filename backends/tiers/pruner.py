@@ -26,7 +26,7 @@ from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.history.recognise import lost_files
-from trainfold.core.problem import Problem, problem_of
+from trainfold.core.problem import Problem, error_from, problem_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import (
     Pruning,
@@ -129,7 +129,7 @@ class Pruner:
             events: gets an event for each checkpoint that is deleted, at once.
 
         Raises:
-            CheckpointError: if there is a best that cannot be read.
+            CheckpointError: if there is a best that cannot be read, or if something would go and it is not known to what a checkpoint refers.
             SaveFailed: if the store cannot delete; what it deleted before is in ``events``.
         """
         with self._lock():
@@ -153,6 +153,8 @@ class Pruner:
         self._lead_best_back(inventory, best)
         inventory = with_quarantined(inventory, quarantined(self._seen))
         plan = self._plan(written, inventory, best, proves=not deletes_none(self._policy, self._left_behind))
+        if plan.held is not None:
+            raise error_from(plan.held)
         if plan.deleted and data is not None and data != self._durable_best:
             self._store.commit(BEST_FILE, data, replaces=digest_of(data))  # else a crash may bring an earlier one back
             self._durable_best = data

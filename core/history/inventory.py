@@ -10,6 +10,8 @@ from trainfold.core.problem import Problem
 
 # the first words of a fix for a problem that an older checkpoint does not have
 OLDER: Final = "use an older checkpoint"
+_NO_MANIFEST: Final = "CheckpointTorn"
+_WRONG_BYTES: Final = ("CheckpointDamaged", "CheckpointForeign", "CheckpointHostile")
 
 
 @final
@@ -107,9 +109,26 @@ class Inventory:
         """The entry of that name, or None."""
         return next((entry for entry in self.entries if entry.name == name), None)
 
+    @property
+    def unread(self) -> tuple[Entry, ...]:
+        """The checkpoints that may refer to files of any other one, because the first lines of their manifests are not known.
+
+        A manifest that could not be read now, or that a newer trainfold wrote, is whole as far as anyone knows. One with wrong bytes counts
+        only in a run in which checkpoints refer to others: it was one of those, and a copy of it may be put back.
+        """
+        refer = any(entry.refers for entry in self.entries)
+        return tuple(
+            entry
+            for entry in self.entries
+            if entry.head is None
+            and entry.problem is not None
+            and entry.problem.error != _NO_MANIFEST
+            and (refer or entry.problem.error not in _WRONG_BYTES)
+        )
+
     def refers_to(self, name: str) -> bool:
-        """Whether a checkpoint refers to files of this directory."""
-        return any(name in entry.refers for entry in self.entries)
+        """Whether a checkpoint refers to files of this directory, or may."""
+        return any(name in entry.refers for entry in self.entries) or any(entry.name != name for entry in self.unread)
 
     def with_entry(self, entry: Entry) -> "Inventory":
         """The inventory with one entry replaced."""

@@ -32,6 +32,7 @@ class Pruning:
         torn: the directories of saves and deletions that did not finish.
         left_alone: name -> why it stays although no rule counts it: it is damaged, in quarantine, left behind, or may be a save under way.
         refers: each checkpoint that refers to files of others -> these.
+        held: why nothing goes of what no rule keeps; None if it does.
     """
 
     lineage: RetentionPlan
@@ -39,6 +40,7 @@ class Pruning:
     torn: tuple[str, ...]
     left_alone: Mapping[str, str] = attrs.field(factory=dict)
     refers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, repr=False)
+    held: Problem | None = None
 
     @property
     def deleted(self) -> tuple[str, ...]:
@@ -130,8 +132,8 @@ def plan_pruning(  # noqa: PLR0913 - keywords
     """Say what may be deleted after a commit.
 
     Laws: only checkpoints that were proved are deleted, and only directories in which every file has a name that a save gives are torn.
-    The checkpoint just written stays, and so do the protected ones, and those to whose files one that stays refers. A directory that may be a save under way stays. Each directory of the run
-    is in the plan once, with the reason. Planning again after the deletion deletes nothing.
+    The checkpoint just written stays, and so do the protected ones, and those to whose files one that stays refers. Nothing goes while it is not known to what a checkpoint refers. A directory that may be a save
+    under way stays. Each directory of the run is in the plan once, with the reason. Planning again after the deletion deletes nothing.
 
     Args:
         inventory: the run, with what is in quarantine.
@@ -177,7 +179,9 @@ def plan_pruning(  # noqa: PLR0913 - keywords
         for entry in inventory.entries
         if entry.name not in planned
     }
-    return Pruning(mine, others, torn, alone, refers)
+    plan = Pruning(mine, others, torn, alone, refers)
+    unread = next(iter(inventory.unread), None)
+    return _unread(plan, unread) if unread is not None and (plan.deleted or plan.torn) else plan
 
 
 def _without(plan: RetentionPlan, needed: Mapping[str, str]) -> RetentionPlan:
@@ -185,6 +189,14 @@ def _without(plan: RetentionPlan, needed: Mapping[str, str]) -> RetentionPlan:
     more = {name: (needed[name],) for name in plan.deleted if name in needed}
     kept = dict(sorted({**plan.kept, **more}.items(), key=lambda pair: step_of(pair[0]) or 0)) if more else plan.kept
     return RetentionPlan(kept, tuple(name for name in plan.deleted if name not in needed))
+
+
+def _unread(plan: Pruning, entry: Entry) -> Pruning:
+    """The plan while it is not known to what a checkpoint refers: nothing goes."""
+    assert entry.problem is not None  # it could not be read
+    fix = f"{entry.problem.fix}; nothing was deleted, because {entry.name} may refer to files of the others: if it is lost for good, delete its directory"
+    spared = _spared(plan, f"would go, but {entry.name} cannot be read now, and may refer to its files")
+    return attrs.evolve(spared, refers=plan.refers, held=attrs.evolve(entry.problem, fix=fix))
 
 
 def held_back(plan: Pruning, newest: str, problem: Problem) -> Pruning:
@@ -195,11 +207,17 @@ def held_back(plan: Pruning, newest: str, problem: Problem) -> Pruning:
         newest: its name.
         problem: what is wrong with it.
     """
-    spared = dict.fromkeys((*plan.deleted, *plan.torn), "would go if the newest checkpoint were whole")
-    alone = {**plan.left_alone, **spared, newest: f"the newest, but {_in_words(problem)}; nothing is deleted"}
+    spared = _spared(plan, "would go if the newest checkpoint were whole")
+    alone = {**spared.left_alone, newest: f"the newest, but {_in_words(problem)}; nothing is deleted"}
     kept = {name: why for name, why in plan.lineage.kept.items() if name != newest}
-    behind = RetentionPlan(plan.left_behind.kept, ())
-    return Pruning(RetentionPlan(kept, ()), behind, (), dict(sorted(alone.items())))
+    return attrs.evolve(spared, lineage=RetentionPlan(kept, ()), left_alone=dict(sorted(alone.items())), held=problem)
+
+
+def _spared(plan: Pruning, why: str) -> Pruning:
+    """The plan in which what would go stays for one reason."""
+    alone = {**plan.left_alone, **dict.fromkeys((*plan.deleted, *plan.torn), why)}
+    lineage, behind = RetentionPlan(plan.lineage.kept, ()), RetentionPlan(plan.left_behind.kept, ())
+    return Pruning(lineage, behind, (), dict(sorted(alone.items())))
 
 
 def best_still_there(inventory: Inventory, best: BestFile) -> str | None:

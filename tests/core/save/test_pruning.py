@@ -25,6 +25,9 @@ from trainfold.core.save.retention import Saved, keep_every, keep_last
 
 QUARANTINED = Problem("CheckpointQuarantined", "r", "one that loads", "none", "", 16)
 TORN = Problem("CheckpointTorn", "r", "manifest.json", "none: a save that did not finish", "", 13)
+UNREAD = st.sampled_from(
+    [Problem(error, "r", "bytes", "none", "try again", 14) for error in ("CheckpointUnreadable", "FutureVersion")]
+)
 POLICIES = st.sampled_from([keep_last(1), keep_last(2), keep_every(3), keep_last(1) | keep_every(4)])
 DATA = "model-00000-of-00001.safetensors"
 
@@ -47,7 +50,7 @@ def runs(draw):
             bad = heads[step] is not written and draw(st.integers(0, 4)) == 0
             entries.append(Entry(directory_of(step), heads[step], problem=QUARANTINED if bad else None))
         elif draw(st.booleans()):
-            entries.append(Entry(directory_of(step), None, problem=QUARANTINED))
+            entries.append(Entry(directory_of(step), None, problem=TORN))
     return Inventory("runs/a", "r", tuple(entries)), Saved(directory_of(written.step), written.step, written.timeline)
 
 
@@ -100,6 +103,31 @@ def test_what_goes_is_proved_and_unprotected_and_planning_again_deletes_nothing(
     assert sorted([*back.lineage.kept, *back.left_behind.kept, *back.left_alone]) == sorted(told)
     assert "CheckpointTorn" in back.left_alone[written.name]
     event(f"{min(len(gone), 3)} go")
+
+
+@given(case=runs(), policy=POLICIES, problem=UNREAD, data=st.data())
+def test_nothing_goes_while_it_is_not_known_to_what_a_checkpoint_refers(case, policy, problem, data):
+    """E02: and each directory is in the plan once, and one that would go has the reason."""
+    run, written = case
+    files = {name: [DATA] for name in may_be_torn(run, written)}
+    proved = {entry.name: saved_of(entry) for entry in run.entries if entry.is_candidate}
+
+    def planned(inventory):
+        return plan_pruning(
+            inventory, written=written, proved=proved, files=files, policy=policy, left_behind=keep_last(1)
+        )
+
+    name = directory_of(data.draw(st.integers(0, 30).filter(lambda step: run.entry(directory_of(step)) is None)))
+    unread = Entry(name, None, problem=problem)
+    before = planned(run)
+    entries = tuple(sorted((*run.entries, unread), key=lambda entry: entry.name))
+    plan = planned(attrs.evolve(run, entries=entries))
+    gone = {*before.deleted, *before.torn}
+    assert (plan.deleted, plan.torn) == ((), ())
+    assert (plan.held is not None) == bool(gone)
+    told = [*plan.lineage.kept, *plan.left_behind.kept, *plan.left_alone]
+    assert sorted(told) == [entry.name for entry in entries]
+    assert {each for each, why in plan.left_alone.items() if why.startswith(f"would go, but {name} ")} == gone
 
 
 @given(case=runs())
