@@ -19,8 +19,8 @@ from trainfold.adapters.flight.pure_steps import (
     record_of_step,
     recorded_step,
 )
+from trainfold.adapters.flight.replay_orders import end_after_last, end_at_bad_record, end_at_nonfinite
 from trainfold.backends.flight.flights import FlightWriter, flight_name, flight_writer, read_flights
-from trainfold.backends.flight.replay_place import run_of_replay
 from trainfold.backends.job import Job
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.core.checks import count
@@ -68,7 +68,10 @@ class FlightLog:
 
     def __init__(self, run: Run, *, states_every: int = 0, rank: int = 0) -> None:
         self._states_every = count("FlightLog.states_every", states_every, least=0, fix="0 digests no state")
-        store = open_store(run_of_replay(orders_of(os.environ), open_store(run)))
+        self._orders, self._rank = orders_of(os.environ), rank
+        self._under_way: int | None = None
+        self._ends = end_at_nonfinite(self._orders, rank, lambda: self._under_way)
+        store = open_store(run)
         self._file = flight_writer(store, rank)
         self._where = f"{store.url}/{flight_name(rank)}"
         weakref.finalize(self, _close_later, self._file)
@@ -83,11 +86,17 @@ class FlightLog:
             step: what `make_step` returns, or any function ``(state, batch) -> (state, metrics)`` whose states count their steps. Of the metrics,
                 ``loss`` and ``grad_norm`` are kept.
         """
-        return recorded_step(step, self._append, states_every=self._states_every)
+        return recorded_step(step, self._append, states_every=self._states_every, begins=self._begin)
+
+    def _begin(self, done: int) -> None:
+        self._under_way = done + 1
 
     def _append(self, lines: Sequence[LogLine]) -> None:
-        """A method of this object, so that the log is not closed while a step writes it."""
+        """A method of this object, so that the log is not closed while a step writes it. A replay ends here, as no manager ends it."""
+        end_after_last(self._orders, lines[0].step)
         self._file.append(lines)
+        if self._ends and self._orders is not None:
+            end_at_bad_record(self._orders, self._rank, lines)
 
     def close(self) -> None:
         """Write the rest, as into a bucket, where lines are put each minute; a later step opens the log again.

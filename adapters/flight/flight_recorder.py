@@ -9,7 +9,7 @@ import xxhash
 
 from trainfold.adapters.flight.journal import Journal
 from trainfold.adapters.flight.pure_steps import B, PureStep, S, recorded_step
-from trainfold.adapters.flight.replay_orders import end_at_nonfinite, end_with
+from trainfold.adapters.flight.replay_orders import end_at_bad_record, end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.watch.recorder import plain_number, with_recorder
@@ -117,19 +117,8 @@ class FlightRecorder:
         if self.journal is not None and lines:
             self.journal.goes_on(lines[0].step)
         self._file.append(lines)
-        bad = [
-            name
-            for name in ("loss", "norm")
-            for line in lines
-            if isinstance(line, StepRecord) and not _is_finite(getattr(line, name))
-        ]
-        if bad and self._ends and self._orders is not None:
-            end_with(
-                self._orders,
-                self._rank,
-                lines[0].step,
-                f"the {bad[0]} is not finite, and the output of every module is",
-            )
+        if self._ends and self._orders is not None:
+            end_at_bad_record(self._orders, self._rank, lines)
 
     def boundary(self, run: Live) -> None:
         """Digest the state, if that is due after this step."""
@@ -188,10 +177,6 @@ class FlightRecorder:
         """A log ends no run."""
         del step
         return False
-
-
-def _is_finite(bits: bytes | None) -> bool:
-    return bits is None or math.isfinite(float_of_bits(bits))
 
 
 def _real(value: Any) -> float:

@@ -1,9 +1,12 @@
-"""What a replay changes in a program that it runs: it ends at a NaN."""
+"""What a replay changes in a program that it runs: it ends at a NaN, and after its last step."""
 
+import contextlib
 import json
+import math
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +14,7 @@ import attrs
 
 from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch
 from trainfold.backends.stores.record_file import RecordFile
+from trainfold.core.flight.step_record import LogLine, StepRecord, float_of_bits
 from trainfold.core.rehearsal.orders import RECORD_NAME, Orders
 
 NONFINITE_NAME: Final = "nonfinite.json"
@@ -45,6 +49,39 @@ def end_with(orders: Orders, rank: int, step: int | None, found: NonFiniteOutput
     about = {"step": step, "rank": rank, "text": str(found), "output": seen}
     being_written.write_text(json.dumps(about), encoding="utf-8")
     being_written.replace(notes / NONFINITE_NAME)
-    record = RecordFile(notes / RECORD_NAME, clock=time.monotonic)
-    record.write("done", step or 0, why="not finite")  # the replay then ends the other ranks, which wait for this one
+    _end(orders, step or 0, "not finite")
+
+
+def end_at_bad_record(orders: Orders, rank: int, lines: Sequence[LogLine]) -> None:
+    """End this program if a loss or a norm that was recorded is not finite.
+
+    Args:
+        orders: of a replay that ends at what is not finite.
+        rank: of this process.
+        lines: of one step.
+    """
+    for line in lines:
+        for name in ("loss", "norm"):
+            bits = getattr(line, name) if isinstance(line, StepRecord) else None
+            if bits is not None and not math.isfinite(float_of_bits(bits)):
+                end_with(orders, rank, line.step, f"the {name} is not finite, and the output of every module is")
+
+
+def end_after_last(orders: Orders | None, step: int) -> None:
+    """End this program, which no manager ends, if a replay wants none of its steps from this one on.
+
+    Args:
+        orders: of the replay; None without one.
+        step: that was done.
+    """
+    if orders is not None and orders.replay is not None and step > orders.steps:
+        _end(orders, orders.steps, "it went on past its end")
+
+
+def _end(orders: Orders, step: int, why: str) -> None:
+    record = RecordFile(Path(orders.notes, RECORD_NAME), clock=time.monotonic)
+    record.write("done", step, why=why)  # the replay then ends the other ranks, which wait for this one
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # what it said is in the file of the replay
+            stream.flush()
     os._exit(0)

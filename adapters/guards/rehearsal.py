@@ -15,9 +15,10 @@ from trainfold.adapters.watch.recorder import plain_number, with_recorder
 from trainfold.backends.flight.replay_place import run_place
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
-from trainfold.backends.stores.local import Run, local_store
+from trainfold.backends.stores.local import Run, local_store, open_store
 from trainfold.backends.stores.protocol import Store
 from trainfold.backends.stores.record_file import RecordFile
+from trainfold.backends.stores.stand_in import stand_in
 from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.rehearsal.entry import EntryKind
@@ -74,6 +75,7 @@ class Rehearsal:
         """
         if not isinstance(run, str | Path | Store):
             return run  # the manager refuses it by name
+        run = (stand_in(str(run), self.orders) or run) if isinstance(run, str | Path) else open_store(run)
         run = local_store(run) or run  # nothing of a rehearsal goes to a far tier
         place = run_place(self.orders, run)
         given, stays = place.location, place.is_inside
@@ -82,8 +84,7 @@ class Rehearsal:
         self._name = f"{slug}-{digest_of(given.encode()).removeprefix('xxh3:')[:8]}"
         if stays:  # a name that does not depend on the home
             self._name = os.path.relpath(os.path.realpath(given), home).replace("/", "-")
-        below = ["run"] if place.is_replayed else ["managers", self._name]
-        self._place = given if stays else os.path.join(home, *below)  # noqa: PTH118
+        self._place = given if stays else os.path.join(home, "managers", self._name)  # noqa: PTH118
         _LOG.warning(
             "REHEARSAL (%s is set): this manager saves into %s%s, every %s steps, and its run ends at step %s",
             VARIABLE, self._place, "" if stays else f" and not into {given}", self.orders.every, self.orders.steps,

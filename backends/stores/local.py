@@ -1,6 +1,7 @@
 """`LocalStore`: a store in a directory of a local filesystem. Its commit protocol survives power cuts."""
 
 import errno
+import functools
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ from trainfold.backends.stores.staged_files import (
     staged,
     sync_above,
 )
+from trainfold.backends.stores.stand_in import stand_in
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import CommitConflict, InvalidArgument
 from trainfold.core.format.file_names import MANIFEST
@@ -73,6 +75,7 @@ class LocalStore:
     ) -> None:
         given = local_path(os.fspath(path))
         check_path(given)
+        given = stand_in(given) or given
         self._url = given.rstrip("/") or "/"
         self._root = os.path.abspath(given)  # noqa: PTH100  # a later chdir must not move the run
         self._is_shared, self._prefers = is_shared, prefers
@@ -84,7 +87,7 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The path that the caller gave, unchanged."""
+        """The path that the caller gave, unchanged; in a replay of that run, the path of its copy."""
         return self._url
 
     @property
@@ -427,15 +430,26 @@ def local_store(run: object) -> LocalStore | None:
 def open_store(run: Run) -> Store:
     """The store of a run: a `LocalStore` for a path, an `ObjectStore` for the URL of a bucket; a store is returned as it is.
 
+    In a replay, whatever names the run that is replayed is the directory of its copy (`stand_in`); nothing of it goes to a far tier.
+
     Raises:
         InvalidArgument: if it is neither, or a path that no filesystem can have.
     """
     if isinstance(run, str | Path):
-        if not is_object_url(str(run)):
-            return LocalStore(run)
+        place = stand_in(str(run)) or str(run)
+        if not is_object_url(place):
+            return LocalStore(place)
         from trainfold.backends.stores.object_store.open_url import open_url  # late: few runs are in a bucket
 
-        return open_url(str(run))
+        return open_url(place)
     if not isinstance(run, Store):
         raise InvalidArgument("run", expected="a path or a store", found=shown(run), fix="name the run's directory")
-    return run
+    tiers = [tier.url for tier in (getattr(run, "far", None), getattr(run, "near", run)) if isinstance(tier, Store)]
+    found = None if isinstance(run, LocalStore) else next(filter(None, map(stand_in, tiers)), None)
+    return run if found is None else _copy_in_replay(found)
+
+
+@functools.cache
+def _copy_in_replay(place: str) -> LocalStore:
+    """One object for each place: the lock that a manager holds with the program's store counts for `save_best` with it."""
+    return LocalStore(place)

@@ -8,6 +8,7 @@ from typing import final
 
 from trainfold.backends.stores.local import LocalStore, Run, open_store
 from trainfold.backends.stores.protocol import Buffer, least_revision_of
+from trainfold.backends.stores.stand_in import check_only_read
 from trainfold.backends.tiers.fetches import Fetches
 from trainfold.backends.tiers.uploads import Uploads
 from trainfold.core.best.best_json import BEST_FILE
@@ -127,7 +128,9 @@ class TwoTiers:
             RunLocked: if another writer has one of them.
             CheckpointForeign: if they are of two runs.
             SaveFailed: if the far tier does not answer, or what is fetched cannot be written; or, at the end, with what was not sent.
+            NotWritable: in a replay of this run.
         """
+        check_only_read(self.near.url, self.far.url)
         with self.near.lock(), self._lock_of_far():
             uploads = Uploads(
                 self.near, self.far, keep=self._keep_far, most_waiting=self._most_waiting, report=self._report

@@ -31,6 +31,7 @@ from trainfold.core.rehearsal.orders import RECORD_NAME, VARIABLE, Orders, Repla
 
 _GRACE_SECS: Final = 60.0
 _SHOWN_CHARACTERS: Final = 4000
+_LOOKS: Final = "; put {run} into the command where it names the run, if it looks by itself whether that is there"
 
 
 @final
@@ -88,8 +89,8 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     home = home.resolve()
     notes, run = home / "notes", home / "run"
     notes.mkdir(parents=True)
-    run.mkdir()
-    if request.begin:
+    if request.begin:  # else it is not there, as when the program was started first
+        run.mkdir()
         _begin(run, open_checkpoint(request.run / directory_of(request.begin)))
     orders = Orders(str(home), str(notes), every=request.end, steps=request.end, linger_after=request.end,
                     replay=ReplayOrders(location_of(request.run), request.until_nonfinite))  # fmt: skip
@@ -107,9 +108,10 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     nonfinite = json.loads((notes / NONFINITE_NAME).read_text()) if (notes / NONFINITE_NAME).exists() else None
     is_over = nonfinite is not None or any(entry.kind == "done" for entry in seen)
     if is_silent or not (is_over or program.code == 0):
-        raise _failed(output, program.code, is_silent=is_silent)
-    _check_resumed(request, seen)
-    return ScratchRun(run, flights_of(run), nonfinite, output)
+        raise _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
+    flights = flights_of(run)
+    _check_resumed(request, seen, flights)
+    return ScratchRun(run, flights, nonfinite, output)
 
 
 def scratch_place(command: str, noun: str, *more: str) -> Workplace:
@@ -190,19 +192,27 @@ def _follow(program: Program, seen: list[RecordedLine], patience_secs: float, is
     return False
 
 
-def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine]) -> None:
+def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights: Mapping[int, Flight]) -> None:
+    """By what its managers say; without one, by the first step in its log, which begins empty."""
     starts = [entry for entry in seen if entry.kind == "start"]
+    first = min((step for flight in flights.values() for step in flight.steps), default=None)
+    if not starts and first == request.begin + 1:
+        return
     if request.begin and not any(entry.data["resumed_from"] == directory_of(request.begin) for entry in starts):
         places = sorted({str(entry.data["place"]) for entry in starts})
         raise NeverResumed(
             "the program",
             expected=f"one that goes on from {request.run}/{directory_of(request.begin)}",
-            found=f"one whose managers save into {', '.join(places)}" if places else "one that makes no manager",
-            fix="name the run as the program does; or put {run} into the command where it names it; and call manager.restore(live) before the loop",
+            found=f"one whose managers save into {', '.join(places)}"
+            if places
+            else "one that makes no manager, and records no step with FlightLog"
+            if first is None
+            else f"one that makes no manager, and whose log begins at step {first}",
+            fix="name the run as the program does; or put {run} into the command where it names it; and call manager.restore(live), or trainfold.load, before the loop",
         )
 
 
-def _failed(output: Path, code: int, *, is_silent: bool) -> ProgramFailed:
+def _failed(output: Path, code: int, *, is_silent: bool, is_start: bool) -> ProgramFailed:
     said = ""
     with contextlib.suppress(OSError):
         said = output.read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN_CHARACTERS:]
@@ -210,5 +220,5 @@ def _failed(output: Path, code: int, *, is_silent: bool) -> ProgramFailed:
         "the program",
         expected="a program that ends with exit code 0",
         found=f"{'a silent one' if is_silent else f'exit code {code}'}, saying:\n{quoted(said)}\n",
-        fix=f"start it as the run was started; all that it said is in {output}",
+        fix=f"start it as the run was started{_LOOKS if is_start else ''}; all that it said is in {output}",
     )

@@ -20,6 +20,7 @@ from trainfold.backends.stores.object_store.bucket_errors import (
 from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
 from trainfold.backends.stores.os_errors import missing
+from trainfold.backends.stores.stand_in import check_only_read
 from trainfold.core.errors import (
     CheckpointError,
     SaveFailed,
@@ -199,12 +200,14 @@ class Bucket:
 
     def put(self, key: str, data: bytes) -> str:
         """Put an object, whatever is there; returns its tag."""
+        check_only_read(self.url)
         with self._named.writing(key):
             given = self._again(lambda: self._api.put(self._store, key, data, use_multipart=False))
         return tag_of(_version(given))
 
     def put_parts(self, key: str, parts: Iterable[bytearray], *, chunk_bytes: int, at_once: int) -> str:
         """Put an object in parts, which are sent while later ones are made, and return its tag; nothing is left if ``parts`` raises."""
+        check_only_read(self.url)
 
         def send(given: Iterable[bytearray]) -> Any:
             return self._api.put(
@@ -222,6 +225,7 @@ class Bucket:
         Returns:
             The new version; None if the object has another version.
         """
+        check_only_read(self.url)
         token, late = uuid.uuid4().hex, time.monotonic() + _AGAIN_SECS
         mode: Any = "create" if expected is None else expected
         for tries in range(1, _TRIES + 1):
@@ -260,6 +264,7 @@ class Bucket:
         """Delete objects; those that are not there are fine."""
         if not keys:
             return
+        check_only_read(self.url)
         with self._named.writing(keys[0]):
             try:
                 self._again(lambda: self._api.delete(self._store, list(keys)))
