@@ -13,7 +13,7 @@ from typing import Final
 import attrs
 
 from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch
-from trainfold.backends.stores.record_file import RecordFile
+from trainfold.backends.flight.record_file import RecordFile
 from trainfold.core.flight.step_record import LogLine, StepRecord, float_of_bits
 from trainfold.core.rehearsal.orders import RECORD_NAME, Orders
 

@@ -12,12 +12,12 @@ from typing import Any, Final, final
 
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.watch.recorder import plain_number, with_recorder
+from trainfold.backends.flight.record_file import RecordFile
 from trainfold.backends.flight.replay_place import run_place
 from trainfold.backends.runs.snapshot import step_of_state
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import Run, local_store, open_store
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.stores.record_file import RecordFile
 from trainfold.backends.stores.stand_in import stand_in
 from trainfold.core.digest import digest_of
 from trainfold.core.format.file_names import directory_of

@@ -29,8 +29,8 @@ from trainfold.adapters.cli.terminal import plot
 from trainfold.adapters.cli.terminal.output import Answer
 from trainfold.adapters.cli.terminal.progress import Display, display
 from trainfold.adapters.cli.terminal.workplace import Workplace
+from trainfold.backends.flight.record_file import read_entries
 from trainfold.backends.stores.place import local_path
-from trainfold.backends.stores.record_file import read_entries
 from trainfold.core.rehearsal.entry import RecordedLine
 
 PICTURE, TIMELINE, REPORT, LOCK = "losses.png", "timeline.png", "report.json", "demo.lock"

@@ -21,10 +21,10 @@ from trainfold.adapters.cli.demo.held_out import held_out_losses
 from trainfold.adapters.cli.demo.model import make_model
 from trainfold.adapters.cli.demo.settings import DemoSettings, read_settings
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.flight.record_file import RecordFile
 from trainfold.backends.ranks.in_process import SingleProcess
 from trainfold.backends.ranks.torch_distributed import TorchCollectives
 from trainfold.backends.runs.api import load, plan, save
-from trainfold.backends.stores.record_file import RecordFile
 from trainfold.core.data.cursor import make_cursor, shard_of
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.fingerprint import fingerprint

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Final, final
 
 from trainfold.adapters.cli.rehearse.scan import Scan
-from trainfold.backends.stores.record_file import Tail
+from trainfold.backends.flight.record_file import Tail
 from trainfold.core.rehearsal.entry import RecordedLine
 
 _LOOK_SECS: Final = 0.002

@@ -25,8 +25,8 @@ from trainfold.adapters.cli.demo.settings import make_settings
 from trainfold.adapters.cli.demo.timeline import window_of
 from trainfold.adapters.cli.rehearse.moments import arms
 from trainfold.adapters.cli.terminal import plot
+from trainfold.backends.flight.record_file import RecordFile, read_entries
 from trainfold.backends.ranks.in_process import run_threads
-from trainfold.backends.stores.record_file import RecordFile, read_entries
 from trainfold.core.data.cursor import make_cursor
 from trainfold.core.errors import CheckpointForeign, InvalidArgument, NotWritable, RunLocked
 from trainfold.core.rehearsal.entry import RecordedLine
