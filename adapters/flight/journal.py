@@ -12,7 +12,9 @@ from typing import Any, Final, final
 
 from trainfold.backends.flight.flights import FlightWriter
 from trainfold.backends.flight.journals import JournalWriter
+from trainfold.backends.job import Job
 from trainfold.backends.user_warning import WARNED
+from trainfold.core.errors import error_text
 from trainfold.core.flight.journal_line import JournalLine, drift_data
 from trainfold.core.resume.drift import Drift
 from trainfold.core.save.events import Event
@@ -47,6 +49,7 @@ class Journal(logging.Filter):
         self._rules: dict[str, Any] = {}
         self._is_over = False  # the last line says that it has ended, and nothing has gone on since
         self._at_exit: Finalize | None = None
+        self._under_way: tuple[int, Job[Any]] | None = None
         _LOG.addFilter(self)
         WARNED.append(self.warned)
 
@@ -76,6 +79,12 @@ class Journal(logging.Filter):
         if kind is None and not is_asked:
             kind, error = getattr(sys, "last_type", None), getattr(sys, "last_value", None)
         self._flight.close()
+        if self._under_way is not None and self._under_way[1].is_over:  # the program has not asked how it ended
+            step, job = self._under_way
+            if job.failure is None:
+                self.written(step, job.began_at, job.ended_at)
+            else:
+                self._write("failed", step, detail=error_text(job.failure))
         self._end(kind, error)
         self._file.close()
 
@@ -85,6 +94,8 @@ class Journal(logging.Filter):
 
     def event(self, event: Event) -> None:
         """Write an event of the manager. The beginning of a save, `called` writes."""
+        if event.kind == "failed":
+            self._under_way = None
         if event.kind != "saved":
             self._write(event.kind, event.step, event.checkpoint, event.detail, data=_stalled(event.stalled_secs))
 
@@ -95,8 +106,13 @@ class Journal(logging.Filter):
         if outcome == "written":
             self.written(step, now - secs, now)
 
+    def under_way(self, step: int, job: Job[Any]) -> None:
+        """Remember a save in the background. If the process ends first, how it ended is written then."""
+        self._under_way = step, job
+
     def written(self, step: int, began: float, ended: float, *, stalled_secs: float | None = None) -> None:
         """Write when a save was written, and durable; and for how long the loop stood still, if that was longer than the call."""
+        self._under_way = None
         self._write("written", step, at=ended, data={"began": began, **_stalled(stalled_secs)})
 
     def evaluated(self, step: int, name: str, value: float) -> None:

@@ -461,6 +461,8 @@ class SaveRunner:
             job = save.job(after=self._deletions.last)
             del save  # the thread frees it
             self._under_way = _UnderWay(job, hold, before, raised)
+            if self._journal is not None:
+                self._journal.under_way(step, job)
             job.start()
         except BaseException as error:
             under_way = self._under_way

@@ -12,7 +12,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight.journals import JOURNAL, read_journal
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.flight.journal_line import JournalLine
-from trainfold.core.page.sessions import sessions_of
+from trainfold.core.page.sessions import saves_of, sessions_of
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 ENDS = {  # how a program ends after three steps -> its exit code, and the end that the page shows
@@ -123,3 +123,25 @@ def test_the_end_is_written_once_and_again_after_more_steps(tmp_path):
     assert [kind for kind in kinds if kind in ("started", "closed", "reopened")] == ["started", "closed", "reopened", "closed"]  # fmt: skip
     assert kinds[-1] == "closed"
     assert (tmp_path / JOURNAL).read_bytes().count(b"\n") == len(kinds)
+
+
+LAST_SAVE = """
+import sys, torch, trainfold
+def main():
+    live = trainfold.attach(torch.nn.Linear(1, 1))
+    manager = trainfold.CheckpointManager(sys.argv[1], every=2, record=0, mode="async")
+    manager.restore(live)
+    for _ in range(4):
+        live.advance(samples=1)
+        manager.step(live)
+main()
+"""
+
+
+@pytest.mark.slow(3)
+def test_a_save_that_nobody_has_asked_for_has_its_end_in_the_journal(tmp_path):
+    """W22: the last save of a program that ends in order, and calls neither `finish` nor `close`, was shown without an end."""
+    subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path], timeout=60, capture_output=True, check=True)
+    lines = read_journal(LocalStore(tmp_path)).lines
+    assert [(save.step, save.outcome) for save in saves_of(lines)] == [(2, "written"), (4, "written")]
+    assert [line.kind for line in lines][-1] == "closed"
