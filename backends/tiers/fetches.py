@@ -18,13 +18,18 @@ from trainfold.core.errors import (
     CheckpointError,
     CheckpointForeign,
     CheckpointMissing,
+    CheckpointQuarantined,
+    CheckpointUnreadable,
     CommitConflict,
     SaveFailed,
+    TrainfoldError,
     error_text,
 )
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Inventory, head_order, lineage
+from trainfold.core.history.quarantine import outcome_of
+from trainfold.core.problem import error_from
 from trainfold.core.save.events import Event
 
 _NOWHERE: Final = (-1, -1, -1)
@@ -75,7 +80,13 @@ class Fetches:
     def _fetch(
         self, far: Store, there: Inventory, mine: tuple[int, int, int], *, before: tuple[int, int, int] | None = None
     ) -> str | None:
-        """Copy the newest checkpoint that is newer, and whole, into the near tier; with what the best names, if that has lost its record. Returns its name."""
+        """Copy the newest checkpoint that is newer, and whole, into the near tier; with what the best names, if that has lost its record. Returns its name.
+
+        Raises:
+            SaveFailed: if one that may be newer cannot be read now: an older one is not taken for it.
+        """
+        if unread := [entry.problem for entry in there.entries if entry.problem is not None and entry.problem.error == CheckpointUnreadable.__name__]:  # fmt: skip
+            raise self._unread(error_from(unread[-1]))
         has_best = best_bytes(self._near) is not None
         for entry in lineage(there):
             if entry.head is None or _age(entry.head) <= mine:
@@ -90,7 +101,14 @@ class Fetches:
 
     def fetched_again(self, name: str, *, or_older: bool) -> str | None:
         """See `HasFarTier.refetch`."""
-        if self._has_fetched(name):
+        far = glimpse(self._far)
+        try:
+            there = inventory_in(far)
+        except CheckpointError as error:
+            raise self._unread(error) from error
+        if there.entry(name) is None:
+            self._report_lost(name, "the far tier does not have it either")
+        elif self._has_fetched(name):
             return name
         here = inventory_in(self._near)
         failed = here.entry(name)
@@ -98,18 +116,13 @@ class Fetches:
             return None
         others = attrs.evolve(here, entries=tuple(each for each in here.entries if each is not failed))
         mine = newest_whole(self._near, others)
-        far = glimpse(self._far)
-        try:
-            there = inventory_in(far)
-        except CheckpointError:
-            return None  # which was reported
         return self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine), before=_age(failed.head))
 
     def _has_fetched(self, name: str, *others: int) -> bool:
         """Copy a checkpoint into the near tier, and those of other steps; whether that succeeded.
 
         Raises:
-            SaveFailed: if the near tier cannot be written.
+            SaveFailed: if the near tier cannot be written, or the far one cannot be read now.
         """
         began, step = time.monotonic(), step_of(name)
         assert step is not None  # of an entry
@@ -121,12 +134,23 @@ class Fetches:
         except CheckpointError as error:
             if isinstance(error, SaveFailed) and not isinstance(error, CommitConflict):
                 raise
-            self._report(Event("not_fetched", self._far.url, step=step, checkpoint=name, detail=error_text(error)))
+            is_known = isinstance(error, CommitConflict | CheckpointQuarantined)
+            if not is_known and outcome_of(error).ending != "damaged":
+                raise self._unread(error) from error
+            self._report_lost(name, error_text(error))
             return False
         detail = f"{plan.size_bytes} bytes to {self._near.url}, which has lost it"
         secs = time.monotonic() - began
         self._report(Event("fetched", self._far.url, step=step, checkpoint=name, detail=detail, secs=secs))
         return True
+
+    def _report_lost(self, name: str, why: str) -> None:
+        self._report(Event("not_fetched", self._far.url, step=step_of(name), checkpoint=name, detail=why))
+
+    def _unread(self, error: TrainfoldError) -> SaveFailed:
+        """What is raised where nothing proves that the far tier has nothing newer: to go on without it would be a guess."""
+        return SaveFailed(self._far.url, expected="a far tier that can be read: it may have a newer checkpoint than the near one", found=error_text(error),
+                          fix=f"start again when it answers; or, if no other machine has continued this run, use {self._near.url} by itself as the run: what it saves is sent when both are used again")  # fmt: skip
 
 
 def _age(head: Head) -> tuple[int, int, int]:

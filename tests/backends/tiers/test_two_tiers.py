@@ -17,9 +17,11 @@ from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
+from trainfold.backends.tiers.compare_runs import planned_copy
+from trainfold.backends.tiers.copy_run import carry_out
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointForeign, InvalidArgument, RunLocked, SaveFailed
+from trainfold.core.errors import CheckpointForeign, CheckpointUnreadable, InvalidArgument, RunLocked, SaveFailed
 from trainfold.core.rehearsal.orders import VARIABLE, Orders, encode_orders
 from trainfold.core.save.retention import keep_last
 from trainfold.core.state.leaves import Leaves
@@ -191,6 +193,59 @@ def test_a_run_does_not_begin_while_the_far_tier_is_away(near, far):
     with CheckpointManager(TwoTiers(near, far)):
         pass
     assert steps_in(far) == [1, 2]
+
+
+class Unread(MemoryStore):
+    """A bucket that answers, and whose reads of some names fail for a while, as with a 503."""
+
+    part = ""
+
+    def read(self, name, *, start=0, stop=None):
+        if self.part and self.part in name:
+            raise CheckpointUnreadable(f"{self.url}/{name}", expected="bytes from the store", found="503 SlowDown", fix="try again; this does not prove damage")  # fmt: skip
+        return super().read(name, start=start, stop=stop)
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+@pytest.mark.parametrize("part", ["model-", "step-00000004/manifest", "manifest.json"])
+def test_a_far_tier_that_answers_and_cannot_be_read_is_not_taken_for_an_older_one(near, part, has_older):
+    """E01: the run started from scratch on a disk that was lost, and parted in two on one that was behind."""
+    far = Unread()
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (2, 4):
+            manager.save(at(step))
+    shutil.rmtree(near.url)
+    if has_older:
+        carry_out(planned_copy(far, near, steps=[2]), far, near)
+    far.part, before = part, far.list()
+    for act in (lambda manager: manager.load(LIKE), lambda manager: manager.save(at(6))):
+        with (
+            pytest.raises(SaveFailed, match="a far tier that can be read: it may have a newer checkpoint") as refused,
+            CheckpointManager(TwoTiers(near, far)) as manager,
+        ):
+            act(manager)
+        assert "503 SlowDown" in str(refused.value)
+        assert f"use {near.url} by itself as the run" in refused.value.fix
+    assert steps_in(near) == [2] * has_older
+    assert far.list() == before
+    far.part = ""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        assert manager.load(LIKE).trainer.step == 4
+
+
+def test_what_is_damaged_here_and_cannot_be_read_there_now_is_not_given_up_for_an_older_one(near):
+    """E01: only the load finds the damage, so the start has fetched nothing."""
+    far = Unread()
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (2, 4):
+            manager.save(at(step))
+    flip(near, 4)
+    far.part = "step-00000004/model"
+    with pytest.raises(SaveFailed, match="503 SlowDown"), CheckpointManager(TwoTiers(near, far)) as manager:
+        manager.load(LIKE)
+    far.part = ""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        assert manager.load(LIKE).trainer.step == 4
 
 
 def test_a_resume_takes_the_newest_that_can_be_had_from_both(near, far, tmp_path):
