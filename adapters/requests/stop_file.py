@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import final
 
 from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.stand_in import stand_in
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.json_values import shown
 from trainfold.core.save.requests import StopRequest, checked_request
@@ -28,7 +29,7 @@ class StopFile:
 
     It looks for files at most once in ``every_secs``, and removes a file when it takes it, so that each file is one request. A file that is
     there when this is made was meant for an earlier process that died before it saw it: it is removed with a warning. The
-    contents of the files do not matter, and nothing else in trainfold looks at them.
+    contents of the files do not matter, and nothing else in trainfold looks at them. In a replay of the run, they are those of its copy.
 
     Args:
         run: the run's directory, which may not exist yet.
@@ -56,7 +57,8 @@ class StopFile:
         every_secs: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run = Path(local_path(os.fspath(run))).absolute()  # a later chdir must not move it
+        given = local_path(os.fspath(run))
+        self._run = Path(stand_in(given) or given).absolute()  # a later chdir must not move it
         self._wanted = {_file_name(name): checked_request(asked) for name, asked in (files or FILES).items()}
         self._every_secs = every_secs
         self._clock = clock

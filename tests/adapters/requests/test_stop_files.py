@@ -19,6 +19,7 @@ from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import CheckpointForeign, InvalidArgument
+from trainfold.core.rehearsal.orders import VARIABLE, Orders, ReplayOrders, encode_orders
 from trainfold.core.state.state import Progress, TrainState
 
 child = requests_cases.child
@@ -245,3 +246,20 @@ def test_any_thread_may_ask():
     taken.append(asked.take())
     assert set(itertools.chain(*taken)) == {"save"}
     assert asked.take() == ()
+
+
+def test_a_replay_takes_no_request_from_the_run_itself(tmp_path, monkeypatch):
+    """A job may train there, and the request is for it; one in the copy ends the replay."""
+    run, home = tmp_path / "run", tmp_path / "replay"
+    run.mkdir()
+    (home / "run").mkdir(parents=True)
+    (run / "STOP").touch()
+    orders = Orders(str(home), str(home / "notes"), every=9, steps=9, linger_after=9, replay=ReplayOrders(str(run)))
+    monkeypatch.setenv(VARIABLE, encode_orders(orders))
+    monkeypatch.chdir(tmp_path)
+    for spelling in (run, "run", f"file://{run}/"):
+        source = StopFile(spelling, every_secs=0)
+        assert source.take() == ()
+        (home / "run/SAVE").touch()
+        assert source.take() == ("save",)
+    assert (run / "STOP").exists()
