@@ -31,6 +31,13 @@ class Flight:
     states: Mapping[int, Mapping[str, bytes]] = attrs.field(factory=dict)
     damage: Damage = _WHOLE
 
+    def until(self, last: int) -> "Flight":
+        """The same flight up to a step."""
+        steps = {step: record for step, record in self.steps.items() if step <= last}
+        return attrs.evolve(
+            self, steps=steps, states={step: each for step, each in self.states.items() if step <= last}
+        )
+
     def __str__(self) -> str:
         if not self.steps:
             return "no step"

@@ -1,106 +1,31 @@
 """`Parting`: where and why two runs part, decided from their logs, their checkpoints, and replays of them."""
 
-from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias, final
+from typing import Final, final
 
 import attrs
 
+from trainfold.core.flight.doubts import Cause, doubts, in_words
+from trainfold.core.flight.evidence import Evidence
+from trainfold.core.flight.leaf_kinds import follows_results, is_position, scheduled
 from trainfold.core.flight.step_difference import StepDifference
 
-Cause: TypeAlias = Literal[
-    "nothing",
-    "position",
-    "seed",
-    "batch",
-    "component",
-    "setting",
-    "streams",
-    "buffer",
-    "bit",
-    "state",
-    "fault",
-    "chance",
-    "unrecorded",
-    "environment",
-    "arithmetic",
-]
-"""``position``: other counts of samples or epochs, as after a lost window. ``seed``: the program was seeded otherwise. ``batch``: other data at the same
-position. ``component``: one of them saves what the other has not. ``setting``: another setting of the contract. ``streams``: other random numbers were
-drawn. ``buffer``: only buffers of modules differ. ``bit``: one element of one tensor differs. ``state``: the state differs while all that the steps
-show is the same. ``fault``: one of them did what its program does not do again. ``chance``: neither did what its program does again. ``unrecorded``: they came
-apart in steps of which a log has no record. ``environment``: only results differ, and the numerical environment.
-``arithmetic``: only results differ."""
-
-_WORDS: Final = {
+_WORDS: Final[dict[Cause, str]] = {
     "nothing": "nothing that is known differs",
-    "position": "they are elsewhere in the data: one has read, skipped or dropped what the other has not",
+    "position": "they are elsewhere in the data: one has read, skipped or dropped what the other has not, or counts other samples to a step",
     "seed": "they were seeded otherwise: their random streams began elsewhere",
     "batch": "they read other data at the same position",
     "component": "one of them has a component that the other has not",
     "setting": "they have other settings",
-    "streams": "they drew other random numbers in this step, from the same batch on: dropout or noise in one of them alone, or in another order",
+    "streams": "they drew other random numbers, from the same batch on: dropout or noise in one of them alone, or in another order",
     "buffer": "only buffers of modules differ: they were updated or restored otherwise, and no loss has shown it yet",
-    "bit": "one element of one tensor differs, and nothing that a step shows: it was changed from outside, as by a fault of the memory",
+    "bit": "one element of one tensor differs: it was changed from outside, as by a fault of the memory, or by a write beside the steps",
     "state": "their states differ, and nothing else that a step shows: something beside the steps wrote to it, or the update alone has other arithmetic",
     "fault": "the program does again what one of them did, and not what the other did: a fault, or something outside the program",
-    "chance": "neither program does again what it did: its results do not repeat",
+    "chance": "a program does not do again what it did: its results do not repeat",
     "unrecorded": "they came apart where a log has no record, so that the cause is not known",
-    "environment": "only the arithmetic differs, and so does the numerical environment",
-    "arithmetic": "only the arithmetic differs: another kernel, another version of the code, or results that do not repeat",
+    "environment": "only results differ, and so does the numerical environment",
+    "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, or results that do not repeat",
 }
-
-
-@final
-@attrs.frozen
-class LeafApart:
-    """One leaf of two states that differs.
-
-    Attributes:
-        path: of the leaf.
-        text: by how much, in words.
-        differing: how many elements differ; None where that is not known.
-        size: the largest difference of values; None where it is not known.
-    """
-
-    path: str
-    text: str = ""
-    differing: int | None = None
-    size: float | None = None
-
-
-@final
-@attrs.frozen
-class Evidence:
-    """What is known of two runs.
-
-    Attributes:
-        difference: the first step in which their logs differ; None if none does, or one of them has no log.
-        rank: whose logs differ there; 0 without such a difference.
-        same_at: the latest step at which both have a checkpoint, and the same state; None if there is none.
-        apart_at: the first one after it at which they have different states; None if there is none.
-        leaves: those that differ there.
-        absent: components that only one of them has there.
-        settings: keys of their contracts that differ: (key, of the first, of the second).
-        environment: those of the numerical environment, in the same form.
-        seeds: the seeds of their streams, if they differ.
-        unrecorded: the first and the last step just before the difference, and after the last state that is the same, of which a log has no record;
-            None without any.
-        repeats: whether the program of the first did again what the first, and the second, did; None where that was not tried.
-        own: whether the program of each did again what that run did; None where that was not tried.
-    """
-
-    difference: StepDifference | None = None
-    rank: int = 0
-    same_at: int | None = None
-    apart_at: int | None = None
-    leaves: tuple[LeafApart, ...] = ()
-    absent: tuple[str, ...] = ()
-    settings: tuple[tuple[str, str, str], ...] = ()
-    environment: tuple[tuple[str, str, str], ...] = ()
-    seeds: tuple[str, str] | None = None
-    unrecorded: tuple[int, int] | None = None
-    repeats: tuple[bool | None, bool | None] = (None, None)
-    own: tuple[bool | None, bool | None] = (None, None)
 
 
 @final
@@ -111,10 +36,12 @@ class Parting:
     Attributes:
         step: the first step that differs; None if none does.
         cause: the one that explains it, if one does.
-        names: what it concerns: keys, leaves, components.
+        names: what it concerns: keys, leaves, components, streams.
         evidence: what was known.
+        may_be: the causes that it may be instead, as nothing that is known excludes them.
 
     Examples:
+        >>> from trainfold.core.flight.evidence import LeafApart
         >>> print(parting_of(Evidence(apart_at=8, same_at=4, leaves=(LeafApart("model.buffers['n.mean']"),))))
         part after step 4, at step 8 at the latest: only buffers of modules differ: they were updated or restored otherwise, and no loss has shown it yet: model.buffers['n.mean']
     """
@@ -123,10 +50,11 @@ class Parting:
     cause: Cause
     names: tuple[str, ...]
     evidence: Evidence
+    may_be: tuple[Cause, ...] = ()
 
     def __str__(self) -> str:
         names = f": {', '.join(self.names[:6])}" if self.names else ""
-        return f"{self.where}{_WORDS[self.cause]}{names}"
+        return f"{self.where}{_WORDS[self.cause]}{names}{in_words(self.may_be)}"
 
     @property
     def where(self) -> str:
@@ -153,9 +81,10 @@ def parting_of(evidence: Evidence) -> Parting:
         return Parting(None, "nothing", (), evidence)
     by_state = difference is None or (at is not None and at < difference.step) or _is_write(difference)
     step = at if difference is None else min(difference.step, at or difference.step)
-    parts: Sequence[str] = () if by_state or difference is None else difference.parts
+    parts = frozenset[str]() if by_state or difference is None else frozenset(difference.parts)
     cause, names = _cause(evidence, parts, by_state=by_state)
-    return Parting(step, cause, names, evidence)
+    is_guess = names != () and names == _host_streams(evidence)
+    return Parting(step, cause, names, evidence, doubts(evidence, cause, parts, is_guess=is_guess))
 
 
 def steps_text(first: int, last: int) -> str:
@@ -173,30 +102,52 @@ def _is_write(difference: StepDifference) -> bool:
     return difference.parts == ("state",) and not {"model", "optimizer"} <= {*difference.components}
 
 
-def _cause(known: Evidence, parts: Sequence[str], *, by_state: bool) -> tuple[Cause, tuple[str, ...]]:
+def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[Cause, tuple[str, ...]]:
     """The first rule that holds, of those that explain others to those that are explained by them."""
     paths, keys = tuple(leaf.path for leaf in known.leaves), tuple(key for key, *_ in known.settings)
     components = () if known.difference is None else known.difference.components
     drifts = tuple(key for key, *_ in known.environment)
+    schedule = () if follows_results(known.leaves) else scheduled(known.leaves)[:1]
+    schedule = schedule or (components if by_state and {*components} == {"scheduler"} else ())
+    is_counted = known.unrecorded is None or "samples" in known.shown
+    moved = () if is_counted else tuple(path for path in paths if is_position(path))
     only_buffers = by_state and bool(paths) and all(".buffers[" in path for path in paths)
     one_element = by_state and len(paths) == 1 and known.leaves[0].differing == 1
     hole = () if known.unrecorded is None else (steps_text(*known.unrecorded),)
+    drawn = not hole and {"streams", "host_streams"} & parts
+    host = _host_streams(known)
     tried = (
         known.repeats if None in known.own else known.own
     )  # what the other program does not do again may be the work of its own
+    chance = known.own[0] is False and known.own[1] in (False, None)
     rules: tuple[tuple[object, Cause, tuple[str, ...]], ...] = (
-        ({"samples", "epoch"} & {*parts}, "position", ()),
+        ({"samples", "epoch"} & parts or moved, "position", moved),
         (known.seeds, "seed", known.seeds or ()),
         ("batch" in parts, "batch", ()),
         (known.absent, "component", known.absent),
         (keys, "setting", keys),
-        (not hole and {"streams", "host_streams"} & {*parts}, "streams", ()),
+        (drawn, "streams", ()),
+        (known.generators and not hole, "seed" if known.same_at is None else "streams", known.generators),
+        (schedule, "setting", schedule),
         (only_buffers, "buffer", paths),
         (one_element, "bit", paths),
+        (host, "seed" if known.draws == "both" else "streams", host),
         ({*tried} == {True, False}, "fault", ("the first" if tried[1] else "the second",)),
-        (known.own == (False, False), "chance", ()),
+        (chance, "chance", ()),
         (hole, "unrecorded", hole),
         (drifts, "environment", drifts),
         (by_state, "state", paths or components),
     )
     return next(((cause, names) for holds, cause, names in rules if holds), ("arithmetic", paths))
+
+
+def _host_streams(known: Evidence) -> tuple[str, ...]:
+    """The streams of python and numpy that were elsewhere from the first step on, and are used, if no results before are the same."""
+    if (
+        known.draws in (None, "no")
+        or known.unrecorded
+        or known.same_at is not None
+        or known.before & {"loss", "norm", "state"}
+    ):
+        return ()
+    return known.host or ("python or numpy",)

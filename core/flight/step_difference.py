@@ -1,11 +1,14 @@
 """`StepDifference`: the first step in which two flights differ, and in what."""
 
-from typing import Final, final
+from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.step_record import StepRecord, float_of_bits
+
+HostDraws: TypeAlias = Literal["both", "one", "no"]
+"""Which of two programs draw from streams of python or numpy that were elsewhere from the first step on; ``no`` if they were not."""
 
 _NUMBERS: Final = ("loss", "norm")
 _POSITION: Final = ("epoch", "samples")
@@ -132,3 +135,25 @@ def _came_apart(one: Flight, other: Flight, step: int) -> bool:
     before, after = ([flight.steps.get(at) for flight in (one, other)] for at in (step - 1, step))
     known = [None if each is None else each.host_streams for each in (*before, *after)]
     return None not in known and known[0] == known[1] and known[2] != known[3]
+
+
+def host_draws(one: Flight, other: Flight) -> HostDraws | None:
+    """Who draws from streams of python or numpy, if they are elsewhere after the first step that both flights know; None if they know none.
+
+    A digest that changes is one of a stream that is used.
+
+    Examples:
+        >>> from trainfold.core.flight.flight import flight_of
+        >>> flights = [flight_of(StepRecord(at + 1, host_streams=bytes([digest])) for at, digest in enumerate(digests)) for digests in ((1, 1), (2, 3))]
+        >>> host_draws(*flights), host_draws(flights[1], flights[1])
+        ('one', 'no')
+    """
+    both = [step for step in sorted(one.steps.keys() & other.steps.keys())
+            if None not in (one.steps[step].host_streams, other.steps[step].host_streams)]  # fmt: skip
+    digests = [[flight.steps[step].host_streams for step in both] for flight in (one, other)]
+    if not both:
+        return None
+    if digests[0][0] == digests[1][0]:
+        return "no"
+    draw = [len({*each}) > 1 for each in digests]
+    return "both" if all(draw) else "one" if any(draw) else "no"

@@ -1,13 +1,14 @@
 """`trainfold bisect A B`: the first step in which two runs part, and why."""
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
+from trainfold.adapters.cli.flights.log_checks import believed, uncompared
 from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, log_warnings
+from trainfold.adapters.cli.flights.run_evidence import evidence_of, unlike_leaves
 from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,
     check_command,
@@ -17,25 +18,19 @@ from trainfold.adapters.cli.flights.scratch_run import (
     scratch_place,
     serves_any_run,
 )
-from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
+from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.stores.place import url_text
-from trainfold.core.errors import CheckpointMissing, InvalidArgument
-from trainfold.core.flight.flight import Flight
-from trainfold.core.flight.parting import Evidence, LeafApart, Parting, parting_of
+from trainfold.core.errors import InvalidArgument
+from trainfold.core.flight.evidence import Evidence
+from trainfold.core.flight.parting import Parting, parting_of
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import leaf_texts
-from trainfold.core.resume.drift import ENVIRONMENT
-from trainfold.core.state.notes import CONVERTED, FROZEN_LIST, LINEAGE
 
 _B: Final = "b"  # where the replay of B is
 _PLACE: Final = scratch_place("bisect", "bisection", _B)
 _SHOWN: Final = 40
-_OWN: Final = ("rng", "dataset")  # components that hold random streams
-_HOST: Final = ("['python']", "['numpy']")  # streams that are seldom seeded
-_SEED: Final = "rng.value['seed']"
-_ABSENT: Final = "absent"
-Pair = tuple[Checkpoint, Checkpoint]
+_AGAIN: Final = "to know more, put the program after them, as in -- CMD {run}: both runs are run again, which shows a fault of one of them; "
 
 
 def bisect_runs(  # noqa: PLR0913 - one for each option
@@ -59,99 +54,18 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
     """
     theirs = _program_of_b(command, command_b)
     command = check_command(command) if command or theirs else command
-    flights = flights_of(a), flights_of(b)
-    saved = tuple(_complete(run, has_log=bool(flight)) for run, flight in zip((a, b), flights, strict=True))
-    found = first_of_ranks(*flights, after=0)
-    evidence = _of_checkpoints(a, b, *saved)
-    if found is not None:
-        evidence = attrs.evolve(evidence, rank=found[0], difference=found[1])
-    evidence = attrs.evolve(evidence, unrecorded=_unrecorded(*flights, evidence))
-    parting = parting_of(evidence)
+    logs = flights_of(a), flights_of(b)
+    (mine, said), (others, said_too) = believed(a, *logs), believed(b, *logs[::-1])
+    flights = mine, others
+    parting = parting_of(evidence_of((a, b), flights))
     if command and parting.step is not None:
         with _PLACE.prepared(directory):
             _PLACE.mark(directory, {"command": list(command), "command_b": list(theirs), "a": str(a), "b": str(b)})
             evidence = _replayed((a, b), parting, (command, theirs), directory, patience_secs)
         parting = parting_of(evidence)
-    return _answer(a, b, parting, log_warnings((a, b), flights, ("A", "B")))
-
-
-def _of_checkpoints(a: Path, b: Path, mine: set[int], theirs: set[int]) -> Evidence:
-    """What the checkpoints show that both runs have, from the first to the first that differs."""
-    same_at = apart_at = pair = None
-    unlike: dict[str, tuple[str, str]] = {}
-    for at in sorted(mine & theirs):
-        pair = open_checkpoint(a / directory_of(at)), open_checkpoint(b / directory_of(at))
-        unlike = _unlike(*(leaf_texts(each.manifest) for each in pair))
-        if unlike and not {*unlike} <= {_SEED}:
-            apart_at = at
-            break
-        same_at = at
-    if pair is None:
-        if not (mine and theirs):
-            return Evidence()
-        pair = open_checkpoint(a / directory_of(min(mine))), open_checkpoint(b / directory_of(min(theirs)))
-    contracts = [each.manifest.contract for each in pair]
-    drifts = _unlike(
-        *(
-            {key: repr(value) for key, value in each.items() if key not in (CONVERTED, LINEAGE, FROZEN_LIST)}
-            for each in contracts
-        )
-    )
-    names = [{each.name for each in checkpoint.manifest.components} for checkpoint in pair]
-    return Evidence(
-        same_at=same_at,
-        apart_at=apart_at,
-        leaves=() if apart_at is None else _leaves(pair, unlike),
-        absent=tuple(sorted(names[0] ^ names[1])),
-        settings=tuple((key, *each) for key, each in drifts.items() if not key.startswith(ENVIRONMENT)),
-        environment=tuple((key, *each) for key, each in drifts.items() if key.startswith(ENVIRONMENT)),
-        seeds=unlike.get(_SEED) if same_at is None else None,
-    )
-
-
-def _unrecorded(one: Mapping[int, Flight], other: Mapping[int, Flight], known: Evidence) -> tuple[int, int] | None:
-    """The steps just before the difference of which the logs say nothing together; None where both have no log."""
-    ends = [] if known.difference is None else [known.difference.step - 1]
-    ends += [] if known.apart_at is None else [known.apart_at]
-    pairs = [(one[rank], other[rank]) for rank in one.keys() & other.keys()]
-    if not ends or not pairs:
-        return None
-    both = [max((step for step in a.steps.keys() & b.steps.keys() if step <= min(ends)), default=0) for a, b in pairs]
-    begin = max(min(both), known.same_at or 0) + 1
-    return (begin, min(ends)) if begin <= min(ends) else None
-
-
-def _complete(run: Path, *, has_log: bool) -> set[int]:
-    """The steps of its complete checkpoints; a run that has a log needs none."""
-    try:
-        return open_run(run)[1].usable_steps
-    except CheckpointMissing:
-        if has_log:
-            return set()
-        raise
-
-
-def _unlike(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """What differs, but for streams that programs seldom seed."""
-    return {
-        path: (one.get(path, _ABSENT), other.get(path, _ABSENT))
-        for path in {**one, **other}
-        if one.get(path) != other.get(path) and not (path.startswith(_OWN) and any(stream in path for stream in _HOST))
-    }
-
-
-def _leaves(pair: Pair, unlike: Mapping[str, tuple[str, str]]) -> tuple[LeafApart, ...]:
-    """The leaves that differ, the largest difference first; then those whose difference has no size."""
-    from trainfold.adapters.cli.formats.leaf_values import leaf_distances  # late: it imports torch
-
-    apart = leaf_distances(*pair, list(unlike))
-    leaves = [
-        LeafApart(path, str(apart[path]), apart[path].differing, apart[path].max_abs)
-        if path in apart
-        else LeafApart(path, f"{a[:60]} and {b[:60]}")
-        for path, (a, b) in unlike.items()
-    ]
-    return tuple(sorted(leaves, key=lambda leaf: (leaf.differing is None, -(leaf.size or 0.0), leaf.path)))
+    if parting.step is None and parting.evidence.same_at is None:
+        said += uncompared(flights)
+    return _answer(a, b, parting, [*said, *said_too, *log_warnings((a, b), flights, ("A", "B"))])
 
 
 def _program_of_b(command: tuple[str, ...], given: str | None) -> tuple[str, ...]:
@@ -194,7 +108,7 @@ def _repeated(run: Path, replayed: Path, begin: int, end: int) -> bool | None:
         return False
     if all(has_checkpoint(each, end) for each in (run, replayed)):
         folders = [each / directory_of(end) for each in (run, replayed)]
-        return not _unlike(*(leaf_texts(open_checkpoint(each).manifest) for each in folders))
+        return not unlike_leaves(*(leaf_texts(open_checkpoint(each).manifest) for each in folders))
     return True if is_logged else None
 
 
@@ -231,13 +145,14 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
     error = None
     if parting.step is not None:
         error = Different(" and ".join(names), expected="two runs that did the same", found=f"runs that {parting}",
-                          fix="see the tables; `trainfold diff` compares two checkpoints, `trainfold replay` runs one of the runs again")  # fmt: skip
+                          fix=f"{_AGAIN if parting.may_be and None in known.own else ''}see the tables; `trainfold diff` compares two checkpoints, `trainfold replay` runs one of the runs again")  # fmt: skip
     data: dict[str, Any] = {
         "a": names[0],
         "b": names[1],
         "step": parting.step,
         "cause": parting.cause,
         "names": list(parting.names),
+        "may_be": list(parting.may_be),
         "text": str(parting),
         "rank": known.rank,
         "difference": difference_data(known.difference),

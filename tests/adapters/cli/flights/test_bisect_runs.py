@@ -1,6 +1,5 @@
 """`trainfold bisect`: ten planted causes, each of which is named; and what is said where there is little to go by."""
 
-import random
 import shlex
 import shutil
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from kit.adapters.cli_cases import fits_its_schema, flip
 from kit.adapters.manager import replay_cases
-from torch.utils.data import DataLoader, TensorDataset
+from kit.adapters.manager.parting_cases import BACKWARDS, flip_a_bit, reset_mean, sum_backwards, train
 
 from trainfold import CheckpointManager, Loss, attach, init_state, make_step, optimizer
 from trainfold.adapters.cli import main
@@ -19,67 +18,6 @@ from trainfold.states import FlightLog
 
 ran = replay_cases.ran
 replayed = replay_cases.replayed
-STEPS, EVERY = 9, 3
-BACKWARDS = []
-
-
-class Net(torch.nn.Module):
-    """Layers with a running mean and dropout, and a sum that can be made in two orders."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
-        self.drop = torch.nn.Dropout(0.2)
-
-    def forward(self, x):
-        h = self.drop(self.norm(self.first(x)))
-        if len(BACKWARDS):
-            return sum((h[:, at] * self.last.weight[0, at] for at in reversed(range(8))), self.last.bias[0])
-        return self.last(h).squeeze(1)
-
-
-class Swapped(TensorDataset):
-    """Data of which two samples can change places."""
-
-    def __init__(self, *tensors, swaps):
-        super().__init__(*tensors)
-        self.swaps = swaps
-
-    def __getitem__(self, index):
-        return super().__getitem__({17: 18, 18: 17}.get(index, index) if self.swaps else index)
-
-
-def train(run, *, seed=0, lr=0.1, swaps=False, schedules=True, drops=True, at_four=None, loses_window=False, record=1):
-    """Nine steps; ``at_four`` is called with the model after the fourth one."""
-    torch.manual_seed(seed)
-    random.seed(0)
-    model, x = Net(), torch.linspace(-1, 1, 4 * 72).reshape(72, 4)
-    model.drop.train(drops)
-    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 2, 0.5) if schedules else None
-    loader = DataLoader(Swapped(x, x.sum(1).sin(), swaps=swaps), batch_size=8)
-    live = attach(model, sgd, scheduler=scheduler, loader=loader)
-    with CheckpointManager(run, every=EVERY, record=record) as manager:
-        manager.restore(live)
-        for x, y in live.batches(epochs=2):
-            loss = (model(x) - y).square().mean()
-            if loses_window and live.progress.step == 4 and loss is not None:
-                loses_window = False
-                live.drop_window()
-                continue
-            sgd.zero_grad()
-            loss.backward()
-            sgd.step()
-            if scheduler is not None:
-                scheduler.step()
-            norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
-            live.record(loss=loss, grad_norm=norm)
-            if at_four is not None and live.progress.step == 3:
-                at_four(model)
-            live.advance(samples=len(x))
-            manager.step(live)
-            if live.progress.step == STEPS:
-                break
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +31,6 @@ def named(plain, other, **options):
     answer = bisect_runs(plain, other, (), directory=other / "replay", patience_secs=60)
     fits_its_schema("bisect", {**answer.data, **options})
     return answer.data
-
-
-@torch.no_grad()
-def flip_a_bit(model):
-    model.last.weight.view(torch.int32)[0, 3] ^= 1 << 12
-
-
-@torch.no_grad()
-def reset_mean(model):
-    model.norm.running_mean.zero_()
-
-
-def sum_backwards(model):
-    BACKWARDS.append(model)
 
 
 PLANTED = {
@@ -130,6 +54,119 @@ def test_the_planted_cause_is_named(plain, tmp_path, planted):
     found = named(plain, tmp_path / "b")
     assert (found["step"], found["cause"]) == (step, cause), found["text"]
     assert any(name in each for each in found["names"]) or not name, found["names"]
+
+
+@pytest.mark.parametrize("noise", ["numpy", "python", "generator"])
+def test_another_seed_of_a_stream_beside_torch_is_named(tmp_path, noise):
+    """Streams that are elsewhere from the first step on, and are drawn from; and a generator that is attached."""
+    for name, seed in (("a", 0), ("b", 1)):
+        train(tmp_path / name, noise=noise, noise_seed=seed)
+    found = named(tmp_path / "a", tmp_path / "b")
+    name = "noise" if noise == "generator" else noise
+    assert (found["step"], found["cause"], found["names"]) == (1, "seed", [name]), found["text"]
+    assert "streams" in found["may_be"]
+
+
+def test_another_seed_is_named_on_ranks(tmp_path):
+    """Each rank saves its own streams there, with its own seed."""
+
+    def rank_of(ranks, run):
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        live = attach(model)
+        with CheckpointManager(run, every=1, record=1, collectives=ranks) as manager:
+            manager.restore(live)
+            live.advance(samples=1)
+            manager.step(live)
+
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        run_threads(2, lambda ranks, run=tmp_path / str(seed): rank_of(ranks, run))
+    found = named(tmp_path / "0", tmp_path / "1")
+    assert (found["cause"], found["names"], found["rank"]) == ("seed", ["0", "1"], None), found["text"]
+
+
+def test_streams_that_no_program_draws_from_are_no_cause(plain, tmp_path):
+    """Programs that do not use numpy seldom seed it."""
+    train(tmp_path / "b", unused_seed=1, at_four=sum_backwards)
+    BACKWARDS.clear()
+    found = named(plain, tmp_path / "b")
+    assert (found["cause"], found["may_be"]) == ("arithmetic", ["bit"]), found["text"]
+
+
+@pytest.mark.parametrize(("planted", "names", "step"), [
+    ({"forgets": True}, ["scheduler.value['_step_count']"], 1),
+    ({"forgets": True, "every": 4, "record": 0}, ["optimizer.groups[0].hyper['lr']"], 4),
+    ({"doubles_lr": True}, ["optimizer.groups[0].hyper['lr']"], 4),
+    ({"doubles_lr": True, "every": 4, "record": 0}, ["optimizer.groups[0].hyper['lr']"], 4),
+])  # fmt: skip
+def test_a_schedule_that_one_of_them_did_otherwise_is_a_setting(tmp_path, planted, names, step):
+    cadence = {"every": 1, **{name: planted[name] for name in ("every", "record") if name in planted}}
+    train(tmp_path / "a", **cadence)
+    train(tmp_path / "b", **{**cadence, **planted})
+    found = named(tmp_path / "a", tmp_path / "b")
+    assert (found["step"], found["cause"], found["names"]) == (step, "setting", names), found["text"]
+
+
+@pytest.mark.parametrize("logged", [(False, False), (True, False)])
+def test_without_a_log_nothing_is_claimed_about_steps(tmp_path, logged):
+    """The steps between the states that are the same and those that are not are unrecorded; what it may be is listed."""
+    for name, swaps, is_logged in zip("ab", (False, True), logged, strict=True):
+        train(tmp_path / name, swaps=swaps, is_logged=is_logged)
+    found = named(tmp_path / "a", tmp_path / "b")
+    assert (found["step"], found["cause"], found["names"]) == (3, "unrecorded", ["steps 1 to 3"]), found["text"]
+    assert "batch" in found["may_be"]
+    assert [str(tmp_path / name) in text for name, text in zip("ab"[sum(logged) :], found["warnings"], strict=True)]
+
+
+def test_a_lost_window_is_named_without_a_log(tmp_path):
+    for name, loses in (("a", False), ("b", True)):
+        train(tmp_path / name, loses_window=loses, is_logged=False)
+    found = named(tmp_path / "a", tmp_path / "b")
+    assert (found["step"], found["cause"]) == (6, "position"), found["text"]
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("planted", [{}, {"at_four": flip_a_bit, "record": 0}])
+def test_workers_of_a_loader_hide_nothing_and_are_no_difference(plain, tmp_path, planted):
+    train(tmp_path / "b", workers=1, **planted)
+    found = named(plain, tmp_path / "b")
+    assert (found["step"], found["cause"]) == ((5, "arithmetic") if planted else (None, "nothing")), found["text"]
+    assert ("bit" in found["may_be"]) == bool(planted)
+
+
+def test_a_log_that_contradicts_its_checkpoints_is_not_used(plain, tmp_path):
+    """That of another run was copied in; from the first state on that a checkpoint has otherwise."""
+    train(tmp_path / "a", at_four=flip_a_bit)
+    train(tmp_path / "b", at_four=flip_a_bit)
+    shutil.copy(plain / "flight-00000.log", tmp_path / "b")
+    found = named(tmp_path / "a", tmp_path / "b")
+    assert (found["step"], found["cause"]) == (None, "nothing"), found["text"]
+    assert len(found["warnings"]) == 1
+    assert (
+        "is not used after step 3: it is not of this run, as at step 6 it has another state of model, optimizer"
+        in found["warnings"][0]
+    )
+
+
+@pytest.mark.parametrize(("log", "words"), [
+    ("missing", "has no flight log"),
+    ("empty", "flight-00000.log is empty, or not a file"),
+    ("a folder", "flight-00000.log is empty, or not a file"),
+    ("cut", "flight-00000.log ends at step 1, and the run has a checkpoint of step 9"),
+])  # fmt: skip
+def test_a_log_that_says_nothing_is_named(plain, tmp_path, log, words):
+    shutil.copytree(plain, tmp_path / "b", symlinks=True)
+    path = tmp_path / "b" / "flight-00000.log"
+    kept = {"empty": b"", "cut": path.read_bytes()[:64]}.get(log)
+    path.unlink()
+    if kept is not None:
+        path.write_bytes(kept)
+    if log == "a folder":
+        path.mkdir()
+    found = named(plain, tmp_path / "b")
+    assert (found["cause"], len(found["warnings"])) == ("nothing", 1)
+    assert words in found["warnings"][0]
 
 
 def test_a_flipped_bit_is_seen_in_the_state_of_its_step(plain, tmp_path):
@@ -189,9 +226,9 @@ def test_a_number_of_threads_is_named_where_only_the_arithmetic_differs(tmp_path
     assert (found["step"], found["cause"], found["names"]) == (1, "environment", ["environment.threads"])
 
 
-@pytest.mark.parametrize(("planted", "cause", "rank"), [("bit", "arithmetic", 0), ("batch", "batch", 1)])
+@pytest.mark.parametrize(("planted", "cause", "rank"), [("bit", "arithmetic", None), ("batch", "batch", 1)])
 def test_what_one_rank_did_otherwise_is_seen_in_the_step_that_all_ranks_did_otherwise(tmp_path, planted, cause, rank):
-    """All have another loss then. A batch is in the log of its rank, which is named; a bit of its memory is in no log before."""
+    """All have another loss then. A batch is in the log of its rank, which is named; a bit of its memory is in no log before: no rank is named."""
 
     def run(name, differs):
         def rank_of(ranks):
@@ -216,6 +253,7 @@ def test_what_one_rank_did_otherwise_is_seen_in_the_step_that_all_ranks_did_othe
         run(name, differs)
     found = named(tmp_path / "a", tmp_path / "b")
     assert (found["step"], found["cause"], found["rank"]) == (3, cause, rank)
+    assert ("bit" in found["may_be"]) == (planted == "bit")
 
 
 def test_two_runs_that_did_the_same_do_not_part(plain, tmp_path, capsys):

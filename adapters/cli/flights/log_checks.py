@@ -1,0 +1,70 @@
+"""Whether the flight logs of two runs can be believed, and how far they go: before they are compared."""
+
+from pathlib import Path
+from typing import TypeAlias
+
+from trainfold.adapters.cli.locate import open_checkpoint, open_run
+from trainfold.backends.flight.flights import flight_name
+from trainfold.backends.stores.place import url_text
+from trainfold.core.errors import CheckpointMissing
+from trainfold.core.flight.flight import Flight, state_digests
+from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.leaf_texts import fingerprints
+
+Logs: TypeAlias = dict[int, Flight]
+
+
+def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
+    """The logs of a run as far as they count, and what is to be said of the rest.
+
+    A log that knows another state than a checkpoint of its own run is not of this run from there on.
+
+    Args:
+        run: the run.
+        flights: its logs by rank.
+        other: those of the run that it is compared with.
+    """
+    saved = _saved(run)
+    where = url_text(str(run))
+    warnings = [] if flights else [f"{where} has no flight log: what its steps did is not known"]
+    warnings += [f"{where} has no {flight_name(rank)}, and the other run has one" for rank in sorted(other.keys() - flights.keys()) if flights]  # fmt: skip
+    counted = {}
+    for rank, flight in flights.items():
+        name = f"{where}/{flight_name(rank)}"
+        counted[rank], wrong = _own(run, flight, saved) if len(flights) == 1 else (flight, "")
+        last = max(flight.steps, default=0)
+        if wrong:
+            warnings.append(f"{name} {wrong}")
+        elif not flight.steps and not flight.damage:
+            warnings.append(f"{name} is empty, or not a file: what the steps did is not known")
+        elif flight.steps and last < max(saved, default=0):
+            warnings.append(f"{name} ends at step {last}, and the run has a checkpoint of step {max(saved)}")
+    return counted, warnings
+
+
+def _saved(run: Path) -> set[int]:
+    try:
+        return open_run(run)[1].usable_steps
+    except CheckpointMissing:
+        return set()
+
+
+def _own(run: Path, flight: Flight, saved: set[int]) -> tuple[Flight, str]:
+    """The log of the only rank, up to the last state before it contradicts a checkpoint; and how it does."""
+    known = 0
+    for step in sorted(saved & flight.states.keys()):
+        digests = state_digests(step, fingerprints(open_checkpoint(run / directory_of(step)).manifest))
+        wrong = [each.component for each in digests if flight.states[step].get(each.component, each.digest) != each.digest]  # fmt: skip
+        if wrong:
+            text = f"is not used{f' after step {known}' if known else ''}: it is not of this run, as at step {step} it has another state of {', '.join(wrong)} than the checkpoint"
+            return flight.until(known), text
+        known = step
+    return flight, ""
+
+
+def uncompared(flights: tuple[Logs, Logs]) -> list[str]:
+    """What is to be said of two runs whose steps are the same, and of which no state was saved that both have."""
+    one, other = flights
+    if any(one[rank].states.keys() & other[rank].states.keys() for rank in one.keys() & other.keys()):
+        return []
+    return ["there is no step of which both have a checkpoint: their states were not compared"]

@@ -1,0 +1,91 @@
+"""What the path of a leaf says about two runs that part: a seed, a random stream, a schedule, the position in the data."""
+
+import re
+from typing import Final
+
+from trainfold.core.flight.evidence import LeafApart
+
+_RANK: Final = r"(?:@rank\d+)?"
+_SEED: Final = re.compile(rf"rng{_RANK}\.value\['seed'\]")
+_HOST: Final = re.compile(rf"(rng|dataset){_RANK}\..*\['(python|numpy)'\]")
+_DRAWS: Final = re.compile(rf"dataset{_RANK}\.value\['draws'\]")
+_ORDER: Final = re.compile(rf"dataset{_RANK}\.value\['order'\]")
+_POSITION: Final = re.compile(rf"trainer\.(epoch|samples)|dataset{_RANK}\.value\['(epoch|samples|batches)'\]")
+_GENERATOR: Final = re.compile(r"(.*)\.value\['(kind|state)'\]")
+_COUNTS: Final = re.compile(r".*\['(last_epoch|_step_count)'\]")
+_SCHEDULED: Final = re.compile(r".*\.groups\[\d+\]\.hyper\['(lr|initial_lr|momentum|betas|weight_decay)'\]|scheduler.*\['_last_lr'\]")  # fmt: skip
+_MEASURED: Final = re.compile(r"scheduler.*\['(best|num_bad_epochs|cooldown_counter)'\]")
+
+
+def is_seed(path: str) -> bool:
+    """Whether a leaf is the seed of torch's streams.
+
+    Examples:
+        >>> is_seed("rng.value['seed']"), is_seed("rng@rank1.value['seed']"), is_seed("rng.value['torch']")
+        (True, True, False)
+    """
+    return bool(_SEED.fullmatch(path))
+
+
+def host_stream(path: str) -> str:
+    """Whose stream a leaf holds, ``python`` or ``numpy``, which programs seldom seed; empty for any other leaf.
+
+    Examples:
+        >>> host_stream("rng.value['numpy']['state']['key']"), host_stream("rng.value['torch']")
+        ('numpy', '')
+    """
+    found = _HOST.match(path)
+    return found[2] if found else ""
+
+
+def is_draw(path: str) -> bool:
+    """Whether a leaf says what a loader has drawn ahead, which its number of workers changes, and nothing else."""
+    return bool(_DRAWS.match(path))
+
+
+def is_order(path: str) -> bool:
+    """Whether a leaf is of the random streams with which a loader began its order."""
+    return bool(_ORDER.match(path))
+
+
+def is_stream(path: str) -> bool:
+    """Whether a leaf is of torch's random streams, or of those of a loader."""
+    return path.startswith(("rng.", "rng@")) or is_order(path)
+
+
+def is_position(path: str) -> bool:
+    """Whether a leaf is of the position in the data.
+
+    Examples:
+        >>> is_position("dataset@rank0.value['samples']"), is_position("trainer.step")
+        (True, False)
+    """
+    return bool(_POSITION.match(path))
+
+
+def generators(paths: list[str], unlike: list[str]) -> tuple[str, ...]:
+    """The components that are random generators of the program's own, and elsewhere.
+
+    Args:
+        paths: all leaves.
+        unlike: those that differ.
+
+    Examples:
+        >>> generators(["noise.value['kind']", "noise.value['state']"], ["noise.value['state']"])
+        ('noise',)
+    """
+    whole: dict[str, bool] = {}
+    for path in paths:
+        name = path.partition(".")[0]
+        whole[name] = whole.get(name, True) and bool(_GENERATOR.match(path))
+    return tuple(dict.fromkeys(name for path in unlike if whole.get(name := path.partition(".")[0])))
+
+
+def scheduled(leaves: tuple[LeafApart, ...]) -> tuple[str, ...]:
+    """The leaves that a schedule sets, first those that explain the others; a learning rate is one of them."""
+    return tuple(leaf.path for kind in (_SCHEDULED, _COUNTS) for leaf in leaves if kind.match(leaf.path))
+
+
+def follows_results(leaves: tuple[LeafApart, ...]) -> bool:
+    """Whether a scheduler that looks at results got other ones, so that its learning rates say nothing about a setting."""
+    return any(_MEASURED.match(leaf.path) for leaf in leaves) and not any(_COUNTS.match(leaf.path) for leaf in leaves)

@@ -1,0 +1,110 @@
+"""Helpers shared by the tests of bisection: a program into which a cause is planted."""
+
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainfold import CheckpointManager, attach
+
+STEPS, EVERY = 9, 3
+BACKWARDS = []
+
+
+class Net(torch.nn.Module):
+    """Layers with a running mean and dropout, and a sum that can be made in two orders."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        self.drop = torch.nn.Dropout(0.2)
+
+    def forward(self, x):
+        h = self.drop(self.norm(self.first(x)))
+        if len(BACKWARDS):
+            return sum((h[:, at] * self.last.weight[0, at] for at in reversed(range(8))), self.last.bias[0])
+        return self.last(h).squeeze(1)
+
+
+class Swapped(TensorDataset):
+    """Data of which two samples can change places."""
+
+    def __init__(self, *tensors, swaps):
+        super().__init__(*tensors)
+        self.swaps = swaps
+
+    def __getitem__(self, index):
+        return super().__getitem__({17: 18, 18: 17}.get(index, index) if self.swaps else index)
+
+
+def _drawn(noise, own):
+    if noise == "numpy":
+        return float(np.random.randn())  # noqa: NPY002 (the global stream is the subject)
+    if noise == "python":
+        return random.gauss(0, 1)
+    return torch.randn((), generator=own) if noise == "generator" else 0.0
+
+
+def _threaded(threads):
+    """A sum of many numbers, whose order depends on the number of threads; nothing without one."""
+    if not threads:
+        return 0.0
+    x = torch.rand(300, 300, generator=torch.Generator().manual_seed(0))
+    return (x @ x).sum()
+
+
+def train(
+    run, *, seed=0, lr=0.1, swaps=False, schedules=True, forgets=False, doubles_lr=False, drops=True, at_four=None, loses_window=False,
+    noise="", noise_seed=0, unused_seed=0, shuffles=False, workers=0, threads=0, every=EVERY, record=1, is_logged=True,
+):  # fmt: skip
+    """Nine steps; ``at_four`` is called with the model after the fourth one, in which the loop doubles the rate, too."""
+    torch.set_num_threads(threads or 1)
+    torch.manual_seed(seed)
+    random.seed(noise_seed if noise == "python" else 0)
+    np.random.seed(noise_seed if noise == "numpy" else unused_seed)  # noqa: NPY002
+    own = torch.Generator().manual_seed(noise_seed)
+    model, x = Net(), torch.linspace(-1, 1, 4 * 72).reshape(72, 4)
+    model.drop.train(drops)
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 2, 0.5) if schedules else None
+    loader = DataLoader(Swapped(x, x.sum(1).sin(), swaps=swaps), batch_size=8, shuffle=shuffles, num_workers=workers)
+    live = attach(model, sgd, scheduler=scheduler, loader=loader, extra={"noise": own} if noise == "generator" else {})
+    with CheckpointManager(run, every=every, record=record if is_logged else None) as manager:
+        manager.restore(live)
+        for x, y in live.batches(epochs=2):
+            loss = (model(x + _drawn(noise, own)) - y).square().mean()
+            if loses_window and live.progress.step == 4 and loss is not None:
+                loses_window = False
+                live.drop_window()
+                continue
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            if scheduler is not None and not forgets:
+                scheduler.step()
+            if doubles_lr and live.progress.step == 3:
+                sgd.param_groups[0]["lr"] *= 2
+            loss = loss + _threaded(threads)
+            norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
+            live.record(loss=loss, grad_norm=norm)
+            if at_four is not None and live.progress.step == 3:
+                at_four(model)
+            live.advance(samples=len(x))
+            manager.step(live)
+            if live.progress.step == STEPS:
+                break
+
+
+@torch.no_grad()
+def flip_a_bit(model):
+    model.last.weight.view(torch.int32)[0, 3] ^= 1 << 12
+
+
+@torch.no_grad()
+def reset_mean(model):
+    model.norm.running_mean.zero_()
+
+
+def sum_backwards(model):
+    BACKWARDS.append(model)
