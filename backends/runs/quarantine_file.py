@@ -79,6 +79,11 @@ def quarantined(store: Store, *, limit: int = LIMIT) -> dict[str, Problem]:
     return quarantine_problems(records, now, store.url)
 
 
+def is_damaged(store: Store, name: str, digest: str) -> bool:
+    """Whether the bytes of a checkpoint with this manifest are proved wrong: the deaths of loading processes prove nothing."""
+    return _read(store).attempts.of(name, digest).is_damaged
+
+
 def begin_attempt(store: Store, name: str) -> None:
     """Record, durably, that a load of a checkpoint starts. Only rank 0 calls this, under the run's lock.
 

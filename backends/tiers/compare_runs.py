@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias
 import attrs
 
 from trainfold.backends.runs.best.best_reader import best_bytes, parsed_best
-from trainfold.backends.runs.quarantine_file import quarantined
+from trainfold.backends.runs.quarantine_file import is_damaged, quarantined
 from trainfold.backends.runs.scan import check_place, examine, read_inventory, read_root
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store, glimpse
@@ -185,7 +185,8 @@ def _compared(
     if found is not None and target.size(f"{name}/{MANIFEST}") is not None:
         old = digest_of(read_root(target, name))
         seen = examine(target, there, name).entry(name) if old == digest and found.problem is None else None
-        present = Present(found.head, old, seen is not None and seen.problem is None)
+        is_lost = old != digest and found.problem is not None and is_damaged(target, name, old)
+        present = Present(None if is_lost else found.head, old, seen is not None and seen.problem is None)
     files: tuple[CopiedFile, ...] = ()
     if present is None or not present.is_whole:
         proved = examine(source, here, name, root=root).entry(name)

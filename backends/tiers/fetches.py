@@ -7,6 +7,7 @@ from typing import Final, final
 import attrs
 
 from trainfold.backends.runs.best.best_reader import best_bytes, read_best
+from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.scan import read_inventory, read_root, sees_root
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store, glimpse
@@ -15,6 +16,7 @@ from trainfold.backends.tiers.copy_run import carry_out, check_copy
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
+    CheckpointDamaged,
     CheckpointError,
     CheckpointForeign,
     CheckpointMissing,
@@ -129,8 +131,7 @@ class Fetches:
         try:
             plan = planned_copy(self._far, self._near, steps=sorted({step, *others}), replaces=True)
             check_copy(plan)
-            for error in carry_out(plan, self._far, self._near).values():
-                raise error
+            self._look_at(carry_out(plan, self._far, self._near), name)
         except CheckpointError as error:
             if isinstance(error, SaveFailed) and not isinstance(error, CommitConflict):
                 raise
@@ -143,6 +144,20 @@ class Fetches:
         secs = time.monotonic() - began
         self._report(Event("fetched", self._far.url, step=step, checkpoint=name, detail=detail, secs=secs))
         return True
+
+    def _look_at(self, wrong: dict[str, TrainfoldError], name: str) -> None:
+        """Mark what is damaged in the far tier, so that an upload of the same step sends it again.
+
+        Raises:
+            TrainfoldError: if this checkpoint was not copied; or another one for a reason that proves no damage.
+        """
+        for other, error in wrong.items():
+            if type(error) is CheckpointDamaged:
+                end_attempt(self._far, other, outcome_of(error))
+        for other, error in wrong.items():
+            if other == name or outcome_of(error).ending != "damaged":
+                raise error
+            self._report_lost(other, error_text(error))
 
     def _report_lost(self, name: str, why: str) -> None:
         self._report(Event("not_fetched", self._far.url, step=step_of(name), checkpoint=name, detail=why))

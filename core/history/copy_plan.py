@@ -66,7 +66,7 @@ class Present:
     """What the target has under the name of a checkpoint.
 
     Attributes:
-        head: its identity; None if its manifest cannot be read.
+        head: its identity; None if its manifest cannot be read, or its bytes are proved wrong: any other one may replace it.
         digest: of the bytes of its manifest.
         is_whole: whether its files are there, in their sizes, and it is not in quarantine.
     """
@@ -221,7 +221,7 @@ def decide_copy(  # noqa: PLR0913 - keywords
         present: what the target has under their names.
         sizes: path -> its size in the target, None if it is not there, for the files that are referred to and for those beside.
         asked: the names that were asked for one by one, which may not be left out; None if all were asked for.
-        replaces: whether a later revision, or one of a later timeline, replaces what the target has; or any, a manifest that cannot be read.
+        replaces: whether a later revision, or one of a later timeline, replaces what the target has; or any, what is damaged there.
         best_names: the checkpoints that the source's ``best.json`` names, if it is to go along.
     """
     lost: dict[str, Problem] = {}

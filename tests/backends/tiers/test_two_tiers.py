@@ -320,6 +320,43 @@ def test_a_resume_goes_on_from_an_older_one_there_where_the_newest_can_be_had_fr
         assert found.model.params["w"][0] == step + 0.5
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_is_uploaded_is_whole_there_also_where_a_start_has_found_damage(near, far, is_same):
+    """E01: the far tier had the manifest and files of the sizes, so the step was said to be uploaded, and stayed damaged."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (2, 4):
+            manager.save(at(step))
+    shutil.rmtree(near.url)
+    flip(far, 4)
+    events = []
+    with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
+        with pytest.warns(CheckpointPassedOver, match="did not finish"):  # what came of step 4 is not a checkpoint
+            assert manager.load(LIKE).trainer.step == 2
+        assert [each.step for each in events if each.kind == "not_fetched"] == [4]
+        manager.save(at(4, value=4 if is_same else 7))
+    assert [each.step for each in events if each.kind == "uploaded"] == [4]
+    shutil.rmtree(near.url)
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        found = manager.load(LIKE)
+    assert found.trainer.step == 4
+    assert found.model.params["w"][0] == (4 if is_same else 7)
+
+
+def test_a_damaged_best_in_the_far_tier_keeps_no_newer_checkpoint_there(near, far):
+    """E02: they are fetched together."""
+    record = make_best_record(metric="loss", direction="min")
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (1, 2):
+            manager.save(at(step))
+        save_best(manager._saves._store, updated(record, {"loss": 0.1}, step=1))
+    shutil.rmtree(near.url)
+    flip(far, 1)
+    events = []
+    with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
+        assert manager.load(LIKE).trainer.step == 2
+    assert [(each.kind, each.step) for each in events] == [("not_fetched", 1), ("fetched", 2), ("restored", 2)]
+
+
 def test_a_step_that_is_saved_again_replaces_the_one_there(near, far):
     """After a rewind; its files of the earlier revision go."""
     with CheckpointManager(TwoTiers(near, far)) as manager:
