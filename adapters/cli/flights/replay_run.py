@@ -11,6 +11,7 @@ from trainfold.adapters.cli.flights.scratch_run import (
     check_command,
     flights_of,
     has_checkpoint,
+    last_logged,
     replay_program,
     scratch_place,
 )
@@ -86,7 +87,8 @@ def _steps(inventory: Inventory, flights: dict[int, Flight], begin: int | None, 
         raise InvalidArgument("--to", expected="the last step, as the run has no flight log", found="none",
                               fix="pass --to; CheckpointManager(..., record=100) writes a log")  # fmt: skip
     saved = sorted(inventory.usable_steps)
-    begin = max((step for step in saved if step < end), default=0) if begin is None else begin
+    goes_on_to = end if last is None else min(end, last)
+    begin = max((step for step in saved if step < goes_on_to), default=0) if begin is None else begin
     if begin and begin not in saved:
         near = ", ".join(str(step) for step in sorted(saved, key=lambda step: abs(step - (begin or 0)))[:6])
         raise CheckpointMissing(f"{inventory.run}/{directory_of(begin)}", expected="a complete checkpoint", found="none",
@@ -102,11 +104,14 @@ def _nonfinite(request: ReplayRequest, made: ScratchRun, found: Mapping[str, Any
     lines = [line.strip() for line in found["text"].splitlines()]
     rows = [("in step", step), *(("", line) for line in lines), ("what it said", str(made.output))]
     shown = {key: found[key] for key in ("step", "text", "output")}
-    return Answer(_data(request, rank=found["rank"], nonfinite=shown), (Table("Not finite", ("", ""), tuple(rows)),))
+    return Answer(
+        _data(request, None, rank=found["rank"], nonfinite=shown), (Table("Not finite", ("", ""), tuple(rows)),)
+    )
 
 
-def _data(request: ReplayRequest, **found: Any) -> dict[str, Any]:
+def _data(request: ReplayRequest, reached: int | None, **found: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
+        "reached": reached,
         "steps": 0,
         "same": None,
         "rank": None,
@@ -157,6 +162,11 @@ def difference_data(difference: StepDifference | None) -> dict[str, Any] | None:
     return {"step": difference.step, **lists, "text": str(difference)}
 
 
+def _last_step(run: Path, flights: Mapping[int, Flight]) -> int:
+    """The last step that a run has a record or a checkpoint of."""
+    return max(last_logged(flights), *open_run(run)[1].usable_steps, 0)
+
+
 def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchRun) -> Answer:
     run, begin, end, there = request.run, request.begin, request.end, dict(made.flights)
     found = first_of_ranks(flights, there, after=begin, until=end)
@@ -168,28 +178,29 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
     pair = run / directory_of(end), made.run / directory_of(end)
     both = all(has_checkpoint(each, end) for each in (run, made.run))
     states = diff_checkpoints(*pair, values=True) if both else None
-    if not steps and states is None:
-        raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}", found="neither",
-                              fix="pass --to with a step that has a checkpoint")  # fmt: skip
-    state = (
-        "not compared: the run has no checkpoint there"
-        if states is None
-        else "the same"
-        if states.error is None
-        else "other bits"
-    )
+    last, reached = _last_step(run, flights), min(made.reached, end)
+    is_short = reached < min(end, last)
+    if not steps and states is None and not is_short:
+        raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}",
+                              found=f"a run that ends at step {last}" if last <= begin else "neither",
+                              fix="pass --to with a step that has a checkpoint" if last > begin else "pass an earlier --from")  # fmt: skip
+    state = "the same" if states is not None and states.error is None else "other bits"
+    if states is None:
+        state = f"not compared: the {'replay' if has_checkpoint(run, end) else 'run'} has no checkpoint there"
     warnings = log_warnings((run, made.run), (flights, there), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
+    if end > last:
+        warnings.append(f"--to is step {end}, and the run ends at step {last}: nothing after that is compared")
     rank, difference = (None, None) if found is None else found
     shown = "none" if difference is None else f"{difference}{f' (rank {rank})' if rank else ''}"
     rows = [
-        ("replayed", f"steps {begin + 1} to {end}"),
+        ("replayed", steps_text(begin + 1, reached) if reached > begin else "no step"),
         ("compared with the log", f"{steps} steps"),
         ("first difference", shown),
         (f"state at step {end}", state),
         ("what it said", str(made.output)),
         *(("warning", text) for text in warnings),
     ]
-    is_same = difference is None and (states is None or states.error is None)
+    is_same = difference is None and not is_short and (states is None or states.error is None)
     tables = [Table(f"{url_text(str(run))}, and its replay", ("", ""), tuple(rows))]
     tables += [] if states is None or states.error is None else states.tables
     error = None
@@ -197,8 +208,14 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
         error = Different(
             f"the replay of {url_text(str(run))}",
             expected="what the run did",
-            found=shown if difference is not None else f"another state at step {end}, by the same losses and batches",
-            fix="replay again: if that differs too, and from this replay, the program does not repeat itself; else it has changed, or the run had a fault",
+            found=shown
+            if difference is not None
+            else f"a program that ended after step {reached}, where the run goes on to step {last}"
+            if is_short
+            else f"another state at step {end}, by the same losses and batches",
+            fix="start the program with the settings of the run; what it said is in the table"
+            if difference is None and is_short
+            else "replay again: if that differs too, and from this replay, the program does not repeat itself; else it has changed, or the run had a fault",
         )
-    data = _data(request, steps=steps, same=is_same, rank=rank, difference=difference_data(difference), states=None if states is None else states.data, warnings=warnings)  # fmt: skip
+    data = _data(request, reached, steps=steps, same=is_same, rank=rank, difference=difference_data(difference), states=None if states is None else states.data, warnings=warnings)  # fmt: skip
     return Answer(data, tuple(tables), error)

@@ -64,12 +64,14 @@ class ScratchRun:
     Attributes:
         run: the directory of the replay, with its log and its last checkpoint.
         flights: its log by rank; empty if it recorded nothing.
+        reached: the last step that it ran, by its logs and checkpoints; that of its start if it ran none.
         nonfinite: what was not finite, as it was written down; None if all was.
         output: the file with what the program said.
     """
 
     run: Path
     flights: Mapping[int, Flight]
+    reached: int
     nonfinite: Mapping[str, Any] | None
     output: Path
 
@@ -111,7 +113,7 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
         raise _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
     flights = flights_of(run)
     _check_resumed(request, seen, flights)
-    return ScratchRun(run, flights, nonfinite, output)
+    return ScratchRun(run, flights, _reached(run, flights), nonfinite, output)
 
 
 def scratch_place(command: str, noun: str, *more: str) -> Workplace:
@@ -141,6 +143,19 @@ def has_checkpoint(run: Path, step: int) -> bool:
         return step in open_run(run)[1].usable_steps
     except CheckpointMissing:
         return False
+
+
+def last_logged(flights: Mapping[int, Flight]) -> int:
+    """The last step of which every rank has a record; 0 without a log."""
+    return min((max(flight.steps, default=0) for flight in flights.values()), default=0)
+
+
+def _reached(run: Path, flights: Mapping[int, Flight]) -> int:
+    try:
+        saved = open_run(run)[1].usable_steps
+    except CheckpointMissing:
+        saved = set()
+    return max(last_logged(flights), *saved, 0)
 
 
 def serves_any_run(command: Sequence[str]) -> bool:

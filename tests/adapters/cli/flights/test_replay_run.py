@@ -52,6 +52,33 @@ def test_the_first_step_that_differs_is_named_with_what_differs_in_it(ran, repla
     assert "replay again" in said.err
 
 
+def test_a_replay_that_ends_before_its_last_step_differs(ran, replayed, capsys):
+    """R04: what it did not run is not called replayed; the checkpoint that is missing is that of the replay."""
+    command = ran("a")
+    ran("short", ("    if manager.should_stop:", "    if manager.should_stop or live.progress.step == 6:"))
+    code, found = replayed("replay", "runs/a", "--from", 4, "--to", 8, command=[*command[:-2], "short.py", "runs/a"])
+    fits_its_schema("replay", found)
+    assert (code, found["same"], found["steps"], found["reached"]) == (3, False, 2, 6)
+    assert "ended after step 6" in found["error"]["found"]
+    assert main(["replay", "runs/a", "--from", "4", "--to", "8", "--", *command[:-2], "short.py", "runs/a"]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "replayed steps 5 to 6" in said
+    assert "not compared: the replay has no checkpoint there" in said
+
+
+def test_an_end_after_that_of_the_run_is_said(ran, replayed):
+    """The run ended at step 12, and so does its replay: all that there is is compared."""
+    command = ran("a")
+    for words in (["--from", 8], []):
+        code, found = replayed("replay", "runs/a", *words, "--to", 400, command=command)
+        fits_its_schema("replay", found)
+        assert (code, found["same"], found["reached"], found["from"]) == (0, True, 12, 8)
+        assert found["warnings"] == ["--to is step 400, and the run ends at step 12: nothing after that is compared"]
+    code, found = replayed("replay", "runs/a", "--from", 12, "--to", 400, command=command)
+    assert code == found["error"]["exit_code"] == 2
+    assert "ends at step 12" in found["error"]["found"]
+
+
 def test_a_replay_stops_at_the_first_module_whose_output_is_not_finite(ran, replayed):
     """The module and the leaves of its inputs are named, in the step where it happens."""
     explode = (
