@@ -97,6 +97,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointMissing: if there is no such directory.
         RunEmpty: if the run has no checkpoint.
+        CheckpointUnreadable: if what may be the newest checkpoint of the run cannot be read now.
         CheckpointError: the matching subclass, if its manifest is not valid or files are missing.
     """
     is_local = not is_object_url(str(path))
@@ -179,7 +180,13 @@ def _newest(inventory: Inventory) -> str:
     head = current_head(inventory)
     if head is None:
         raise nothing_complete(inventory)
-    return next(entry.name for entry in inventory.entries if entry.head == head)
+    newest = next(entry.name for entry in inventory.entries if entry.head == head)
+    for entry in inventory.entries:
+        problem = entry.problem
+        if problem is not None and problem.error == errors.CheckpointUnreadable.__name__ and entry.head is None:
+            fix = f"{problem.fix}; it may be the newest: to take another one, name it, such as {inventory.run}/{newest}"
+            raise error_from(attrs.evolve(problem, fix=fix))
+    return newest
 
 
 def nothing_complete(inventory: Inventory) -> errors.RunEmpty:

@@ -24,9 +24,9 @@ from trainfold.core.errors import (
     error_text,
 )
 from trainfold.core.format.file_names import MANIFEST, directory_of, is_data_file
-from trainfold.core.format.manifest import FileRecord, IndexRecord, Manifest
+from trainfold.core.format.manifest import FileRecord, Head, IndexRecord, Manifest
 from trainfold.core.history.copy_plan import CopiedFile, CopyPlan, Offered, Present, decide_copy, in_copy_order
-from trainfold.core.history.inventory import Inventory, lineage
+from trainfold.core.history.inventory import Inventory, head_order, lineage
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.json_values import shown
 from trainfold.core.problem import Problem, error_from, problem_of
@@ -53,7 +53,7 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
     if there.run_id not in {None, here.run_id}:
         raise CheckpointForeign(target.url, expected=f"run {here.run_id}, as in {source.url}, or nothing", found=f"run {there.run_id}",
                                 fix="name another place: one place has the checkpoints of one run")  # fmt: skip
-    names, problems = _chosen(source, here, steps)
+    names, problems, passed = _chosen(source, here, steps)
     order = in_copy_order(here, names)
     offered: dict[str, Offered] = {}
     present: dict[str, Present] = {}
@@ -83,7 +83,10 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
         replaces=replaces,
         best_names=best_names,
     )
-    return plan if best_problem is None else attrs.evolve(plan, left_out={**plan.left_out, BEST_FILE: best_problem})
+    more = {name: str(problem) for name, problem in passed.items()}
+    more |= {} if best_problem is None else {BEST_FILE: best_problem}
+    lost = next(reversed(passed.values()), plan.newest_lost)
+    return attrs.evolve(plan, left_out={**plan.left_out, **more}, newest_lost=lost) if more else plan
 
 
 def unless_empty(plan: CopyPlan, *, fix: str) -> CopyPlan:
@@ -131,30 +134,48 @@ def inventory_in(store: Store, *, may_be_new: bool = False) -> Inventory:
 
 def newest_whole(store: Store, inventory: Inventory) -> str | None:
     """The checkpoint that a resume tries first, of those whose files are there; None if there is none."""
+    return _newest_whole(store, inventory)[0]
+
+
+def _newest_whole(store: Store, inventory: Inventory) -> tuple[str | None, dict[str, Problem]]:
+    """The same, and what is wrong with those that are newer, or may be: a save that is under way is not one of them."""
     for entry in lineage(inventory):
-        found = examine(store, inventory, entry.name).entry(entry.name)
-        if found is not None and found.problem is None:
-            return entry.name
-    return None
+        inventory = examine(store, inventory, entry.name)
+        found = inventory.entry(entry.name)
+        if found is not None and found.head is not None and found.problem is None:
+            return entry.name, _passed_over(inventory, found.head)
+    return None, {}
 
 
-def _chosen(store: Store, inventory: Inventory, steps: Steps) -> tuple[list[str], dict[str, Problem]]:
-    """The names that are to be copied, and why some of them cannot be."""
+def _passed_over(inventory: Inventory, head: Head) -> dict[str, Problem]:
+    begun = CheckpointTorn.__name__
+    return {
+        each.name: each.problem
+        for each in inventory.entries
+        if each.problem is not None
+        and (each.problem.error != begun if each.head is None else head_order(each.head) > head_order(head))
+    }
+
+
+def _chosen(
+    store: Store, inventory: Inventory, steps: Steps
+) -> tuple[list[str], dict[str, Problem], dict[str, Problem]]:
+    """The names that are to be copied, why some of them cannot be, and what was passed over for them."""
     if steps == "all":
         begun = CheckpointTorn.__name__  # without a manifest: a save that did not finish, or is under way
         wrong = {each.name: each.problem for each in inventory.entries if each.problem is not None}
         whole = [each.name for each in inventory.entries if each.is_candidate]
-        return whole, {name: problem for name, problem in wrong.items() if problem.error != begun}
+        return whole, {name: problem for name, problem in wrong.items() if problem.error != begun}, {}
     if steps == "newest":
-        name = newest_whole(store, inventory)
+        name, passed = _newest_whole(store, inventory)
         if name is None:
             raise RunEmpty(inventory.run, expected="a whole checkpoint", found="none", fix=f"see trainfold ls {inventory.run}")  # fmt: skip
-        return [name], {}
+        return [name], {}, passed
     if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
         raise InvalidArgument("copy.steps", expected="'all', 'newest' or steps", found=shown(steps), fix="pass steps, such as [100, 200]")  # fmt: skip
     names = [directory_of(count("copy.steps", step, least=0, fix="pass steps, such as [100, 200]")) for step in steps]
     found = {name: _problem_at(inventory, name) for name in names}
-    return names, {name: problem for name, problem in found.items() if problem is not None}
+    return names, {name: problem for name, problem in found.items() if problem is not None}, {}
 
 
 def _problem_at(inventory: Inventory, name: str) -> Problem | None:

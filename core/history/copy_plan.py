@@ -118,7 +118,7 @@ class CopyPlan:
         left_out: name -> why it is not copied, of checkpoints that were not asked for by name, and of directories in those that are.
         refused: why nothing can be copied; empty if it can.
         best: whether ``best.json`` goes with them.
-        newest_lost: why the newest checkpoint is left out, where all were asked for; None if it is not.
+        newest_lost: why the newest checkpoint is left out, where all, or the newest, were asked for; None if it is not.
     """
 
     source: str

@@ -13,6 +13,7 @@ from trainfold.core.resume.drift import verdict_of
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 
+_UNREAD: Final = "CheckpointUnreadable"
 _ALWAYS_NEEDED: Final = frozenset({"model", "optimizer", "trainer"})  # without one of them a checkpoint is an export
 
 
@@ -107,7 +108,24 @@ def choose(inventory: Inventory, request: ResumeRequest, wanted: Collection[str]
     if request.step is not None:
         return _at_step(inventory, request.step)
     found = chosen_manifest(inventory, request, wanted)
-    return _nothing_usable(inventory) if found is None else found
+    return _nothing_usable(inventory) if found is None else _unread(inventory, found) or found
+
+
+def _unread(inventory: Inventory, found: Manifest) -> tuple[Problem, ...]:
+    """The checkpoints that may be newer than a chosen one, and whose manifests could not be read now.
+
+    Nothing proves damage, so to go on from an older one could part the run in two. Without its first line, a lower step may be newer too.
+    """
+    step = found.head.step
+    fix = f"; it may be the newest, so no other one is taken unless you name its step: step={step} (on the command line: --step {step})"
+    return tuple(
+        attrs.evolve(entry.problem, fix=f"{entry.problem.fix}{fix}")
+        for entry in inventory.entries
+        if entry.problem is not None
+        and entry.problem.error == _UNREAD
+        and entry.manifest is None
+        and (entry.head is None or head_order(entry.head) > head_order(found.head))
+    )
 
 
 def _at_step(inventory: Inventory, step: int) -> Manifest | tuple[Problem, ...]:

@@ -14,7 +14,6 @@ from trainfold.backends.stores.object_store.bucket_errors import (
     NoCredentials,
     NotThere,
     Refused,
-    missing_credentials,
     shown_cause,
 )
 from trainfold.backends.stores.object_store.fed import fed
@@ -286,7 +285,7 @@ class Bucket:
             try:
                 return call()
             except self._errors.GenericError as error:
-                if time.monotonic() > late or missing_credentials(error):
+                if time.monotonic() > late or self._named.is_final(error):
                     raise
         return call()
 

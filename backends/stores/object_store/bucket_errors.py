@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple, final
 
 from trainfold.backends.stores.place import without_logins
 from trainfold.core.errors import (
-    CheckpointMissing,
     CheckpointUnreadable,
     InvalidArgument,
     NotWritable,
@@ -15,8 +14,17 @@ from trainfold.core.errors import (
 )
 
 _QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
+_BODY: Final = re.compile(r"(<\?xml\b|<Error>).*", re.DOTALL)  # the answer of S3 or Azure
+_SAID: Final = re.compile(r"<(?:Code|Message)>([^<]*)")
+_REJECTED: Final = re.compile(  # by their codes, where the client has no class for them, as of a list
+    r"\b401 Unauthorized|\b(ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed)\b"
+)
+_DENIED: Final = re.compile(r"\b403 Forbidden|\b(AccessDenied|AuthorizationPermissionMismatch)\b")
 _TEXT_LIMIT: Final = 400
 _NO_BUCKET: Final = "create it, or correct its name"
+_MAY_WRITE: Final = "give these credentials the right to write and delete there, or save elsewhere"
+_MAY_READ: Final = "give these credentials the right to read and list there (without s3:ListBucket, S3 denies what is not there too); this does not prove damage"
+_RENEW: Final = "renew or correct these credentials"
 
 
 class _Chain(NamedTuple):
@@ -87,17 +95,11 @@ class BucketErrors:
         kinds = self._kinds
         try:
             yield
-        except (kinds.PermissionDeniedError, kinds.UnauthenticatedError, PermissionError) as error:
-            raise CheckpointMissing(
-                self.where(key),
-                expected="the right to read",
-                found=without_secrets(error),
-                fix="give these credentials the right to read and list there",
-            ) from shown_cause(error)
         except (
             kinds.BaseError,
+            PermissionError,
             FileNotFoundError,
-        ) as error:  # the second one is of a list, and so of the bucket
+        ) as error:  # the last one is of a list, and so of the bucket
             raise self.unreadable(key, error) from shown_cause(error)
 
     @contextmanager
@@ -118,13 +120,6 @@ class BucketErrors:
             raise NotThere(
                 self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET
             ) from shown_cause(error)
-        except (kinds.PermissionDeniedError, kinds.UnauthenticatedError, PermissionError) as error:
-            raise NotWritable(
-                self.where(key),
-                expected="the right to write",
-                found=without_secrets(error),
-                fix="give these credentials the right to write there, or save elsewhere",
-            ) from shown_cause(error)
         except (kinds.NotSupportedError, NotImplementedError) as error:
             raise InvalidArgument(
                 self.where(key),
@@ -132,9 +127,11 @@ class BucketErrors:
                 found=without_secrets(error),
                 fix="use a provider that has them: without them two writers cannot be distinguished",
             ) from shown_cause(error)
-        except kinds.BaseError as error:
+        except (kinds.BaseError, PermissionError) as error:
             if said := missing_credentials(error):
                 raise NoCredentials(self.where(key), **said) from shown_cause(error)
+            if said := self._refusal(error, "write", _MAY_WRITE):
+                raise NotWritable(self.where(key), **said) from shown_cause(error)
             raise SaveFailed(
                 self.where(key),
                 expected="the planned bytes to be stored",
@@ -143,8 +140,10 @@ class BucketErrors:
             ) from shown_cause(error)
 
     def unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
-        """What says that an object cannot be read now."""
+        """What says that an object cannot be read now. It may be there though it is denied."""
         if said := missing_credentials(error):
+            return CheckpointUnreadable(self.where(key), **said)
+        if said := self._refusal(error, "read", _MAY_READ):
             return CheckpointUnreadable(self.where(key), **said)
         if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
             return CheckpointUnreadable(
@@ -156,6 +155,19 @@ class BucketErrors:
             found=without_secrets(error),
             fix="look at the network and at the store, and try again; this does not prove damage",
         )
+
+    def _refusal(self, error: BaseException, verb: str, fix: str) -> dict[str, str] | None:
+        """The ``expected``, ``found`` and ``fix`` of a provider's refusal; None of any other error."""
+        kinds, found = self._kinds, without_secrets(error)
+        if isinstance(error, kinds.UnauthenticatedError) or _REJECTED.search(found):
+            return {"expected": "credentials that the store takes", "found": found, "fix": _RENEW}
+        if isinstance(error, kinds.PermissionDeniedError | PermissionError) or _DENIED.search(found):
+            return {"expected": f"the right to {verb}", "found": found, "fix": fix}
+        return None
+
+    def is_final(self, error: BaseException) -> bool:
+        """Whether a second try soon after would end alike."""
+        return missing_credentials(error) is not None or self._refusal(error, "read", "") is not None
 
 
 def missing_credentials(error: BaseException) -> dict[str, str] | None:
@@ -177,9 +189,15 @@ def missing_credentials(error: BaseException) -> dict[str, str] | None:
 
 
 def without_secrets(error: BaseException) -> str:
-    """The text of an error without what may be secret in it, and without its many lines of detail."""
+    """The text of an error without what may be secret in it, and without its many lines of detail.
+
+    Examples:
+        >>> without_secrets(OSError('GET http://h/a?sig=x: 403: <?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>No</Message></Error>'))
+        'GET http://h/a?… 403: AccessDenied: No'
+    """
     lines = [line for line in str(error).split("\n\nDebug source:")[0].splitlines() if line.strip()]
-    return _QUERY.sub("?…", without_logins(" ".join(lines)))[:_TEXT_LIMIT]
+    text = _BODY.sub(lambda body: ": ".join(_SAID.findall(body[0])) or "…", " ".join(lines))
+    return _QUERY.sub("?…", without_logins(text))[:_TEXT_LIMIT]
 
 
 def shown_cause(error: BaseException) -> BaseException | None:

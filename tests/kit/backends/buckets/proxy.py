@@ -28,7 +28,7 @@ class Proxy:
         port: of the server.
 
     Attributes:
-        fault: (number of the request, method, path) -> one of `FAULTS`, or None.
+        fault: (number of the request, method, path) -> one of `FAULTS`, None, or (status, body) of the answer.
         dropped: names of headers, in lower case, that the server does not get: it is one that does not know them.
         requests: (method, path, bytes of the request, bytes of the answer, fault) of those so far.
     """
@@ -83,6 +83,16 @@ class Proxy:
             return False
         if fault in {"500", "503", "429"}:
             writer.write(b"HTTP/1.1 %s Fault\r\nContent-Length: 0\r\n\r\n" % fault.encode())
+            await writer.drain()
+            return True
+        if isinstance(fault, tuple):
+            status, text = fault
+            text = b"" if method == "HEAD" else text
+            writer.write(
+                b"HTTP/1.1 %d Fault\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n"
+                % (status, len(text))
+                + text
+            )
             await writer.drain()
             return True
         if fault == "delay":
