@@ -256,6 +256,13 @@ def test_what_one_rank_did_otherwise_is_seen_in_the_step_that_all_ranks_did_othe
     assert ("bit" in found["may_be"]) == (planted == "bit")
 
 
+def test_where_a_fault_is_not_excluded_the_next_move_is_to_run_both_again(plain, tmp_path):
+    train(tmp_path / "b", at_four=flip_a_bit, record=0)
+    answer = bisect_runs(plain, tmp_path / "b", (), directory=tmp_path / "replay", patience_secs=60)
+    assert "a fault of the memory" in answer.data["text"]
+    assert "-- CMD {run}" in answer.error.fix
+
+
 def test_two_runs_that_did_the_same_do_not_part(plain, tmp_path, capsys):
     train(tmp_path / "b")
     assert main(["bisect", str(plain), str(tmp_path / "b")]) == 0
