@@ -9,11 +9,12 @@ from typing import Final, TypeAlias, final
 from trainfold.backends.flight.flights import flight_name, ranks_with_log
 from trainfold.backends.flight.journals import JOURNAL
 from trainfold.backends.flight.log_parts import PART_BYTES, part_name, part_numbers
-from trainfold.backends.flight.log_pieces import read_pieces, sizes_of
+from trainfold.backends.flight.log_pieces import Sizes, read_log, read_pieces, sizes_of
 from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import TrainfoldError
+from trainfold.core.flight.merged_journals import has_lines, merged_journals
 
 _FIRST_BYTES: Final = 64
 _AT_ONCE: Final = 8  # logs; each has two parts in memory
@@ -90,24 +91,44 @@ class SentLogs:
         sizes = self._far.size(name), self._near.size(name)
         if not sizes[0] or not sizes[1]:
             return False
+        if name == JOURNAL:
+            far, near = (read_log(store, name, store.list()) for store in (self._far, self._near))
+            return not has_lines(near, far)
         stop = min(_FIRST_BYTES, *sizes)  # type: ignore[type-var]
         return self._far.read(name, start=0, stop=stop) != self._near.read(name, start=0, stop=stop)
 
     def fetch(self, *, missing: bool = False) -> None:
-        """Put the logs of the far tier in the place of shorter ones, or only of those that are not there."""
+        """Put the flight logs of the far tier in the place of other ones, or only of those that are not there, and add what its journal alone has.
+
+        Where a checkpoint was fetched, the far tier has the log of the steps before it: the disk may have been left behind with steps that the run did not go on from.
+        """
         with self._mutex:
             names, mine = self._far.list(), self._near.list()
             for name in _logs_in(names):
                 try:
-                    sizes = sizes_of(self._far, name, names)
-                    size = sum(size for _, size in sizes)
-                    here = sizes_of(self._near, name, mine)
-                    if size > sum(size for _, size in here) and not (missing and here):
+                    there, here = sizes_of(self._far, name, names), sizes_of(self._near, name, mine)
+                    if name == JOURNAL and here:
+                        self._merge(name, there, here)
+                    elif not here or not (missing or self._has_all(there, here)):
                         for part, _ in reversed(here[1:]):
                             self._near.delete(part)
-                        self._near.write(name, read_pieces(self._far, sizes), size_bytes=size)
+                        self._near.write(name, read_pieces(self._far, there), size_bytes=_total(there))
                 except (TrainfoldError, OSError) as error:
                     _LOG.warning("%s/%s: the log is not fetched: %s", self._far.url, name, error)
+
+    def _has_all(self, there: Sizes, here: Sizes) -> bool:
+        """Whether a log of the near tier begins with all of that of the far one."""
+        if _total(here) < _total(there):
+            return False
+        pairs = zip(_parts(self._far, there), _parts(self._near, here), strict=False)
+        return all(mine.startswith(other) for other, mine in pairs)
+
+    def _merge(self, name: str, there: Sizes, here: Sizes) -> None:
+        """Put the lines of both tiers into the journal of the near one, of which nothing is ever cut."""
+        far, near = (b"".join(_parts(*each)) for each in ((self._far, there), (self._near, here)))
+        merged = merged_journals(near, far)
+        if merged != near:
+            self._near.write(name, [merged], size_bytes=len(merged))
 
 
 _State: TypeAlias = list[tuple[str, int, float | None]]
@@ -120,7 +141,11 @@ def _logs_in(names: list[str]) -> list[str]:
     return [*flights, JOURNAL] if part_numbers(JOURNAL, names) else flights
 
 
-def _parts(store: Store, sizes: list[tuple[str, int]]) -> Iterator[bytes]:
+def _total(sizes: Sizes) -> int:
+    return sum(size for _, size in sizes)
+
+
+def _parts(store: Store, sizes: Sizes) -> Iterator[bytes]:
     """The bytes of a log in parts that are full, but for the last one, whatever parts the store has."""
     waiting = bytearray()
     places = [(name, at, min(size, at + PART_BYTES)) for name, size in sizes for at in range(0, size, PART_BYTES)]

@@ -1,5 +1,7 @@
 """The logs of a run in two tiers, when the disk is lost, or was left behind by another machine."""
 
+import random
+import shutil
 import threading
 
 import pytest
@@ -70,6 +72,32 @@ def test_a_disk_that_was_left_behind_gets_the_logs_and_one_that_is_ahead_keeps_i
         assert read_log(store, NAME, store.list()) == (whole / NAME).read_bytes()
     starts = [line.step for line in read_journal(LocalStore(tmp_path / "a")).lines if line.kind == "started"]
     assert starts == [0, 4, 8, 10, 10]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_disk_that_was_left_behind_with_more_steps_gets_the_log_of_the_run_that_went_on(tmp_path, monkeypatch):
+    """R04: its log was longer, so it got lines of steps that are not the run's, and the far log was overwritten with them; no line of the journal is lost."""
+    far, late = MemoryStore(), tmp_path / "a"
+    trained(TwoTiers(late, far), 9, dies_after=3)
+    shutil.copytree(late, tmp_path / "b", symlinks=True)
+    trained(late, 9, dies_after=9)  # without the far tier, of which 8 is lost
+    shutil.rmtree(late / "step-00000008")
+    shutil.rmtree(late / "step-00000006")
+    shutil.rmtree(late / "step-00000004")
+    monkeypatch.setattr(random, "random", lambda: 0.5)
+    trained(TwoTiers(tmp_path / "b", far), 6)
+    logs = [read_log(far, NAME, far.list()), read_log(LocalStore(late), NAME, LocalStore(late).list())]
+    assert len(logs[0]) < len(logs[1])
+    journals = [set(read_log(each, JOURNAL, each.list()).splitlines()) for each in (far, LocalStore(late))]
+    assert journals[0] - journals[1]
+    assert journals[1] - journals[0]
+    trained(TwoTiers(late, far), 8)
+    for store in (LocalStore(late), far):
+        assert read_log(store, NAME, store.list()).startswith(logs[0])
+        assert sorted(read_flights(store)[0].steps) == [*range(1, 9)]
+        lines = read_log(store, JOURNAL, store.list()).splitlines()
+        assert set(lines) >= journals[0] | journals[1]
+        assert len(set(lines)) == len(lines)
 
 
 @pytest.mark.usefixtures("small_parts")
