@@ -42,6 +42,24 @@ class SentLogs:
         self._left: set[str] = set()
         self._has_failed = False
 
+    def compare(self) -> None:
+        """Compare the logs of both tiers before this process writes any: one that it cuts itself later, as where a run starts over, is sent all the same."""
+        with self._mutex:
+            try:
+                there = self._far.list()
+                at_once([partial(self._compare, name, there) for name in _logs_in(there)], threads=_AT_ONCE)
+            except (TrainfoldError, OSError) as error:
+                _LOG.warning("%s: the logs are compared when they are sent: %s", self._far.url, error)
+
+    def _compare(self, name: str, there: list[str], *, missing: bool = True) -> None:
+        """Note what the far tier has of a log; one that is not that of the disk, or that the disk has not got, stays as it is."""
+        is_other = self._begins_otherwise(name, missing=missing)
+        self._sent[name] = dict.fromkeys(part_numbers(name, there), "")
+        if is_other:
+            self._left.add(name)
+            _LOG.warning("%s/%s: the log there begins otherwise than that of the disk, and stays as it is: the lines from here on are on the disk alone; "
+                         "copy the log from there before a start to go on with it", self._far.url, name)  # fmt: skip
+
     def send(self) -> None:
         """Send what the far tier has otherwise, or not. A log that has its size and its time since it was sent is not read."""
         with self._mutex:
@@ -63,12 +81,7 @@ class SentLogs:
 
     def _send(self, name: str, state: "_State", there_names: list[str]) -> None:
         if name not in self._sent:
-            is_other = self._begins_otherwise(name)
-            self._sent[name] = dict.fromkeys(part_numbers(name, there_names), "")
-            if is_other:
-                self._left.add(name)
-                _LOG.warning("%s/%s: the log there begins otherwise than that of the disk, and stays as it is: the lines from here on are on the disk alone; "
-                             "copy the log from there before a start to go on with it", self._far.url, name)  # fmt: skip
+            self._compare(name, there_names, missing=False)
         if name in self._left:
             return
         there, sizes = self._sent[name], [(part, size) for part, size, _ in state]
@@ -86,11 +99,11 @@ class SentLogs:
                 there[number] = digest
         self._seen[name] = state
 
-    def _begins_otherwise(self, name: str) -> bool:
+    def _begins_otherwise(self, name: str, *, missing: bool) -> bool:
         """Whether the far tier has a log that does not begin as that of the disk, such as one that could not be fetched."""
         sizes = self._far.size(name), self._near.size(name)
         if not sizes[0] or not sizes[1]:
-            return False
+            return bool(sizes[0]) and missing
         if name == JOURNAL:
             far, near = (read_log(store, name, store.list()) for store in (self._far, self._near))
             return not has_lines(near, far)

@@ -136,6 +136,7 @@ class TwoTiers:
                 self.near, self.far, keep=self._keep_far, most_waiting=self._most_waiting, report=self._report
             )
             left = self._fetches().catch_up()
+            uploads.compare_logs()
             self._uploads = uploads
             try:
                 uploads.add(*left)

@@ -82,6 +82,10 @@ class Uploads:
         with self._mutex:
             return tuple(self._waiting)
 
+    def compare_logs(self) -> None:
+        """See `SentLogs.compare`."""
+        self._logs.compare()
+
     def add(self, *names: str) -> None:
         """Send checkpoints, or ``best.json``, after what waits."""
         with self._mutex:

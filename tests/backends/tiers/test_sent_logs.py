@@ -239,6 +239,21 @@ def test_a_far_log_that_could_not_be_fetched_stays_whole(tmp_path, monkeypatch, 
     assert steps_and_starts(LocalStore(tmp_path / "b"))[0] == [7, 8]
 
 
+@pytest.mark.usefixtures("small_parts")
+def test_a_run_that_starts_over_has_its_log_in_the_far_tier(tmp_path, monkeypatch, caplog):
+    """R04: its log begins otherwise since this start has cut it, and no later line reached the far tier; as on a disk, the lines of the steps before go."""
+    far = MemoryStore()
+    trained(TwoTiers(tmp_path / "a", far), 6)
+    monkeypatch.setattr(random, "random", lambda: 0.5)
+    with CheckpointManager(TwoTiers(tmp_path / "a", far), every=2, record=3, start_over=True) as manager:
+        Recorded(0).run(manager, 4)
+    near = LocalStore(tmp_path / "a")
+    assert sorted(read_flights(near)[0].steps) == [*range(1, 5)]
+    for name in (NAME, JOURNAL):
+        assert read_log(far, name, far.list()) == read_log(near, name, near.list())
+    assert "begins otherwise" not in caplog.text
+
+
 def test_a_disk_that_was_made_by_a_copy_gets_the_logs_which_a_copy_leaves_out(tmp_path):
     """It has the newest checkpoint already, so nothing else is fetched."""
     far = MemoryStore()
