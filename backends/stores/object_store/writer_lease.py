@@ -24,6 +24,7 @@ _LOOK_SECS: Final = 0.5
 _TIME_STEP_SECS: Final = 2.0  # of the times of most stores
 _LIMIT_BYTES: Final = 16 << 10
 _RECENT: Final = 8
+_HELD: Final[set[str]] = set()  # the tokens of the leases that this process holds, or is about to take
 
 
 @final
@@ -146,6 +147,8 @@ class WriterLease:
 
     def _is_over(self, record: LeaseRecord, found: Stored) -> bool:
         if _is_here(record):
+            if _process(record.holder) == myself():
+                return record.token not in _HELD  # it could not be given back, or its taker had no answer
             return has_ended(_process(record.holder))
         return self._now() - found.modified > record.lasts_secs + _TIME_STEP_SECS
 
@@ -164,7 +167,13 @@ class WriterLease:
         record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs, broken,
                              () if old is None else old.recent)  # fmt: skip
         began = _now_here()
-        version = self._bucket.put_if(LEASE, record.encoded(0), None if found is None else found.version)
+        _HELD.add(record.token)
+        version = None
+        try:
+            version = self._bucket.put_if(LEASE, record.encoded(0), None if found is None else found.version)
+        finally:
+            if version is None:
+                _HELD.discard(record.token)
         if version is None:
             return False
         with self._mutex:
@@ -242,11 +251,15 @@ class WriterLease:
         with self._mutex:
             record, self._record = self._record, None
             self._stop.set()
-            if record is None or self._pid != os.getpid() or self._loss:
+            if record is None:
                 return
-            free = attrs.evolve(record, holder="")
-            with suppress(CheckpointError):
-                self._bucket.put_if(LEASE, free.encoded(self._beat + 1), self._version)
+            try:
+                if self._pid == os.getpid() and not self._loss:
+                    free = attrs.evolve(record, holder="")
+                    with suppress(CheckpointError):
+                        self._bucket.put_if(LEASE, free.encoded(self._beat + 1), self._version)
+            finally:
+                _HELD.discard(record.token)
 
     def _renew_until(self, stop: threading.Event, token: str) -> None:
         while not stop.wait(self._lasts_secs / 3):

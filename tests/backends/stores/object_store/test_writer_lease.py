@@ -133,6 +133,35 @@ def test_a_living_holder_of_this_machine_is_named_and_nothing_waits(monkeypatch)
             ObjectStore(client, url="memory://run").lock().__enter__()
 
 
+@pytest.mark.parametrize("is_carried_out", [False, True], ids=["taken, not given back", "answer lost"])
+def test_a_lease_that_no_object_of_this_process_holds_is_over(sleeping, is_carried_out):
+    """C03: a network that was cut at its end locked the process that lives out of its own run for good."""
+    bucket = FakeBucket()
+    put_if = bucket.put_if
+
+    def failing(key, data, expected):
+        if is_carried_out:  # of a lease that is taken
+            put_if(key, data, expected)
+        raise SaveFailed("fake://run", expected="an answer", found="none", fix="look at the network")
+
+    first, second, third = (WriterLease(bucket, 10.0) for _ in range(3))
+    if not is_carried_out:
+        first.acquire()
+    bucket.put_if = failing
+    if is_carried_out:
+        with pytest.raises(SaveFailed):
+            first.acquire()
+    else:
+        first.release()
+    bucket.put_if = put_if
+    assert second.acquire(), "and says that it was not given back"
+    assert second.broken == 1
+    with pytest.raises(RunLocked, match="which is this one"):
+        third.acquire()
+    second.release()
+    assert not third.acquire()
+
+
 def test_a_holder_elsewhere_is_left_alone_while_it_renews_and_followed_when_it_does_not(machines, monkeypatch):
     """C03: the second of two machines sees a renewal; the third sees none."""
     client = MemoryStore()
