@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -13,8 +14,9 @@ from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.reuse.leftovers import leftovers
 from trainfold.backends.runs.scan import read_inventory, read_root
 from trainfold.backends.side_by_side import at_once
-from trainfold.backends.stores.local import Run, open_store
+from trainfold.backends.stores.local import LocalStore, Run, open_store
 from trainfold.backends.stores.os_errors import locked
+from trainfold.backends.stores.place import PROVIDERS, is_object_url, local_path, url_text
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.compare_runs import DELETED, Steps, planned_copy, unless_empty
 from trainfold.backends.tiers.copy_file import copy_file
@@ -32,6 +34,7 @@ from trainfold.core.errors import (
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE
 from trainfold.core.history.copy_plan import CheckpointCopy, CopiedFile, CopyPlan
 from trainfold.core.history.inventory import lineage
+from trainfold.core.json_values import shown
 from trainfold.core.problem import error_from
 
 _AT_ONCE: Final = 4  # files: a request to a bucket waits longer than it works
@@ -51,7 +54,7 @@ def plan_copy(source: Run, target: Run, *, steps: Steps = "all") -> CopyPlan:
         What is done, and what keeps the rest from going. It prints.
 
     Raises:
-        InvalidArgument: for an invalid argument, or a target that is the source.
+        InvalidArgument: for an invalid argument, or a target that is the source, or of which one lies inside the other.
         CheckpointError: the matching subclass, if the source is not a run, or the target holds something else.
 
     Examples:
@@ -272,10 +275,24 @@ def _planned(source: Store, target: Store, steps: Steps) -> CopyPlan:
 
 
 def _opened(source: Run, target: Run) -> tuple[Store, Store]:
-    first, second = open_store(source), open_store(target)
-    if first is second or (isinstance(source, type(target)) and source == target):
-        raise InvalidArgument("copy.target", expected="another place than the source", found=second.url, fix="name the place of the copy")  # fmt: skip
-    return first, second
+    places = _place(source), _place(target)
+    shorter, longer = sorted([place or () for place in places], key=len)
+    if source is target or (shorter and longer[: len(shorter)] == shorter):
+        raise InvalidArgument("copy.target", expected="another place than the source, and neither inside the other", found=target if isinstance(target, str) else shown(target),
+                              fix="name the place of the copy")  # fmt: skip
+    return open_store(source), open_store(target)
+
+
+def _place(run: Run) -> tuple[str, ...]:
+    """The parts of a location, whatever way it is written; none of a store that only its object knows."""
+    if isinstance(run, LocalStore):
+        run = run.url
+    if not isinstance(run, str | Path):
+        return ()
+    if not is_object_url(str(run)):
+        return Path(local_path(run)).resolve().parts
+    scheme, _, path = url_text(str(run)).partition("://")
+    return (PROVIDERS.get(scheme.lower(), scheme), *filter(None, path.split("/")))
 
 
 def _raise_all(wrong: Sequence[TrainfoldError]) -> None:

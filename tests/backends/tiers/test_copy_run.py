@@ -223,6 +223,35 @@ def test_what_cannot_be_copied_is_refused_by_name():
         copy_run(run.store, MemoryStore(), steps="newest")
 
 
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("a", "a/"),
+        ("a", "./b/../a"),
+        ("a", "a/inside"),
+        ("a/inside", "a"),
+        ("a", "link"),
+        ("s3://bucket/v/a", "s3://bucket/v//a/"),
+        ("s3://bucket/v/a", "s3a://bucket/v/a/b"),
+    ],
+)
+def test_a_copy_onto_its_source_or_into_it_is_refused(tmp_path, monkeypatch, source, target):
+    """E01: it said that all was there, or put a run into a run."""
+    monkeypatch.chdir(tmp_path)
+    copy_run(chain_of([set()]).store, source if "://" not in source else "a")
+    (tmp_path / "link").symlink_to("a")
+    before = sorted(tmp_path.rglob("*"))
+    for act in (plan_copy, copy_run):
+        with pytest.raises(InvalidArgument, match="another place than the source, and neither inside the other"):
+            act(source, target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_places_of_which_one_name_begins_with_the_other_are_two(tmp_path):
+    copy_run(chain_of([set()]).store, tmp_path / "a")
+    assert copy_run(tmp_path / "a", tmp_path / "ab").makes_run
+
+
 def test_a_directory_and_a_torn_save_at_the_target_are_no_obstacle(tmp_path):
     """A save there that did not finish has files with the same names, and other bytes."""
     run = chain_of([set(), {"large"}])
