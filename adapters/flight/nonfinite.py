@@ -1,6 +1,7 @@
 """`NonFiniteWatch`: finds the first module whose output has a NaN or an infinity, and what its inputs and parameters were."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
@@ -73,6 +74,8 @@ class NonFiniteOutput:
 class NonFiniteWatch:
     """Looks at each output of each module; the model is not changed. It waits for a GPU at each module, so it is for a replay.
 
+    It sees no module inside of what `torch.compile` has compiled; `uncompiled` lets all of them run as they are written.
+
     Args:
         seen: called with it when it is found.
 
@@ -83,26 +86,26 @@ class NonFiniteWatch:
     def __init__(self, seen: Callable[[NonFiniteOutput], object] | None = None) -> None:
         self.found: NonFiniteOutput | None = None
         self._seen = seen
-        self._open: list[torch.nn.Module] = []
+        self._called: dict[int, weakref.ref[torch.nn.Module]] = {}
 
     def begin(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A forward hook: note that a module was called."""
+        """A forward hook: note that a module was called. A part of it may be called again alone, as a checkpoint of activations does."""
         del inputs
-        self._open.append(module)
+        if not torch.compiler.is_compiling():
+            self._called[id(module)] = weakref.ref(module)
 
     def look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         """A forward hook: look at an output."""
-        opened = [*self._open]  # also modules that an error has left
-        while self._open and self._open.pop() is not module:
-            pass
-        if self.found is not None:
+        if torch.compiler.is_compiling() or self.found is not None:
             return
         outputs = [leaf for leaf in _leaves("output", output) if leaf.bad]
         if outputs:
             given = [*_leaves("inputs", tuple(inputs)), *(leaf for name, each in named.items() for leaf in _leaves(name, each))]  # fmt: skip
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             broken = [leaf for name, each in own for leaf in _leaves(name, each) if leaf.bad]
-            outermost = next(each for each in (*opened, module) if any(inner is module for inner in each.modules()))
+            called = (each for ref in self._called.values() if (each := ref()) is not None)
+            around = [each for each in called if any(inner is module for inner in each.modules())]
+            outermost = max(around, key=lambda each: sum(1 for _ in each.modules()), default=module)
             name = next((name for name, each in outermost.named_modules() if each is module), "")
             self.found = NonFiniteOutput(path_in(outermost, name), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
             if self._seen is not None:
@@ -116,13 +119,20 @@ class NonFiniteWatch:
         ]
 
 
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Run what `torch.compile` was asked to compile as it is written, from here on, or to the end of the block."""
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 @contextlib.contextmanager
 def watch_nonfinite() -> Iterator[NonFiniteWatch]:
     """Watch every module that is called in a block."""
     watch = NonFiniteWatch()
     handles = watch.install()
     try:
-        yield watch
+        with uncompiled():
+            yield watch
     finally:
         for handle in handles:
             handle.remove()

@@ -6,13 +6,14 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import attrs
 
-from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch
+from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch, uncompiled
 from trainfold.backends.flight.record_file import RecordFile
 from trainfold.core.flight.step_record import LogLine, StepRecord, float_of_bits
 from trainfold.core.rehearsal.orders import RECORD_NAME, Orders
@@ -30,6 +31,10 @@ def end_at_nonfinite(orders: Orders | None, rank: int, step: Callable[[], int | 
     """
     if orders is None or orders.replay is None or not orders.replay.until_nonfinite:
         return False
+    uncompiled()
+    warnings.filterwarnings(
+        "ignore", "Using `torch.compile", UserWarning
+    )  # that hooks see the wrapper of a compiled module too: they may
     NonFiniteWatch(lambda found: end_with(orders, rank, step(), found)).install()
     return True
 

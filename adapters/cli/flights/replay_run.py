@@ -26,6 +26,7 @@ from trainfold.core.flight.step_difference import StepDifference, first_step_apa
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.history.inventory import Inventory
 
+_ALL_FINITE: Final = "no output of a module, with torch.compile off; what it compiles may have other bits"
 _PLACE: Final = scratch_place("replay", "replay")
 
 
@@ -197,6 +198,7 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
         ("compared with the log", f"{steps} steps"),
         ("first difference", shown),
         (f"state at step {end}", state),
+        *([("not finite", _ALL_FINITE)] if request.until_nonfinite else []),
         ("what it said", str(made.output)),
         *(("warning", text) for text in warnings),
     ]
