@@ -24,10 +24,10 @@ Cause: TypeAlias = Literal[
 ]
 """``position``: other counts of samples or epochs, as after a lost window. ``seed``: the program was seeded otherwise. ``batch``: other data at the same
 position. ``component``: one of them saves what the other has not. ``setting``: another setting of the contract, or one that a schedule or the loop
-changes, as a learning rate. ``streams``: other random numbers were drawn. ``buffer``: only buffers of modules differ. ``bit``: one element of one tensor differs. ``state``: the state differs while all that the steps
-show is the same. ``fault``: one of them did what its program does not do again. ``chance``: a program does not do again what it did. ``unrecorded``: they came
-apart in steps of which a log has no record. ``environment``: only results differ, and the numerical environment.
-``arithmetic``: only results differ."""
+changes, as a learning rate. ``streams``: other random numbers were drawn. ``buffer``: only buffers of modules differ. ``bit``: one element of one
+tensor differs. ``state``: the state differs while all that the steps show is the same. ``fault``: one of them did what its program does not do again.
+``chance``: a program does not do again what it did. ``unrecorded``: they came apart in steps of which a log has no record. ``environment``: only
+results differ, and the numerical environment. ``arithmetic``: only results differ."""
 
 _OPEN: Final[dict[Cause, str]] = {
     "position": "another position in the data",

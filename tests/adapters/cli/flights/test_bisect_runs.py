@@ -56,7 +56,7 @@ def test_the_planted_cause_is_named(plain, tmp_path, planted):
     assert any(name in each for each in found["names"]) or not name, found["names"]
 
 
-@pytest.mark.parametrize("noise", ["numpy", "python", "generator"])
+@pytest.mark.parametrize("noise", ["numpy", pytest.param("python", marks=pytest.mark.long), "generator"])
 def test_another_seed_of_a_stream_beside_torch_is_named(tmp_path, noise):
     """Streams that are elsewhere from the first step on, and are drawn from; and a generator that is attached."""
     for name, seed in (("a", 0), ("b", 1)):
@@ -97,7 +97,7 @@ def test_streams_that_no_program_draws_from_are_no_cause(plain, tmp_path):
 @pytest.mark.parametrize(("planted", "names", "step"), [
     ({"forgets": True}, ["scheduler.value['_step_count']"], 1),
     ({"forgets": True, "every": 4, "record": 0}, ["optimizer.groups[0].hyper['lr']"], 4),
-    ({"doubles_lr": True}, ["optimizer.groups[0].hyper['lr']"], 4),
+    pytest.param({"doubles_lr": True}, ["optimizer.groups[0].hyper['lr']"], 4, marks=pytest.mark.long),
     ({"doubles_lr": True, "every": 4, "record": 0}, ["optimizer.groups[0].hyper['lr']"], 4),
 ])  # fmt: skip
 def test_a_schedule_that_one_of_them_did_otherwise_is_a_setting(tmp_path, planted, names, step):
@@ -127,7 +127,7 @@ def test_a_lost_window_is_named_without_a_log(tmp_path):
 
 
 @pytest.mark.slow(30)
-@pytest.mark.parametrize("planted", [{}, {"at_four": flip_a_bit, "record": 0}])
+@pytest.mark.parametrize("planted", [pytest.param({}, marks=pytest.mark.long), {"at_four": flip_a_bit, "record": 0}])
 def test_workers_of_a_loader_hide_nothing_and_are_no_difference(plain, tmp_path, planted):
     train(tmp_path / "b", workers=1, **planted)
     found = named(plain, tmp_path / "b")
