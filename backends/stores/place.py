@@ -119,7 +119,7 @@ or mounted directory; for a run, pass a store of your own
         raise InvalidArgument(argument, expected="a path or a file:// URL", found=repr(shown_url(text)), fix="name a local or mounted directory; for a run, pass a store of your own")  # fmt: skip
     host, slash, path = ("", "/", rest) if found[2] == "/" else rest.partition("/")
     if host not in {"", "localhost"} or not slash:
-        raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(text),
+        raise InvalidArgument(argument, expected="a file:// URL with an absolute path of this machine", found=repr(shown_url(text)),
                               fix="write three slashes, as in file:///data/runs/a, or give the path itself")  # fmt: skip
     return "/" + unquote(path, errors="surrogateescape")
 

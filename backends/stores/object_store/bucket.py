@@ -272,6 +272,11 @@ class Bucket:
                     with suppress(FileNotFoundError):
                         self._again(partial(self._api.delete, self._store, key))
 
+    def delete_own(self, key: str) -> None:
+        """Delete an object that was put for a look at the store; one that may not be deleted stays, and is never worth a failed save."""
+        with suppress(SaveFailed):
+            self.delete([key])
+
     # --- errors ----------------------------------------------------------------------------------------------------
 
     def where(self, key: str) -> str:

@@ -317,7 +317,7 @@ class ObjectStore:
         again = self._bucket.takes(probe, b"2", None)
         second = None if first is None else self._bucket.put_if(probe, b"3", first)
         late = first is not None and self._bucket.takes(probe, b"4", first)
-        self._bucket.delete([probe])
+        self._bucket.delete_own(probe)
         if first is None or again or second is None or late:
             raise InvalidArgument(self._url, expected="a store that refuses to create an object twice, and to replace one that has changed",
                                   found="one that takes such puts" if again or late else "one that refuses the first",

@@ -7,11 +7,12 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from trainfold.backends.stores.object_store.bucket_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
-from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url
+from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url, without_logins
 from trainfold.core.errors import InvalidArgument
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]+)/*(.*)", re.DOTALL)
@@ -21,6 +22,10 @@ _SETTING: Final = {
     "s3": "AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME",
+}
+_ENDPOINTS: Final = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 
 
@@ -48,7 +53,7 @@ def open_url(place: str) -> ObjectStore:
                               fix="leave out credentials and queries: they are taken from the provider's own chain")  # fmt: skip
     if is_foreign or found is None:
         return open_foreign_url(named.lower(), rest.strip("/"))
-    scheme, bucket, prefix = PROVIDERS[named.lower()], found[2], found[3].strip("/")
+    scheme, bucket, prefix = PROVIDERS[named.lower()], found[2], _run_in(place, found[3])
     if not prefix:
         raise InvalidArgument(
             "run",
@@ -65,12 +70,48 @@ def open_url(place: str) -> ObjectStore:
         )
     from obstore.exceptions import BaseError
 
+    _check_endpoints(scheme)
     try:
         store = _store(scheme, bucket, prefix)
     except (BaseError, ValueError) as error:
         raise InvalidArgument("run", expected="a store that the provider's settings describe", found=without_secrets(error),
                               fix=f"correct what its client reads in the environment, such as {_SETTING[scheme]}") from None  # fmt: skip
     return ObjectStore(store, url=f"{found[1].lower()}://{bucket}/{prefix}")
+
+
+def _run_in(place: str, path: str) -> str:
+    """The name of a run in a bucket; as in a path, empty parts and ``.`` say nothing.
+
+    Raises:
+        InvalidArgument: for a part that no object of a run can have.
+    """
+    parts = [part for part in path.split("/") if part not in {"", "."}]
+    bad = next((part for part in parts if part == ".." or not part.isprintable()), None)
+    if bad is not None:
+        raise InvalidArgument("run", expected="the name of a run in the bucket, such as runs/a", found=f"{place!r}, with the part {bad!r}",
+                              fix="leave out .. and characters that cannot be printed")  # fmt: skip
+    return "/".join(parts)
+
+
+def _check_endpoints(scheme: str) -> None:
+    """Check the addresses that the environment gives: with anything else, the client ends a request with a panic.
+
+    Raises:
+        InvalidArgument: naming the variable.
+    """
+    for name in _ENDPOINTS.get(scheme, ()):
+        value = os.environ.get(name)
+        if value is not None and not _is_address(value):
+            raise InvalidArgument(name, expected="an address such as http://127.0.0.1:9000", found=repr(without_logins(value)),
+                                  fix=f"write it with http:// or https://, a machine, and a port of at most 65535, or unset {name}")  # fmt: skip
+
+
+def _is_address(value: str) -> bool:
+    try:
+        found = urlsplit(value)
+        return found.scheme in {"http", "https"} and bool(found.hostname) and found.port != 0
+    except ValueError:  # of a port
+        return False
 
 
 def _store(scheme: str, bucket: str, prefix: str) -> Any:

@@ -159,7 +159,7 @@ class WriterLease:
         try:
             head = self._bucket.head(key)
         finally:
-            self._bucket.delete([key])
+            self._bucket.delete_own(key)
         return 0.0 if head is None else head.modified
 
     def _take(self, found: Stored | None, old: LeaseRecord | None) -> bool:

@@ -28,7 +28,7 @@ class Proxy:
         port: of the server.
 
     Attributes:
-        fault: (number of the request, method, path) -> one of `FAULTS`, None, or (status, body) of the answer.
+        fault: (number of the request, method, path) -> one of `FAULTS`, None, or (status, body) of the answer; the body may be made of that of the request.
         dropped: names of headers, in lower case, that the server does not get: it is one that does not know them.
         requests: (method, path, bytes of the request, bytes of the answer, fault) of those so far.
     """
@@ -87,7 +87,7 @@ class Proxy:
             return True
         if isinstance(fault, tuple):
             status, text = fault
-            text = b"" if method == "HEAD" else text
+            text = b"" if method == "HEAD" else text(body) if callable(text) else text
             writer.write(
                 b"HTTP/1.1 %d Fault\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n"
                 % (status, len(text))
