@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from trainfold.adapters.cli.terminal.given_options import Json, Patience, RunPath, whole_typed
-from trainfold.adapters.cli.terminal.output import deliver
+from trainfold.adapters.cli.terminal.output import Answer, deliver
 
 
 def replay(  # noqa: PLR0913 - one for each option
@@ -97,8 +97,11 @@ def bisect(  # noqa: PLR0913 - one for each option
     Example: trainfold bisect runs/a runs/b -- python train.py {run}
     """
     from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
+    from trainfold.adapters.cli.flights.scratch_run import check_apart
 
-    return deliver(
-        lambda: bisect_runs(a, b, command, command_b=program_b, directory=directory, patience_secs=patience),
-        as_json=json,
-    )
+    def parted() -> Answer:
+        if command or program_b:
+            check_apart(directory, a, b)
+        return bisect_runs(a, b, command, command_b=program_b, directory=directory, patience_secs=patience)
+
+    return deliver(parted, as_json=json)

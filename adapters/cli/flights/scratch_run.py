@@ -21,6 +21,7 @@ from trainfold.backends.flight.flights import read_flights
 from trainfold.backends.flight.replay_place import location_of
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import local_store, open_store
+from trainfold.backends.stores.place import is_object_url, local_path
 from trainfold.backends.tiers.copy_run import copy_run
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.flight import Flight
@@ -127,6 +128,22 @@ def scratch_place(command: str, noun: str, *more: str) -> Workplace:
     marker, lock = f"{command}.json", f"{command}.lock"
     names = frozenset({marker, lock, "run", "notes", "managers", *more})
     return Workplace(f"trainfold {command}", noun, "--dir", marker, lock, names)
+
+
+def check_apart(directory: Path, *runs: Path) -> None:
+    """Refuse a directory of a command that is in a run, or that has one in it: the command writes there, and empties it.
+
+    Raises:
+        InvalidArgument: if it is.
+    """
+    place = Path(local_path(str(directory), argument="--dir")).resolve()
+    for run in runs:
+        if is_object_url(str(run)):
+            continue
+        real = Path(local_path(str(run))).resolve()
+        if place.is_relative_to(real) or real.is_relative_to(place):
+            raise InvalidArgument("--dir", expected="a directory apart from the run, which is only read", found=f"{directory}, and the run {run}",
+                                  fix="name another one, such as --dir runs/scratch")  # fmt: skip
 
 
 def flights_of(run: Path) -> dict[int, Flight]:

@@ -128,6 +128,19 @@ def test_what_leaves_nothing_to_replay_is_refused_with_the_next_move(ran, replay
     assert "record=100" in replayed("replay", "runs/a", command=command)[1]["error"]["fix"]
 
 
+def test_a_directory_in_the_run_or_around_it_is_refused(ran, replayed, tmp_path):
+    """R04: what is in the run changes it; and what is around it was emptied, with the run of an earlier replay."""
+    command = ran("a")
+    assert replayed("replay", "runs/a", "--from", 4, "--to", 8, command=command)[0] == 0
+    before = contents(tmp_path / "runs")
+    for words in (["replay", "runs/a", "--dir", "runs/a/scratch"], ["replay", "runs/replay/run"], ["replay", "runs/a", "--dir", "runs/../runs/a"],
+                  ["bisect", "runs/a", "runs/replay/run", "--dir", "runs/replay"], ["bisect", "runs/replay/run", "runs/a", "--dir", "runs/a/b"]):  # fmt: skip
+        code, found = replayed(*words, command=command)
+        assert (code, found["error"]["where"]) == (2, "--dir"), found
+        assert "--dir runs/scratch" in found["error"]["fix"]
+    assert contents(tmp_path / "runs") == before
+
+
 def test_a_run_on_another_disk_is_copied(ran, replayed, monkeypatch):
     """No hard link leads from one filesystem to another."""
     command = ran("a")
