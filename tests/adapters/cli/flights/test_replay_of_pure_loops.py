@@ -100,3 +100,11 @@ def test_a_program_that_does_not_go_on_from_the_checkpoint_is_named(ran, replaye
     code, found = replayed("replay", "runs/a", "--from", 6, "--to", 12, command=command)
     assert (code, found["error"]["kind"]) == (48, "NeverResumed")
     assert "begins at step 1" in found["error"]["found"]
+
+
+def test_a_replay_ends_at_the_first_module_that_is_not_finite(ran, replayed):
+    """Without a manager, which watches the modules of other loops. A step refuses such a loss, so here it comes in the replay alone."""
+    command = ran("a", ("    state, _ =", "    if 'TRAINFOLD_REHEARSAL' in os.environ and state.trainer.step == 7: x = x / 0.0\n    state, _ ="))  # fmt: skip
+    code, found = replayed("replay", "runs/a", "--from", 6, "--until-nonfinite", command=command)
+    assert (code, found["nonfinite"]["step"], found["reached"]) == (0, 8, None), found
+    assert found["nonfinite"]["output"]["kind"] == "Linear"
