@@ -97,11 +97,11 @@ def bisect(  # noqa: PLR0913 - one for each option
     Example: trainfold bisect runs/a runs/b -- python train.py {run}
     """
     from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
-    from trainfold.adapters.cli.flights.scratch_run import check_apart
+    from trainfold.adapters.cli.flights.scratch_run import check_outside
 
     def parted() -> Answer:
         if command or program_b:
-            check_apart(directory, a, b)
+            check_outside(directory, a, b)
         return bisect_runs(a, b, command, command_b=program_b, directory=directory, patience_secs=patience)
 
     return deliver(parted, as_json=json)

@@ -8,8 +8,8 @@ from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,
     ScratchRun,
-    check_apart,
     check_command,
+    check_outside,
     flights_of,
     has_checkpoint,
     last_logged,
@@ -60,7 +60,7 @@ def replay_run(  # noqa: PLR0913 - one for each option
         ProgramFailed: if the program fails. NeverResumed: if it does not go on from the checkpoint.
     """
     command = check_command(command)
-    check_apart(directory, run)
+    check_outside(directory, run)
     _, inventory = open_run(run)
     flights = flights_of(run)
     begin, end = _steps(inventory, flights, begin, end)

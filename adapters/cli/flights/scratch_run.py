@@ -130,7 +130,7 @@ def scratch_place(command: str, noun: str, *more: str) -> Workplace:
     return Workplace(f"trainfold {command}", noun, "--dir", marker, lock, names)
 
 
-def check_apart(directory: Path, *runs: Path) -> None:
+def check_outside(directory: Path, *runs: Path) -> None:
     """Refuse a directory of a command that is in a run, or that has one in it: the command writes there, and empties it.
 
     Raises:
