@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any, Final, final
@@ -49,7 +49,7 @@ class Journal(logging.Filter):
         self._rules: dict[str, Any] = {}
         self._is_over = False  # the last line says that it has ended, and nothing has gone on since
         self._at_exit: Finalize | None = None
-        self._under_way: tuple[int, Job[Any]] | None = None
+        self._under_way: tuple[int, Job[Any], Callable[[], float | None]] | None = None
         _LOG.addFilter(self)
         WARNED.append(self.warned)
 
@@ -80,11 +80,11 @@ class Journal(logging.Filter):
             kind, error = getattr(sys, "last_type", None), getattr(sys, "last_value", None)
         self._flight.close()
         if self._under_way is not None and self._under_way[1].is_over:  # the program has not asked how it ended
-            step, job = self._under_way
+            step, job, stalled_secs = self._under_way
             if job.failure is None:
-                self.written(step, job.began_at, job.ended_at)
+                self.written(step, job.began_at, job.ended_at, stalled_secs=stalled_secs())
             else:
-                self._write("failed", step, detail=error_text(job.failure))
+                self._write("failed", step, detail=error_text(job.failure), data=_stalled(stalled_secs()))
         self._end(kind, error)
         self._file.close()
 
@@ -106,9 +106,9 @@ class Journal(logging.Filter):
         if outcome == "written":
             self.written(step, now - secs, now)
 
-    def under_way(self, step: int, job: Job[Any]) -> None:
-        """Remember a save in the background. If the process ends first, how it ended is written then."""
-        self._under_way = step, job
+    def under_way(self, step: int, job: Job[Any], stalled_secs: Callable[[], float | None]) -> None:
+        """Remember a save in the background. If the process ends first, how it ended is written then, and for how long the loop stood still."""
+        self._under_way = step, job, stalled_secs
 
     def written(self, step: int, began: float, ended: float, *, stalled_secs: float | None = None) -> None:
         """Write when a save was written, and durable; and for how long the loop stood still, if that was longer than the call."""

@@ -460,9 +460,9 @@ class SaveRunner:
                                   descends_from=self.descends_from, ready_bytes=self._ready_bytes, base=self.base)  # fmt: skip
             job = save.job(after=self._deletions.last)
             del save  # the thread frees it
-            self._under_way = _UnderWay(job, hold, before, raised)
+            begun = self._under_way = _UnderWay(job, hold, before, raised)
             if self._journal is not None:
-                self._journal.under_way(step, job)
+                self._journal.under_way(step, job, lambda: begun.stalled_secs)
             job.start()
         except BaseException as error:
             under_way = self._under_way

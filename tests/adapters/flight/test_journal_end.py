@@ -144,4 +144,5 @@ def test_a_save_that_nobody_has_asked_for_has_its_end_in_the_journal(tmp_path):
     subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path], timeout=60, capture_output=True, check=True)
     lines = read_journal(LocalStore(tmp_path)).lines
     assert [(save.step, save.outcome) for save in saves_of(lines)] == [(2, "written"), (4, "written")]
+    assert [line.data.get("stalled", 0) > 0 for line in lines if line.kind == "written"] == [True, True]
     assert [line.kind for line in lines][-1] == "closed"
