@@ -158,7 +158,7 @@ class SaveRunner:
             self._replicas.arrive(run, step, is_last=is_last)
         ramp = run.batch_ramp if isinstance(run, Live) else ramp_of(run.contract.get(f"{STEP_PREFIX}accumulate"))
         changes = ramp is not None and ramp.changes_after(boundary.step) and boundary.step != self._due.last_saved
-        verdict = self._due.decide(boundary)
+        verdict = self._due.decide(boundary, _made_by(run))
         return verdict.with_change() if changes else verdict
 
     def watch(self, run: Live | TrainState) -> None:
@@ -373,7 +373,7 @@ class SaveRunner:
     def _begin(self, run: Live | TrainState, failures: list[Exception], *, may_skip: bool) -> SaveOutcome:
         step = _step_of(run)
         self.check_first(run)
-        self._due.see(step)
+        self._due.see(step, _made_by(run))
         if self._under_way is not None:
             if may_skip and not all(self._world.gather(self._has_ended, doing="ask whether the save has ended")):
                 self._events.report("skipped", step=step, detail="another save is under way")
@@ -475,6 +475,11 @@ class SaveRunner:
 
 def _step_of(run: Live | TrainState) -> int:
     return run.progress.step if isinstance(run, Live) else step_of_state(run)
+
+
+def _made_by(run: Live | TrainState) -> object:
+    """What is another object when a loop that has gone back in memory makes the same step again: `step` makes a `Progress`, and `live.restore` a dict."""
+    return run.saved_in if isinstance(run, Live) else run.trainer
 
 
 def _raising(error: Exception) -> Callable[[], Snapshot]:

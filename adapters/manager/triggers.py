@@ -182,6 +182,7 @@ class SaveTriggers:
         self._asked: tuple[StopRequest, ...] = ()
         self._saved_at = time.monotonic()
         self._seen: int | None = None
+        self._made: object = None  # what was seen then
         self._every: int | None = None  # the last agreed cadence
         self._pending: PendingRows | None = None
         self._sent_at = -1  # the step where it was sent
@@ -333,13 +334,18 @@ class SaveTriggers:
         if error is not None and self._world.world_size > 1 and is_of_transport(error):
             self._world.fail(error)
 
-    def decide(self, boundary: Boundary) -> Verdict:
-        """Decide what happens at a boundary, and remember whether the loop ends."""
+    def decide(self, boundary: Boundary, made: object = None) -> Verdict:
+        """Decide what happens at a boundary, and remember whether the loop ends.
+
+        Args:
+            boundary: what all ranks agree on.
+            made: see `see`.
+        """
         if self.auto is not None:
             if boundary.has_ended:
                 self.auto.ended()
             self.auto.leave(boundary.step)
-        self.see(boundary.step)
+        self.see(boundary.step, made)
         verdict = decide(
             boundary.step,
             triggers=self._triggers if self.auto is None else with_chosen_cadence(self._triggers, self._every),
@@ -357,10 +363,17 @@ class SaveTriggers:
         """Drop the requests: they are answered without a save."""
         self._asked = ()
 
-    def see(self, step: int) -> None:
-        """Notice a step before one already seen."""
-        self.last_saved = last_saved_at(step, seen=self._seen, last_saved=self.last_saved)
-        self._seen = step
+    def see(self, step: int, made: object = None) -> None:
+        """Notice a step before one already seen, or the same step made again.
+
+        Args:
+            step: optimizer steps done.
+            made: an object that is another one when the loop has gone back and made this step again; None if that is not known.
+        """
+        is_other = made is not None and self._made is not None and made is not self._made
+        seen = step + 1 if is_other and step == self._seen else self._seen
+        self.last_saved = last_saved_at(step, seen=seen, last_saved=self.last_saved)
+        self._seen, self._made = step, made
 
     def before(self, step: int) -> Before:
         """What to restore if the save of this step, which is about to start, fails."""
@@ -388,7 +401,7 @@ class SaveTriggers:
         """Note that the run continues from a checkpoint, as another try."""
         self.stops = self.is_aborted = False
         self.last_saved, self._seen, self._saved_at, self._is_outdated = step, step, time.monotonic(), True
-        self._done = step
+        self._done, self._made = step, None
 
 
 @final

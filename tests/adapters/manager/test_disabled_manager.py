@@ -64,12 +64,12 @@ def test_a_loop_makes_the_same_steps_with_both_managers(data):
                     rank, request = asked.get(step, (None, "save"))
                     if rank == world.rank:
                         source.ask(request)
-                    is_last = step == last
+                    is_last, state = step == last, state_at(step)
                     if asks_first:
-                        seen.append(manager.should_save(state_at(step), is_last=is_last).stop)
-                    manager.step(state_at(step), is_last=is_last)
+                        seen.append(manager.should_save(state, is_last=is_last).stop)
+                    manager.step(state, is_last=is_last)
                     seen.append(manager.should_stop)
-                seen.append(manager.finish(state_at(step)) is None)
+                seen.append(manager.finish(state) is None)
             return step, seen
 
         store = MemoryStore()

@@ -100,12 +100,12 @@ def test_a_stop_that_is_not_to_be_saved_is_not(mode):
 
 
 def test_a_request_at_a_step_that_is_saved_already_is_answered_by_that():
-    store, asked = MemoryStore(), Asked()
+    store, asked, state = MemoryStore(), Asked(), TrainState(trainer=Progress(step=1))
     with CheckpointManager(store, every=1, requests=asked) as manager:
-        assert manager.step(TrainState(trainer=Progress(step=1))) is not None
+        assert manager.step(state) is not None
         asked.ask("save")
-        assert manager.step(TrainState(trainer=Progress(step=1))) is None
-        assert not manager.should_save(TrainState(trainer=Progress(step=1))).save
+        assert manager.step(state) is None
+        assert not manager.should_save(state).save
 
 
 def test_a_request_inside_a_window_waits_for_the_boundary_that_closes_it():

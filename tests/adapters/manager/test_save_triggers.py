@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainfold.adapters.live.attach import attach
@@ -53,6 +53,8 @@ def value_in(state):
     mode=st.sampled_from(["sync", "async"]),
 )
 @settings(max_examples=60, deadline=None)
+@example(moves=[1, -1, 1], every=1, mode="sync")
+@example(moves=[3, -1, 1], every=3, mode="async")
 def test_whatever_a_loop_goes_back_to_its_last_state_is_saved_and_none_twice(moves, every, mode):
     """A14: a state is a value, so a loop may continue from one that it kept; a manager's resume is not the only way back."""
     store, step, salt, saved = MemoryStore(), 0, 0, []
@@ -63,11 +65,12 @@ def test_whatever_a_loop_goes_back_to_its_last_state_is_saved_and_none_twice(mov
                 continue
             for _ in range(move):
                 step, salt = step + 1, salt + 1
-                if manager.step(state_at(step, salt)) is not None:
+                state = state_at(step, salt)
+                if manager.step(state) is not None:
                     saved.append(salt)
         if salt:
             final = salt if moves[-1] > 0 else salt + 1
-            if manager.finish(state_at(step, final)) is not None:
+            if manager.finish(state if moves[-1] > 0 else state_at(step, final)) is not None:
                 saved.append(final)
             assert value_in(load(store, like=state_at(0), step=step)) == final
             assert value_in(load(store, like=state_at(0))) == final
@@ -111,6 +114,23 @@ def test_a_live_run_that_was_put_back_in_memory_is_saved_when_it_is_there_again(
         manager.finish(live)
     found = load(store, like=live.capture(), step=10)
     assert found.model.params["weight"].item() == 7.0
+
+
+def test_a_live_run_that_was_put_back_by_one_step_is_saved_when_it_is_there_again():
+    """A14: the manager sees the same step twice, of two runs."""
+    store, model = MemoryStore(), torch.nn.Linear(1, 1, bias=False)
+    live = attach(model)
+    with CheckpointManager(store, every=2) as manager:
+        live.advance(samples=1)
+        manager.step(live)
+        kept = live.capture()
+        for value in (3.0, 7.0):
+            live.restore(kept)
+            torch.nn.init.constant_(model.weight, value)
+            live.advance(samples=1)
+            manager.step(live)
+            assert manager.finish(live) is None  # the same run at the same step is not saved twice
+    assert load(store, like=live.capture(), step=2).model.params["weight"].item() == 7.0
 
 
 def test_a_save_that_fails_after_the_loop_went_back_leaves_nothing_saved_that_is_not():
