@@ -49,9 +49,8 @@ class FakeBucket:
         self.put(key, data)
         return self.objects[key].version
 
-    def delete(self, keys):
-        for key in keys:
-            self.objects.pop(key, None)
+    def delete_own(self, key):
+        self.objects.pop(key, None)
 
 
 def state_at(step):

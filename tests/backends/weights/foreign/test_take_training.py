@@ -309,6 +309,8 @@ def test_a_scheduler_that_is_no_dict_is_named(tmp_path):
 def test_slots_that_are_no_tensors_are_taken(tmp_path):
     """M24: SGD without momentum kept a None for each parameter, and older optimizers a number of steps."""
     model, optimizer, scheduler = build(torch.optim.SGD)
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0
     saved = optimizer.state_dict() | {"state": {number: {"momentum_buffer": None, "step": 3} for number in range(6)}}
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "a")
     names, state = [], {}
@@ -322,7 +324,7 @@ def test_slots_that_are_no_tensors_are_taken(tmp_path):
     cases.save(tmp_path / "b", {"model": model.state_dict(), "optim": {"state": state, "param_groups": groups}})
     for training in (torch_training(tmp_path / "a"), dcp_training(tmp_path / "b")):
         found = take_training(trainfold.attach(model, optimizer, scheduler=scheduler).capture(), training)
-        assert found.optimizer.slots == state
+        assert found.optimizer.slots == {name: {"step": 3} for name in state}  # what is None is left out
 
 
 @pytest.mark.parametrize("write", [write_dcp, write_titan, write_torch])
