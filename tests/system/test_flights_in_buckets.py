@@ -17,7 +17,7 @@ from trainfold.states import read_flights
 pytestmark = [pytest.mark.slow(30), pytest.mark.long]
 
 replayed = replay_cases.replayed
-DIES = ("    manager.step(live)", "    manager.step(live)\n    if live.progress.step == int(os.environ.get('DIES', 0)): os.kill(os.getpid(), 9)")  # fmt: skip
+DIES = ("    manager.step(live)", "    manager.step(live)\n    if live.progress.step == int(os.environ.get('DIES', 0)): manager.drain(); os.kill(os.getpid(), 9)")  # fmt: skip
 
 
 @pytest.fixture

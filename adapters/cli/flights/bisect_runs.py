@@ -6,11 +6,12 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.adapters.cli.flights.log_checks import believed, uncompared
+from trainfold.adapters.cli.flights.log_checks import Logs, believed, uncompared
 from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, log_warnings
 from trainfold.adapters.cli.flights.run_evidence import evidence_of, unlike_leaves
 from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,
+    ScratchRun,
     check_command,
     flights_of,
     has_checkpoint,
@@ -61,7 +62,7 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
     if command and parting.step is not None:
         with _PLACE.prepared(directory):
             _PLACE.mark(directory, {"command": list(command), "command_b": list(theirs), "a": str(a), "b": str(b)})
-            evidence = _replayed((a, b), parting, (command, theirs), directory, patience_secs)
+            evidence = _replayed(((a, mine), (b, others)), parting, (command, theirs), directory, patience_secs)
         parting = parting_of(evidence)
     if parting.step is None and parting.evidence.same_at is None:
         said += uncompared(flights)
@@ -81,7 +82,7 @@ def _program_of_b(command: tuple[str, ...], given: str | None) -> tuple[str, ...
 
 
 def _replayed(
-    runs: tuple[Path, Path],
+    runs: tuple[tuple[Path, Logs], tuple[Path, Logs]],
     parting: Parting,
     commands: tuple[tuple[str, ...], tuple[str, ...]],
     directory: Path,
@@ -91,25 +92,27 @@ def _replayed(
     known, end = parting.evidence, parting.step
     assert end is not None
     begin = known.same_at if known.same_at is not None and known.same_at < end else 0
-    a, b = runs
+    (a, logs_of_a), (b, logs_of_b) = runs
     made = replay_program(directory, ReplayRequest(a, begin, end, commands[0], patience_secs=patience_secs))
-    repeats = _repeated(a, made.run, begin, end), _repeated(b, made.run, begin, end)
+    repeats = _repeated(a, logs_of_a, made, begin, end), _repeated(b, logs_of_b, made, begin, end)
     own_of_b = None
     if commands[1]:
         other = replay_program(directory / _B, ReplayRequest(b, begin, end, commands[1], patience_secs=patience_secs))
-        own_of_b = _repeated(b, other.run, begin, end)
+        own_of_b = _repeated(b, logs_of_b, other, begin, end)
     return attrs.evolve(known, repeats=repeats, own=(repeats[0], own_of_b))
 
 
-def _repeated(run: Path, replayed: Path, begin: int, end: int) -> bool | None:
-    logs = flights_of(run), flights_of(replayed)
-    is_logged = bool(logs[0].keys() & logs[1].keys())
-    if first_of_ranks(*logs, after=begin, until=end) is not None:
+def _repeated(run: Path, flights: Logs, made: ScratchRun, begin: int, end: int) -> bool | None:
+    """Whether a program did again what a run has; None if the last step is in neither their logs nor their checkpoints, as of a program that ended before it."""
+    if first_of_ranks(flights, dict(made.flights), after=begin, until=end) is not None:
         return False
-    if all(has_checkpoint(each, end) for each in (run, replayed)):
-        folders = [each / directory_of(end) for each in (run, replayed)]
+    if all(has_checkpoint(each, end) for each in (run, made.run)):
+        folders = [each / directory_of(end) for each in (run, made.run)]
         return not unlike_leaves(*(leaf_texts(open_checkpoint(each).manifest) for each in folders))
-    return True if is_logged else None
+    ranks = flights.keys() & made.flights.keys()
+    return (
+        True if ranks and all(end in each[rank].steps for each in (flights, made.flights) for rank in ranks) else None
+    )
 
 
 def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:

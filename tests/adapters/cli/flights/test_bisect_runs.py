@@ -319,6 +319,17 @@ def test_a_replay_of_both_shows_which_of_them_does_not_repeat_itself(ran, replay
 
 
 @pytest.mark.long
+def test_a_program_that_ends_before_the_step_in_question_does_not_count_as_one_that_repeats(ran, replayed):
+    """It excluded a fault of the memory, which was the cause."""
+    ran("a")
+    ran("b", FAULT)
+    short = ran("short", ("    manager.step(live)", "    manager.step(live)\n    if live.progress.step == 5: break"))
+    code, found = replayed("bisect", "runs/a", "runs/b", command=[*short[:-1], "{run}"])
+    assert (code, found["repeats"], found["repeats_itself"]) == (3, [None, None], [None, None])
+    assert "bit" in found["may_be"]
+
+
+@pytest.mark.long
 def test_a_run_of_another_program_that_repeats_itself_had_no_fault(ran, replayed):
     """The program of A does not do again what B did; B, whose own program does, had no fault."""
     command, other = ran("a"), ran("b", OWN)
