@@ -6,10 +6,11 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.adapters.cli.flights.log_checks import Logs, believed, uncompared
+from trainfold.adapters.cli.flights.log_checks import believed, uncompared
 from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, log_warnings
 from trainfold.adapters.cli.flights.run_evidence import evidence_of, unlike_leaves
 from trainfold.adapters.cli.flights.scratch_run import (
+    Logs,
     ReplayRequest,
     ScratchRun,
     check_command,
@@ -104,7 +105,7 @@ def _replayed(
 
 def _repeated(run: Path, flights: Logs, made: ScratchRun, begin: int, end: int) -> bool | None:
     """Whether a program did again what a run has; None if the last step is in neither their logs nor their checkpoints, as of a program that ended before it."""
-    if first_of_ranks(flights, dict(made.flights), after=begin, until=end) is not None:
+    if first_of_ranks(flights, made.flights, after=begin, until=end) is not None:
         return False
     if all(has_checkpoint(each, end) for each in (run, made.run)):
         folders = [each / directory_of(end) for each in (run, made.run)]

@@ -1,17 +1,14 @@
 """Whether the flight logs of two runs can be believed, and how far they go: before they are compared."""
 
 from pathlib import Path
-from typing import TypeAlias
 
-from trainfold.adapters.cli.locate import open_checkpoint, open_run
+from trainfold.adapters.cli.flights.scratch_run import Logs, saved_steps
+from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.stores.place import url_text
-from trainfold.core.errors import CheckpointMissing
 from trainfold.core.flight.flight import Flight, state_digests
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import fingerprints
-
-Logs: TypeAlias = dict[int, Flight]
 
 
 def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
@@ -24,7 +21,7 @@ def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
         flights: its logs by rank.
         other: those of the run that it is compared with.
     """
-    saved = _saved(run)
+    saved = saved_steps(run)
     where = url_text(str(run))
     warnings = [] if flights else [f"{where} has no flight log: what its steps did is not known"]
     warnings += [f"{where} has no {flight_name(rank)}, and the other run has one" for rank in sorted(other.keys() - flights.keys()) if flights]  # fmt: skip
@@ -40,13 +37,6 @@ def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
         elif flight.steps and last < max(saved, default=0):
             warnings.append(f"{name} ends at step {last}, and the run has a checkpoint of step {max(saved)}")
     return counted, warnings
-
-
-def _saved(run: Path) -> set[int]:
-    try:
-        return open_run(run)[1].usable_steps
-    except CheckpointMissing:
-        return set()
 
 
 def _own(run: Path, flight: Flight, saved: set[int]) -> tuple[Flight, str]:

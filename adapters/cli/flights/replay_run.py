@@ -6,13 +6,14 @@ from typing import Any, Final
 
 from trainfold.adapters.cli.diff import diff_checkpoints
 from trainfold.adapters.cli.flights.scratch_run import (
+    Logs,
     ReplayRequest,
     ScratchRun,
     check_command,
     check_outside,
     flights_of,
     has_checkpoint,
-    last_logged,
+    last_step,
     replay_program,
     scratch_place,
 )
@@ -21,7 +22,6 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
-from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.parting import steps_text
 from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_unrecorded
 from trainfold.core.format.file_names import directory_of
@@ -72,7 +72,7 @@ def replay_run(  # noqa: PLR0913 - one for each option
 
 
 def first_of_ranks(
-    one: dict[int, Flight], other: dict[int, Flight], *, after: int, until: int | None = None
+    one: Logs, other: Logs, *, after: int, until: int | None = None
 ) -> tuple[int, StepDifference] | None:
     """The first difference between the logs of two runs on any rank that both have, with the rank.
 
@@ -83,7 +83,7 @@ def first_of_ranks(
     return min(found, key=lambda each: (each[1].step, not each[1].is_of_one_rank), default=None)
 
 
-def _steps(inventory: Inventory, flights: dict[int, Flight], begin: int | None, end: int | None) -> tuple[int, int]:
+def _steps(inventory: Inventory, flights: Logs, begin: int | None, end: int | None) -> tuple[int, int]:
     last = max((step for flight in flights.values() for step in flight.steps), default=None)
     end = last if end is None else end
     if end is None:
@@ -128,7 +128,7 @@ def _data(request: ReplayRequest, reached: int | None, **found: Any) -> dict[str
 
 def log_warnings(
     runs: tuple[Path, Path],
-    flights: tuple[Mapping[int, Flight], Mapping[int, Flight]],
+    flights: tuple[Logs, Logs],
     names: tuple[str, str],
     *,
     after: int = 0,
@@ -165,13 +165,8 @@ def difference_data(difference: StepDifference | None) -> dict[str, Any] | None:
     return {"step": difference.step, **lists, "text": str(difference)}
 
 
-def _last_step(run: Path, flights: Mapping[int, Flight]) -> int:
-    """The last step that a run has a record or a checkpoint of."""
-    return max(last_logged(flights), *open_run(run)[1].usable_steps, 0)
-
-
-def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchRun) -> Answer:
-    run, begin, end, there = request.run, request.begin, request.end, dict(made.flights)
+def _compared(request: ReplayRequest, flights: Logs, made: ScratchRun) -> Answer:
+    run, begin, end, there = request.run, request.begin, request.end, made.flights
     found = first_of_ranks(flights, there, after=begin, until=end)
     steps = (
         sum(begin < step <= end and step in flights[0].steps for step in there[0].steps)
@@ -181,7 +176,7 @@ def _compared(request: ReplayRequest, flights: dict[int, Flight], made: ScratchR
     pair = run / directory_of(end), made.run / directory_of(end)
     both = all(has_checkpoint(each, end) for each in (run, made.run))
     states = diff_checkpoints(*pair, values=True) if both else None
-    last, reached = _last_step(run, flights), min(made.reached, end)
+    last, reached = last_step(run, flights), min(made.reached, end)
     is_short = reached < min(end, last)
     if not steps and states is None and not is_short:
         raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}",

@@ -7,10 +7,9 @@ from typing import Final, TypeAlias
 import attrs
 
 from trainfold.adapters.cli.flights.replay_run import first_of_ranks
-from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
-from trainfold.core.errors import CheckpointMissing
+from trainfold.adapters.cli.flights.scratch_run import Logs, saved_steps
+from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint
 from trainfold.core.flight.evidence import Evidence, LeafApart
-from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.leaf_kinds import generators, host_stream, is_draw, is_seed
 from trainfold.core.flight.step_difference import StepDifference, host_draws, step_difference
 from trainfold.core.format.file_names import directory_of
@@ -22,10 +21,9 @@ _ABSENT: Final = "absent"
 _SHOWN: Final = ("samples", "batch", "streams", "loss", "norm")
 Pair: TypeAlias = tuple[Checkpoint, Checkpoint]
 Texts: TypeAlias = tuple[dict[str, str], dict[str, str]]
-Flights: TypeAlias = tuple[dict[int, Flight], dict[int, Flight]]
 
 
-def evidence_of(runs: tuple[Path, Path], flights: Flights) -> Evidence:
+def evidence_of(runs: tuple[Path, Path], flights: tuple[Logs, Logs]) -> Evidence:
     """What is known of two runs without running them again.
 
     Args:
@@ -35,7 +33,7 @@ def evidence_of(runs: tuple[Path, Path], flights: Flights) -> Evidence:
     Raises:
         CheckpointMissing: if one of them has neither a checkpoint nor a log.
     """
-    saved = tuple(_saved_steps(run, has_log=bool(flight)) for run, flight in zip(runs, flights, strict=True))
+    saved = tuple(saved_steps(run, has_log=bool(flight)) for run, flight in zip(runs, flights, strict=True))
     known = _of_checkpoints(*runs, *saved)
     found = first_of_ranks(*flights, after=0)
     if found is not None:
@@ -119,17 +117,7 @@ def _leaves(pair: Pair, unlike: Mapping[str, tuple[str, str]]) -> tuple[LeafApar
     return tuple(sorted(leaves, key=lambda leaf: (leaf.differing is None, -(leaf.size or 0.0), leaf.path)))
 
 
-def _saved_steps(run: Path, *, has_log: bool) -> set[int]:
-    """The steps of its complete checkpoints; a run that has a log needs none."""
-    try:
-        return open_run(run)[1].usable_steps
-    except CheckpointMissing:
-        if has_log:
-            return set()
-        raise
-
-
-def _only_rank(flights: Flights, rank: int, first: StepDifference) -> int | None:
+def _only_rank(flights: tuple[Logs, Logs], rank: int, first: StepDifference) -> int | None:
     """The rank, if its logs alone differ in that step as they do: what one rank computes otherwise may reach all of them in the same step."""
     one, other = flights
     found = (step_difference(one[each], other[each], first.step) for each in one.keys() & other.keys())
@@ -137,7 +125,7 @@ def _only_rank(flights: Flights, rank: int, first: StepDifference) -> int | None
     return rank if len(alike) == 1 else None
 
 
-def _unrecorded(one: Mapping[int, Flight], other: Mapping[int, Flight], known: Evidence) -> tuple[int, int] | None:
+def _unrecorded(one: Logs, other: Logs, known: Evidence) -> tuple[int, int] | None:
     """The steps just before the difference, or the state that differs, of which the logs say nothing together."""
     ends = [] if known.difference is None else [known.difference.step - 1]
     ends += [] if known.apart_at is None else [known.apart_at]
@@ -149,7 +137,7 @@ def _unrecorded(one: Mapping[int, Flight], other: Mapping[int, Flight], known: E
     return (begin, min(ends)) if begin <= min(ends) else None
 
 
-def _of_steps(one: Mapping[int, Flight], other: Mapping[int, Flight], known: Evidence) -> Evidence:
+def _of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:
     """The evidence, with what the steps of both logs show up to where the runs part."""
     ends = [step for step in (known.apart_at, known.difference and known.difference.step) if step is not None]
     pairs = [(one[rank], other[rank]) for rank in sorted(one.keys() & other.keys())]

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 
@@ -29,6 +29,9 @@ from trainfold.core.format.file_names import RUN_FILE, directory_of, step_of
 from trainfold.core.printable import quoted
 from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.orders import RECORD_NAME, VARIABLE, Orders, ReplayOrders, encode_orders
+
+Logs: TypeAlias = Mapping[int, Flight]
+"""The flight logs of a run by rank."""
 
 _GRACE_SECS: Final = 60.0
 _SHOWN_CHARACTERS: Final = 4000
@@ -71,7 +74,7 @@ class ScratchRun:
     """
 
     run: Path
-    flights: Mapping[int, Flight]
+    flights: Logs
     reached: int
     nonfinite: Mapping[str, Any] | None
     output: Path
@@ -114,7 +117,7 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
         raise _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
     flights = flights_of(run)
     _check_resumed(request, seen, flights)
-    return ScratchRun(run, flights, _reached(run, flights), nonfinite, output)
+    return ScratchRun(run, flights, last_step(run, flights), nonfinite, output)
 
 
 def scratch_place(command: str, noun: str, *more: str) -> Workplace:
@@ -162,17 +165,28 @@ def has_checkpoint(run: Path, step: int) -> bool:
         return False
 
 
-def last_logged(flights: Mapping[int, Flight]) -> int:
+def _last_logged(flights: Logs) -> int:
     """The last step of which every rank has a record; 0 without a log."""
     return min((max(flight.steps, default=0) for flight in flights.values()), default=0)
 
 
-def _reached(run: Path, flights: Mapping[int, Flight]) -> int:
+def saved_steps(run: Path, *, has_log: bool = True) -> set[int]:
+    """The steps of the complete checkpoints of a run.
+
+    Raises:
+        CheckpointMissing: if there is no run, and no log that stands for it.
+    """
     try:
-        saved = open_run(run)[1].usable_steps
+        return open_run(run)[1].usable_steps
     except CheckpointMissing:
-        saved = set()
-    return max(last_logged(flights), *saved, 0)
+        if has_log:
+            return set()
+        raise
+
+
+def last_step(run: Path, flights: Logs) -> int:
+    """The last step that a run has a record or a checkpoint of; 0 if it has neither."""
+    return max(_last_logged(flights), *saved_steps(run), 0)
 
 
 def serves_any_run(command: Sequence[str]) -> bool:
@@ -224,7 +238,7 @@ def _follow(program: Program, seen: list[RecordedLine], patience_secs: float, is
     return False
 
 
-def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights: Mapping[int, Flight]) -> None:
+def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights: Logs) -> None:
     """By what its managers say; without one, by the first step in its log, which begins empty."""
     starts = [entry for entry in seen if entry.kind == "start"]
     first = min((step for flight in flights.values() for step in flight.steps), default=None)

@@ -3,6 +3,7 @@
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.adapters.manager.manager_cases import state_at, value_in
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -13,16 +14,6 @@ from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.history.inventory import lineage
 from trainfold.core.save.triggers import make_triggers
-from trainfold.core.state.leaves import Leaves
-from trainfold.core.state.state import Progress, TrainState
-
-
-def state_at(step, value=0.0):
-    return TrainState(trainer=Progress(step=step), extra={"w": Leaves({"x": torch.full((4,), float(value))})})
-
-
-def value_in(state):
-    return state.extra["w"]["x"][0].item()
 
 
 @given(

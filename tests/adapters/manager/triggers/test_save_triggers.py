@@ -5,9 +5,9 @@ import threading
 import time
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.adapters.manager.manager_cases import state_at
 
 from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.lease import raise_after
@@ -28,17 +28,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.save.boundary import never_come
 from trainfold.core.save.requests import REQUESTS
-from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import Progress, TrainState
-
-
-def state_at(step, value=0.0):
-    return TrainState(trainer=Progress(step=step), extra={"w": Leaves({"x": torch.full((4,), float(value))})})
-
-
-def value_in(state):
-    return state.extra["w"]["x"][0].item()
-
 
 # --- between ranks ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainfold.adapters.live.attach import attach
 from trainfold.backends.runs.scan import read_inventory
+from trainfold.core.state.leaves import Leaves
+from trainfold.core.state.state import Progress, TrainState
 
 
 class Job:
@@ -38,6 +40,14 @@ class Job:
             result = manager.step(self.live)
             saved += [result.step] if result else []
         return saved
+
+
+def state_at(step, value=0.0):
+    return TrainState(trainer=Progress(step=step), extra={"w": Leaves({"x": torch.full((4,), float(value))})})
+
+
+def value_in(state):
+    return state.extra["w"]["x"][0].item()
 
 
 def steps_of(store):
