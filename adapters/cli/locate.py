@@ -183,7 +183,7 @@ def _newest(inventory: Inventory) -> str:
     newest = next(entry.name for entry in inventory.entries if entry.head == head)
     for entry in inventory.entries:
         problem = entry.problem
-        if problem is not None and problem.error == errors.CheckpointUnreadable.__name__ and entry.head is None:
+        if problem is not None and entry.is_unreadable and entry.head is None:
             fix = f"{problem.fix}; it may be the newest: to take another one, name it, such as {inventory.run}/{newest}"
             raise error_from(attrs.evolve(problem, fix=fix))
     return newest

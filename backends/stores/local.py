@@ -436,12 +436,13 @@ def open_store(run: Run) -> Store:
         InvalidArgument: if it is neither, or a path that no filesystem can have.
     """
     if isinstance(run, str | Path):
-        place = stand_in(str(run)) or str(run)
-        if not is_object_url(place):
-            return LocalStore(place)
+        if not is_object_url(str(run)):
+            return LocalStore(run)
+        if (copy := stand_in(str(run))) is not None:
+            return LocalStore(copy)
         from trainfold.backends.stores.object_store.open_url import open_url  # late: few runs are in a bucket
 
-        return open_url(place)
+        return open_url(str(run))
     if not isinstance(run, Store):
         raise InvalidArgument("run", expected="a path or a store", found=shown(run), fix="name the run's directory")
     tiers = [tier.url for tier in (getattr(run, "far", None), getattr(run, "near", run)) if isinstance(tier, Store)]

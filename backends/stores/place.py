@@ -18,6 +18,8 @@ PROVIDERS: Final = {
 }  # fmt: skip
 """Scheme of a URL that names a bucket -> the name of its provider."""
 
+_ALIKE: Final = {**PROVIDERS, "gcs": "gs"}
+
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(//?)")
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*:.*?(?<=::)[A-Za-z][A-Za-z0-9+._-]+:/", re.DOTALL)
@@ -73,6 +75,17 @@ def url_text(url: str) -> str:
         ('s3://bucket/run', 's3://bucket/run', 'runs/a')
     """
     return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", r"\1://", url)
+
+
+def url_parts(url: str) -> tuple[str, ...]:
+    """The provider, the bucket and the parts of the run that a URL names, whatever way it is written: empty parts and ``.`` say nothing.
+
+    Examples:
+        >>> url_parts("s3a:/bucket//runs/./a/"), url_parts("gcs://bucket/a")
+        (('s3', 'bucket', 'runs', 'a'), ('gs', 'bucket', 'a'))
+    """
+    scheme, _, rest = url.partition(":")
+    return (_ALIKE.get(scheme.lower(), scheme.lower()), *(part for part in rest.split("/") if part not in {"", "."}))
 
 
 def split_checkpoint(url: str) -> tuple[str, str]:

@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 from typing import Final
 
-from trainfold.backends.stores.place import PROVIDERS, is_object_url, local_path
+from trainfold.backends.stores.place import is_object_url, local_path, url_parts
 from trainfold.core.errors import NotWritable
 from trainfold.core.rehearsal.orders import VARIABLE, Orders, orders_of
 
 _LOG: Final = logging.getLogger("trainfold")
 _RUN: Final = "run"  # in the home of the replay
-_ALIKE: Final = {**PROVIDERS, "gcs": "gs"}
 
 
 def stand_in(place: str, orders: Orders | None = None) -> str | None:
@@ -63,13 +62,8 @@ def check_only_read(*places: str) -> None:
 def _below_url(place: str, source: str) -> str | None:
     if not (is_object_url(place) and is_object_url(source)):
         return None
-    given, wanted = _parts(place), _parts(source)
+    given, wanted = url_parts(place), url_parts(source)
     return "/".join(given[len(wanted) :]) if given[: len(wanted)] == wanted else None
-
-
-def _parts(url: str) -> list[str]:
-    scheme, _, rest = url.partition(":")
-    return [_ALIKE.get(scheme.lower(), scheme.lower()), *(part for part in rest.split("/") if part)]
 
 
 def _below_path(path: Path, source: Path) -> Path | None:

@@ -16,7 +16,7 @@ from trainfold.backends.runs.scan import read_inventory, read_root
 from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.local import LocalStore, Run, open_store
 from trainfold.backends.stores.os_errors import locked
-from trainfold.backends.stores.place import PROVIDERS, is_object_url, local_path, url_text
+from trainfold.backends.stores.place import is_object_url, local_path, url_parts
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.compare_runs import DELETED, Steps, planned_copy, unless_empty
 from trainfold.backends.tiers.copy_file import copy_file
@@ -291,8 +291,7 @@ def _place(run: Run) -> tuple[str, ...]:
         return ()
     if not is_object_url(str(run)):
         return Path(local_path(run)).resolve().parts
-    scheme, _, path = url_text(str(run)).partition("://")
-    return (PROVIDERS.get(scheme.lower(), scheme), *filter(None, path.split("/")))
+    return url_parts(str(run))
 
 
 def _raise_all(wrong: Sequence[TrainfoldError]) -> None:

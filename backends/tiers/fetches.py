@@ -21,7 +21,6 @@ from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointMissing,
     CheckpointQuarantined,
-    CheckpointUnreadable,
     CommitConflict,
     SaveFailed,
     TrainfoldError,
@@ -87,7 +86,7 @@ class Fetches:
         Raises:
             SaveFailed: if one that may be newer cannot be read now: an older one is not taken for it.
         """
-        if unread := [entry.problem for entry in there.entries if entry.problem is not None and entry.problem.error == CheckpointUnreadable.__name__]:  # fmt: skip
+        if unread := [entry.problem for entry in there.entries if entry.problem is not None and entry.is_unreadable]:
             raise self._unread(error_from(unread[-1]))
         has_best = best_bytes(self._near) is not None
         for entry in lineage(there):

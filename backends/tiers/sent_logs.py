@@ -121,7 +121,9 @@ class SentLogs:
                 try:
                     there, here = sizes_of(self._far, name, names), sizes_of(self._near, name, mine)
                     if name == JOURNAL and here:
-                        self._merge(name, there, here)
+                        self._merge(
+                            name, *(b"".join(read_pieces(*each)) for each in ((self._near, here), (self._far, there)))
+                        )
                     elif not here or not (missing or self._has_all(there, here)):
                         for part, _ in reversed(here[1:]):
                             self._near.delete(part)
@@ -136,9 +138,8 @@ class SentLogs:
         pairs = zip(_parts(self._far, there), _parts(self._near, here), strict=False)
         return all(mine.startswith(other) for other, mine in pairs)
 
-    def _merge(self, name: str, there: Sizes, here: Sizes) -> None:
+    def _merge(self, name: str, near: bytes, far: bytes) -> None:
         """Put the lines of both tiers into the journal of the near one, of which nothing is ever cut."""
-        far, near = (b"".join(_parts(*each)) for each in ((self._far, there), (self._near, here)))
         merged = merged_journals(near, far)
         if merged != near:
             self._near.write(name, [merged], size_bytes=len(merged))

@@ -10,6 +10,7 @@ from trainfold.core.problem import Problem
 
 # the first words of a fix for a problem that an older checkpoint does not have
 OLDER: Final = "use an older checkpoint"
+_UNREADABLE: Final = "CheckpointUnreadable"
 _NO_MANIFEST: Final = "CheckpointTorn"
 _WRONG_BYTES: Final = ("CheckpointDamaged", "CheckpointForeign", "CheckpointHostile")
 
@@ -37,6 +38,11 @@ class Entry:
     def is_candidate(self) -> bool:
         """Whether it may be usable: it has a head, and nothing is known against it."""
         return self.head is not None and self.problem is None
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the store did not give it now, which proves nothing against it."""
+        return self.problem is not None and self.problem.error == _UNREADABLE
 
     @property
     def refers(self) -> tuple[str, ...]:

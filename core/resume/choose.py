@@ -13,7 +13,6 @@ from trainfold.core.resume.drift import verdict_of
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 
-_UNREAD: Final = "CheckpointUnreadable"
 _ALWAYS_NEEDED: Final = frozenset({"model", "optimizer", "trainer"})  # without one of them a checkpoint is an export
 
 
@@ -122,7 +121,7 @@ def _unread(inventory: Inventory, found: Manifest) -> tuple[Problem, ...]:
         attrs.evolve(entry.problem, fix=f"{entry.problem.fix}{fix}")
         for entry in inventory.entries
         if entry.problem is not None
-        and entry.problem.error == _UNREAD
+        and entry.is_unreadable
         and entry.manifest is None
         and (entry.head is None or head_order(entry.head) > head_order(found.head))
     )

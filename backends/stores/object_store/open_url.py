@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from trainfold.backends.stores.object_store.bucket_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
-from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url, without_logins
+from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url, url_parts, without_logins
 from trainfold.core.errors import InvalidArgument
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]+)/*(.*)", re.DOTALL)
@@ -53,7 +53,7 @@ def open_url(place: str) -> ObjectStore:
                               fix="leave out credentials and queries: they are taken from the provider's own chain")  # fmt: skip
     if is_foreign or found is None:
         return open_foreign_url(named.lower(), rest.strip("/"))
-    scheme, bucket, prefix = PROVIDERS[named.lower()], found[2], _run_in(place, found[3])
+    scheme, bucket, prefix = PROVIDERS[named.lower()], found[2], _run_in(place)
     if not prefix:
         raise InvalidArgument(
             "run",
@@ -79,13 +79,13 @@ def open_url(place: str) -> ObjectStore:
     return ObjectStore(store, url=f"{found[1].lower()}://{bucket}/{prefix}")
 
 
-def _run_in(place: str, path: str) -> str:
-    """The name of a run in a bucket; as in a path, empty parts and ``.`` say nothing.
+def _run_in(place: str) -> str:
+    """The name of a run in a bucket.
 
     Raises:
         InvalidArgument: for a part that no object of a run can have.
     """
-    parts = [part for part in path.split("/") if part not in {"", "."}]
+    parts = url_parts(place)[2:]
     bad = next((part for part in parts if part == ".." or not part.isprintable()), None)
     if bad is not None:
         raise InvalidArgument("run", expected="the name of a run in the bucket, such as runs/a", found=f"{place!r}, with the part {bad!r}",

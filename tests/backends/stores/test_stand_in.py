@@ -111,7 +111,9 @@ def test_a_store_that_a_program_uses_itself_writes_into_the_copy(replaying, tmp_
     assert not (tmp_path / "far").exists()
 
 
-@pytest.mark.parametrize("named", ["s3://bucket/a", "s3:/bucket/a/", "S3://bucket/a", "s3a://bucket/a", "store"])
+@pytest.mark.parametrize(
+    "named", ["s3://bucket/a", "s3:/bucket/a/", "s3://bucket//./a", "S3://bucket/a", "s3a://bucket/a", "store"]
+)
 def test_a_run_in_a_bucket_is_the_copy_by_each_of_its_urls(named, replaying, monkeypatch):
     bucket = Bucket()
     monkeypatch.setattr(open_url, "open_url", lambda url: ObjectStore(bucket, url="s3://bucket/a"))
