@@ -68,7 +68,10 @@ class SentLogs:
                 states = {name: self._state(name, names) for name in _logs_in(names) if name not in self._left}
                 changed = {name: state for name, state in states.items() if state != self._seen.get(name)}
                 there = [] if changed.keys() <= self._sent.keys() else self._far.list()
-                at_once([partial(self._send, name, state, there) for name, state in changed.items()], threads=_AT_ONCE)
+                calls = [partial(self._sent_or_why, name, state, there) for name, state in changed.items()]
+                refused = [error for error in at_once(calls, threads=_AT_ONCE) if error is not None]
+                if refused:
+                    raise refused[0]
             except (TrainfoldError, OSError) as error:
                 if not self._has_failed:
                     _LOG.warning("%s: a log of this run is not in the far tier yet: %s", self._far.url, error)
@@ -78,6 +81,14 @@ class SentLogs:
 
     def _state(self, name: str, names: list[str]) -> "_State":
         return [(part, size, self._near.committed_at(part)) for part, size in sizes_of(self._near, name, names)]
+
+    def _sent_or_why(self, name: str, state: "_State", there_names: list[str]) -> TrainfoldError | OSError | None:
+        """Send a log; why not, if it was refused: an error here would keep those from being sent that no thread has begun."""
+        try:
+            self._send(name, state, there_names)
+        except (TrainfoldError, OSError) as error:
+            return error
+        return None
 
     def _send(self, name: str, state: "_State", there_names: list[str]) -> None:
         if name not in self._sent:
