@@ -49,8 +49,9 @@ class Evidence:
         draws: which of them draw from such streams, by the logs; None if these do not show it.
         unrecorded: the first and the last step just before the difference, and after the last state that is the same, of which a log has no record;
             None without any.
-        repeats: whether the program of the first did again what the first, and the second, did; None where that was not tried.
-        own: whether the program of each did again what that run did; None where that was not tried.
+        repeats: whether the program of the first did again what the first, and the second, did; None where that is not known.
+        own: whether the program of each did again what that run did; None where that is not known.
+        reached: the last step that the program of each ran again; None where that was not tried.
     """
 
     difference: StepDifference | None = None
@@ -72,3 +73,4 @@ class Evidence:
     unrecorded: tuple[int, int] | None = None
     repeats: tuple[bool | None, bool | None] = (None, None)
     own: tuple[bool | None, bool | None] = (None, None)
+    reached: tuple[int | None, int | None] = (None, None)

@@ -96,11 +96,11 @@ def _replayed(
     (a, logs_of_a), (b, logs_of_b) = runs
     made = replay_program(directory, ReplayRequest(a, begin, end, commands[0], patience_secs=patience_secs))
     repeats = _repeated(a, logs_of_a, made, begin, end), _repeated(b, logs_of_b, made, begin, end)
-    own_of_b = None
+    own_of_b = reached_by_b = None
     if commands[1]:
         other = replay_program(directory / _B, ReplayRequest(b, begin, end, commands[1], patience_secs=patience_secs))
-        own_of_b = _repeated(b, logs_of_b, other, begin, end)
-    return attrs.evolve(known, repeats=repeats, own=(repeats[0], own_of_b))
+        own_of_b, reached_by_b = _repeated(b, logs_of_b, other, begin, end), other.reached
+    return attrs.evolve(known, repeats=repeats, own=(repeats[0], own_of_b), reached=(made.reached, reached_by_b))
 
 
 def _repeated(run: Path, flights: Logs, made: ScratchRun, begin: int, end: int) -> bool | None:
@@ -116,17 +116,46 @@ def _repeated(run: Path, flights: Logs, made: ScratchRun, begin: int, end: int) 
     )
 
 
+def _repeat_rows(parting: Parting) -> list[tuple[str, str]]:
+    """Which program did again what which run has, as rows of a table."""
+    known = parting.evidence
+    of_a, of_b = known.reached
+    asked = [
+        (*"AA", known.repeats[0], of_a, "put the program of A after --"),
+        (*"AB", known.repeats[1], of_a, "put the program of A after --"),
+    ]
+    asked += [] if of_a is None else [(*"BB", known.own[1], of_b, "put {run} into the command, or name its program with --program-b")]  # fmt: skip
+    rows = []
+    for program, run, repeats, reached, untried in asked:
+        if repeats is not None:
+            text = "yes" if repeats else "NO"
+        elif reached is None:
+            text = f"not tried: {untried}"
+        elif reached < (parting.step or 0):
+            text = f"not known: it ended after step {reached}, before that step"
+        else:
+            text = "not known: no log and no checkpoint of that step is there to compare"
+        rows.append((f"the program of {program} repeats {run}", text))
+    return rows
+
+
+def _next_move(parting: Parting) -> str:
+    """What would show more of why two runs part, with a semicolon after it; empty if nothing would."""
+    known, step = parting.evidence, parting.step or 0
+    short = [name for name, reached in zip("AB", known.reached, strict=True) if reached is not None and reached < step]
+    if short:
+        return f"to know more, let the program of {' and that of '.join(short)} run until step {step}; "
+    return _AGAIN if parting.may_be and None in known.own else ""
+
+
 def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
     known = parting.evidence
-    words = {True: "yes", False: "NO", None: "not tried: put the program of A after --"}
-    again = words | {None: "not tried: put {run} into the command, or name its program with --program-b"}
     facts = [
         ("they", str(parting)),
         ("in the logs", "no difference" if known.difference is None else str(known.difference)),
         ("same state at", "no step that both have saved" if known.same_at is None else f"step {known.same_at}"),
         ("other state at", "no step that both have saved" if known.apart_at is None else f"step {known.apart_at}"),
-        *((f"the program of A repeats {name}", words[each]) for name, each in zip("AB", known.repeats, strict=True)),
-        *([("the program of B repeats B", again[known.own[1]])] if known.repeats[0] is not None else []),
+        *_repeat_rows(parting),
     ]
     names = [url_text(str(run)) for run in (a, b)]
     tables = [
@@ -149,7 +178,7 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
     error = None
     if parting.step is not None:
         error = Different(" and ".join(names), expected="two runs that did the same", found=f"runs that {parting}",
-                          fix=f"{_AGAIN if parting.may_be and None in known.own else ''}see the tables; `trainfold diff` compares two checkpoints, `trainfold replay` runs one of the runs again")  # fmt: skip
+                          fix=f"{_next_move(parting)}see the tables; `trainfold diff` compares two checkpoints, `trainfold replay` runs one of the runs again")  # fmt: skip
     data: dict[str, Any] = {
         "a": names[0],
         "b": names[1],
@@ -169,6 +198,7 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
         "seeds": None if known.seeds is None else list(known.seeds),
         "repeats": list(known.repeats),
         "repeats_itself": list(known.own),
+        "reached": list(known.reached),
         "warnings": warnings,
     }
     return Answer(data, tuple(tables), error)

@@ -326,6 +326,7 @@ def test_a_program_that_ends_before_the_step_in_question_does_not_count_as_one_t
     short = ran("short", ("    manager.step(live)", "    manager.step(live)\n    if live.progress.step == 5: break"))
     code, found = replayed("bisect", "runs/a", "runs/b", command=[*short[:-1], "{run}"])
     assert (code, found["repeats"], found["repeats_itself"]) == (3, [None, None], [None, None])
+    assert found["reached"] == [5, 5]
     assert "bit" in found["may_be"]
 
 

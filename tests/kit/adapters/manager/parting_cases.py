@@ -56,9 +56,9 @@ def _threaded(threads):
 
 def train(
     run, *, seed=0, lr=0.1, swaps=False, schedules=True, forgets=False, doubles_lr=False, drops=True, at_four=None, loses_window=False,
-    noise="", noise_seed=0, unused_seed=0, shuffles=False, workers=0, threads=0, every=EVERY, record=1, is_logged=True,
+    noise="", noise_seed=0, unused_seed=0, shuffles=False, workers=0, threads=0, every=EVERY, record=1, is_logged=True, steps=STEPS,
 ):  # fmt: skip
-    """Nine steps; ``at_four`` is called with the model after the fourth one, in which the loop doubles the rate, too."""
+    """Nine steps, or as many as given; ``at_four`` is called with the model after the fourth one, in which the loop doubles the rate, too."""
     torch.set_num_threads(threads or 1)
     torch.manual_seed(seed)
     random.seed(noise_seed if noise == "python" else 0)
@@ -92,7 +92,7 @@ def train(
                 at_four(model)
             live.advance(samples=len(x))
             manager.step(live)
-            if live.progress.step == STEPS:
+            if live.progress.step == steps:
                 break
 
 
