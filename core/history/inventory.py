@@ -71,9 +71,9 @@ class Inventory:
     lost: str | None = None
 
     @property
-    def usable_steps(self) -> set[int]:
-        """The steps of the checkpoints that may be usable."""
-        return {entry.head.step for entry in self.entries if entry.head is not None and entry.is_candidate}
+    def current_steps(self) -> set[int]:
+        """The steps of the usable checkpoints of the current `lineage`: these are the run, and what a rewind left behind is not."""
+        return {entry.head.step for entry in lineage(self) if entry.head is not None}
 
     def _repr_html_(self) -> str:
         from trainfold.core.markup.html_table import html_table, notebook  # late: commands show no HTML

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainfold.adapters.cli.diff import diff_checkpoints
+from trainfold.adapters.cli.flights.replayed_steps import replayed_steps
 from trainfold.adapters.cli.flights.scratch_run import (
     Logs,
     ReplayRequest,
@@ -21,11 +22,10 @@ from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.stores.place import url_text
-from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.parting import steps_text
 from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_unrecorded
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.history.inventory import Inventory
 
 _ALL_FINITE: Final = "no output of a module, with torch.compile off; what it compiles may have other bits"
 _PLACE: Final = scratch_place("replay", "replay")
@@ -46,7 +46,7 @@ def replay_run(  # noqa: PLR0913 - one for each option
     Args:
         run: the run; it is only read.
         command: the program and its arguments.
-        begin: the step of the checkpoint; 0 for the start of the program, None for the newest before ``end``.
+        begin: the step of the checkpoint; 0 for the start of the program, None for the newest before ``end`` that no rewind left behind.
         end: the last step; None for the last one of the log.
         until_nonfinite: whether to end at the first module whose output is not finite, and to show it.
         directory: for everything that the replay writes.
@@ -63,12 +63,15 @@ def replay_run(  # noqa: PLR0913 - one for each option
     check_outside(directory, run)
     _, inventory = open_run(run)
     flights = flights_of(run)
-    begin, end = _steps(inventory, flights, begin, end)
+    begin, end = replayed_steps(inventory, flights, begin, end, until_nonfinite=until_nonfinite)
     with _PLACE.prepared(directory):
         _PLACE.mark(directory, {"command": list(command), "run": str(run), "from": begin, "to": end})
         request = ReplayRequest(run, begin, end, command, until_nonfinite, patience_secs)
         made = replay_program(directory, request)
-    return _compared(request, flights, made) if made.nonfinite is None else _nonfinite(request, made, made.nonfinite)
+    if made.nonfinite is not None:
+        return _nonfinite(request, made, made.nonfinite)
+    is_left_behind = begin and begin not in inventory.current_steps
+    return _uncompared(request, made) if is_left_behind else _compared(request, flights, made)
 
 
 def first_of_ranks(
@@ -83,22 +86,18 @@ def first_of_ranks(
     return min(found, key=lambda each: (each[1].step, not each[1].is_of_one_rank), default=None)
 
 
-def _steps(inventory: Inventory, flights: Logs, begin: int | None, end: int | None) -> tuple[int, int]:
-    last = max((step for flight in flights.values() for step in flight.steps), default=None)
-    end = last if end is None else end
-    if end is None:
-        raise InvalidArgument("--to", expected="the last step, as the run has no flight log", found="none",
-                              fix="pass --to; CheckpointManager(..., record=100) writes a log")  # fmt: skip
-    saved = sorted(inventory.usable_steps)
-    goes_on_to = end if last is None else min(end, last)
-    begin = max((step for step in saved if step < goes_on_to), default=0) if begin is None else begin
-    if begin and begin not in saved:
-        near = ", ".join(str(step) for step in sorted(saved, key=lambda step: abs(step - (begin or 0)))[:6])
-        raise CheckpointMissing(f"{inventory.run}/{directory_of(begin)}", expected="a complete checkpoint", found="none",
-                                fix=f"pass --from with a step that has one, such as {near}; or 0, for the start of the program")  # fmt: skip
-    if not begin < end:
-        raise InvalidArgument("--to", expected=f"a step after --from, {begin}", found=str(end), fix="pass a later --to, or an earlier --from")  # fmt: skip
-    return begin, end
+def _uncompared(request: ReplayRequest, made: ScratchRun) -> Answer:
+    """What is said of a replay from a checkpoint that was left behind, in which all was finite."""
+    run, begin, reached = request.run, request.begin, min(made.reached, request.end)
+    warning = f"step {begin} was left behind by a rewind: what followed it is in no log, and nothing was compared"
+    rows = (
+        ("replayed", steps_text(begin + 1, reached) if reached > begin else "no step"),
+        ("not finite", _ALL_FINITE),
+        ("what it said", str(made.output)),
+        ("warning", warning),
+    )
+    table = Table(f"{url_text(str(run))}, and its replay", ("", ""), rows)
+    return Answer(_data(request, reached, warnings=[warning]), (table,))
 
 
 def _nonfinite(request: ReplayRequest, made: ScratchRun, found: Mapping[str, Any]) -> Answer:

@@ -158,11 +158,8 @@ def flights_of(run: Path) -> dict[int, Flight]:
 
 
 def has_checkpoint(run: Path, step: int) -> bool:
-    """Whether a run, or a replay of one, has a complete checkpoint at a step."""
-    try:
-        return step in open_run(run)[1].usable_steps
-    except CheckpointMissing:
-        return False
+    """Whether a run, or a replay of one, has a complete checkpoint at a step, which no rewind left behind."""
+    return step in saved_steps(run)
 
 
 def _last_logged(flights: Logs) -> int:
@@ -171,13 +168,13 @@ def _last_logged(flights: Logs) -> int:
 
 
 def saved_steps(run: Path, *, has_log: bool = True) -> set[int]:
-    """The steps of the complete checkpoints of a run.
+    """The steps of the complete checkpoints of a run, without those that a rewind left behind.
 
     Raises:
         CheckpointMissing: if there is no run, and no log that stands for it.
     """
     try:
-        return open_run(run)[1].usable_steps
+        return open_run(run)[1].current_steps
     except CheckpointMissing:
         if has_log:
             return set()

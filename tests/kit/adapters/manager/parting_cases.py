@@ -57,8 +57,9 @@ def _threaded(threads):
 def train(
     run, *, seed=0, lr=0.1, swaps=False, schedules=True, forgets=False, doubles_lr=False, drops=True, at_four=None, loses_window=False,
     noise="", noise_seed=0, unused_seed=0, shuffles=False, workers=0, threads=0, every=EVERY, record=1, is_logged=True, steps=STEPS,
+    begin=None,
 ):  # fmt: skip
-    """Nine steps, or as many as given; ``at_four`` is called with the model after the fourth one, in which the loop doubles the rate, too."""
+    """Nine steps, or as many as given; ``at_four`` is called with the model after the fourth one, in which the loop doubles the rate, too; ``begin`` goes back to a step."""
     torch.set_num_threads(threads or 1)
     torch.manual_seed(seed)
     random.seed(noise_seed if noise == "python" else 0)
@@ -71,7 +72,7 @@ def train(
     loader = DataLoader(Swapped(x, x.sum(1).sin(), swaps=swaps), batch_size=8, shuffle=shuffles, num_workers=workers)
     live = attach(model, sgd, scheduler=scheduler, loader=loader, extra={"noise": own} if noise == "generator" else {})
     with CheckpointManager(run, every=every, record=record if is_logged else None) as manager:
-        manager.restore(live)
+        manager.restore(live, step=begin)
         for x, y in live.batches(epochs=2):
             loss = (model(x + _drawn(noise, own)) - y).square().mean()
             if loses_window and live.progress.step == 4 and loss is not None:
