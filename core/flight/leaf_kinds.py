@@ -6,7 +6,7 @@ from typing import Final
 from trainfold.core.flight.evidence import LeafApart
 
 _RANK: Final = r"(?:@rank\d+)?"
-_SEED: Final = re.compile(rf"rng{_RANK}\.value\['seed'\]")
+_SEED: Final = re.compile(rf"rng{_RANK}\.(value\['seed'\]|bits)")
 _HOST: Final = re.compile(rf"(rng|dataset){_RANK}\..*\['(python|numpy)'\]")
 _DRAWS: Final = re.compile(rf"dataset{_RANK}\.value\['draws'\]")
 _ORDER: Final = re.compile(rf"dataset{_RANK}\.value\['order'\]")
@@ -18,10 +18,10 @@ _MEASURED: Final = re.compile(r"scheduler.*\['(best|num_bad_epochs|cooldown_coun
 
 
 def is_seed(path: str) -> bool:
-    """Whether a leaf is the seed of torch's streams.
+    """Whether a leaf is the seed of torch's streams, or the key of a state made by `init_state`.
 
     Examples:
-        >>> is_seed("rng.value['seed']"), is_seed("rng@rank1.value['seed']"), is_seed("rng.value['torch']")
+        >>> is_seed("rng.value['seed']"), is_seed("rng@rank1.bits"), is_seed("rng.value['torch']")
         (True, True, False)
     """
     return bool(_SEED.fullmatch(path))

@@ -1,9 +1,11 @@
 """Causes that are planted into a run, at each cadence of checkpoints and logs: each is named, or is one of those that are said to be open."""
 
+from functools import partial
+
 import pytest
 import torch
 from kit.adapters.cli_cases import fits_its_schema
-from kit.adapters.manager.parting_cases import BACKWARDS, flip_a_bit, reset_mean, sum_backwards, train
+from kit.adapters.manager.parting_cases import BACKWARDS, flip_a_bit, reset_mean, sum_backwards, train, train_pure
 
 from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
 
@@ -17,6 +19,7 @@ CADENCES = {
 NOISES = {"noise": "generator"}
 PLANTED = {  # what is planted, what both programs have, and the cause; and where that is not named, but is open
     "another seed": ({"seed": 1}, {}, "seed", {"the log alone", "the log alone, with states"}),
+    "another seed of a pure loop": ({"seed": 3}, {"is_pure": True}, "seed", {"the log alone", "the log alone, with states"}),
     "another seed of numpy": ({"noise_seed": 1}, {"noise": "numpy"}, "seed", {"no log"}),
     "another seed of python": ({"noise_seed": 1}, {"noise": "python"}, "seed", {"no log"}),
     "another seed of a generator": ({"noise_seed": 1}, NOISES, "seed", {"no log", "the log alone", "the log alone, with states"}),
@@ -39,11 +42,11 @@ def ran(tmp_path_factory):
     """The run of a program at a cadence, trained once."""
     runs, before = {}, torch.get_num_threads()
 
-    def run(**options):
-        key = str(options)
+    def run(*, is_pure=False, **options):
+        key = str((is_pure, options))
         if key not in runs:
             runs[key] = tmp_path_factory.mktemp("run") / "a"
-            train(runs[key], **options)
+            (train_pure if is_pure else partial(train, shuffles=True))(runs[key], **options)
             BACKWARDS.clear()
         return runs[key]
 
@@ -62,7 +65,7 @@ def table():
 @pytest.mark.parametrize(("planted", "cadence"), [*table()])
 def test_the_cause_is_named_or_said_to_be_open(ran, tmp_path, planted, cadence):
     options, both, cause, is_open = PLANTED[planted]
-    shared = {"shuffles": True, **both, **CADENCES[cadence]}
+    shared = {**both, **CADENCES[cadence]}
     one, other = ran(**shared), ran(**{**shared, **options})
     found = bisect_runs(one, other, (), directory=tmp_path, patience_secs=60).data
     fits_its_schema("bisect", found)

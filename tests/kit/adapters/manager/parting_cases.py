@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainfold import CheckpointManager, attach
+from trainfold import CheckpointManager, Loss, attach, init_state, make_step, optimizer
 
 STEPS, EVERY = 9, 3
 BACKWARDS = []
@@ -95,6 +95,20 @@ def train(
             manager.step(live)
             if live.progress.step == steps:
                 break
+
+
+def train_pure(run, *, seed=0, every=EVERY, record=1, is_logged=True):
+    """Nine pure steps with dropout, of a program whose only seed is that of its state."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    sgd = optimizer(torch.optim.SGD, lr=0.1)
+    step = make_step(model, lambda model, x: Loss((model(x).squeeze(1) - x.sum(1)).square().sum(), len(x)), sgd)
+    state = init_state(model, sgd, seed=seed)
+    with CheckpointManager(run, every=every, record=record if is_logged else None) as manager:
+        step = manager.recorded(step) if is_logged else step
+        for x in torch.linspace(-1, 1, 4 * 72).reshape(STEPS, 8, 4):
+            state, _ = step(state, x)
+            manager.step(state)
 
 
 @torch.no_grad()
