@@ -39,10 +39,18 @@ _OPEN: Final[dict[Cause, str]] = {
     "buffer": "a buffer that was updated or restored otherwise",
     "bit": "a fault of the memory or of the processor",
     "environment": "another numerical environment",
-    "arithmetic": "another kernel, precision or version of the code",
+    "arithmetic": "another kernel, precision or version of the code, or results that do not repeat",
 }
+_SAME: Final[dict[Cause, Cause]] = {"fault": "bit", "chance": "arithmetic"}  # one cause by two names
 _BEGAN: Final[tuple[Cause, ...]] = ("seed", "streams")
-_UNSURE: Final = ("arithmetic", "environment", "state", "unrecorded")  # causes that say only that no other is known
+_UNSURE: Final = (
+    "arithmetic",
+    "environment",
+    "state",
+    "unrecorded",
+    "fault",
+    "chance",
+)  # causes that say only that no other is known
 
 
 def doubts(known: Evidence, cause: Cause, parts: frozenset[str], *, is_guess: bool = False) -> tuple[Cause, ...]:
@@ -62,7 +70,7 @@ def doubts(known: Evidence, cause: Cause, parts: frozenset[str], *, is_guess: bo
     is_host = known.draws != "no" and (known.host != () or (known.draws is not None and known.same_at is None))
     if is_guess or cause in _UNSURE:
         excluded = _excluded(known, parts, is_host=is_host)
-        return tuple(each for each in _OPEN if each != cause and not excluded[each])
+        return tuple(each for each in _OPEN if each != _SAME.get(cause, cause) and not excluded[each])
     is_first = known.same_at is None and not known.before
     if cause in ("batch", "streams") and is_first and not known.generators:
         open_to = {
@@ -108,7 +116,7 @@ def in_words(may_be: tuple[Cause, ...]) -> str:
 
     Examples:
         >>> in_words(("bit", "arithmetic"))
-        '; it may also be a fault of the memory or of the processor, or another kernel, precision or version of the code'
+        '; it may also be a fault of the memory or of the processor, or another kernel, precision or version of the code, or results that do not repeat'
     """
     words = [_OPEN[each] for each in may_be]
     return (

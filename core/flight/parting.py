@@ -116,10 +116,9 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
     hole = () if known.unrecorded is None else (steps_text(*known.unrecorded),)
     drawn = not hole and {"streams", "host_streams"} & parts
     host = _host_streams(known)
-    tried = (
-        known.repeats if None in known.own else known.own
-    )  # what the other program does not do again may be the work of its own
-    chance = known.own[0] is False and known.own[1] in (False, None)
+    own = known.own[0], True if known.repeats[1] else known.own[1]  # what repeats B is the program of B, too
+    is_fault = {*own} == {True, False} and not drifts
+    chance = own[0] is False and own[1] in (False, None)
     rules: tuple[tuple[object, Cause, tuple[str, ...]], ...] = (
         ({"samples", "epoch"} & parts or moved, "position", moved),
         (known.seeds, "seed", known.seeds or ()),
@@ -132,7 +131,7 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
         (only_buffers, "buffer", paths),
         (one_element, "bit", paths),
         (host, "seed" if known.draws == "both" else "streams", host),
-        ({*tried} == {True, False}, "fault", ("the first" if tried[1] else "the second",)),
+        (is_fault, "fault", ("the first" if own[1] else "the second",)),
         (chance, "chance", ()),
         (hole, "unrecorded", hole),
         (drifts, "environment", drifts),
