@@ -23,7 +23,7 @@ def replay(  # noqa: PLR0913 - one for each option
         Parameter(
             name="--from",
             converter=whole_typed,
-            help="The checkpoint to begin with, by its step; 0 for the start of the program; by default the newest before --to.",
+            help="The checkpoint to begin with, by its step; 0 for the start of the program; by default the newest before --to, or before the first loss that is not finite, with --until-nonfinite.",
         ),
     ] = None,
     to: Annotated[

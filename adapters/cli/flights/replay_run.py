@@ -18,7 +18,7 @@ from trainfold.adapters.cli.flights.scratch_run import (
     replay_program,
     scratch_place,
 )
-from trainfold.adapters.cli.locate import open_run
+from trainfold.adapters.cli.locate import open_checkpoint, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.stores.place import url_text
@@ -46,7 +46,8 @@ def replay_run(  # noqa: PLR0913 - one for each option
     Args:
         run: the run; it is only read.
         command: the program and its arguments.
-        begin: the step of the checkpoint; 0 for the start of the program, None for the newest before ``end`` that no rewind left behind.
+        begin: the step of the checkpoint; 0 for the start of the program, None for the newest before ``end``, or before the first loss or norm that is
+            not finite, where one is looked for.
         end: the last step; None for the last one of the log.
         until_nonfinite: whether to end at the first module whose output is not finite, and to show it.
         directory: for everything that the replay writes.
@@ -104,11 +105,25 @@ def _nonfinite(request: ReplayRequest, made: ScratchRun, found: Mapping[str, Any
     step = "?" if found["step"] is None else str(found["step"])
     step += f", on rank {found['rank']}" if found["rank"] else ""
     lines = [line.strip() for line in found["text"].splitlines()]
-    rows = [("in step", step), *(("", line) for line in lines), ("what it said", str(made.output))]
+    warnings = _start_warnings(request)
+    rows = [
+        ("in step", step),
+        *(("", line) for line in lines),
+        ("what it said", str(made.output)),
+        *(("warning", text) for text in warnings),
+    ]
     shown = {key: found[key] for key in ("step", "text", "output")}
-    return Answer(
-        _data(request, None, rank=found["rank"], nonfinite=shown), (Table("Not finite", ("", ""), tuple(rows)),)
-    )
+    data = _data(request, None, rank=found["rank"], nonfinite=shown, warnings=warnings)
+    return Answer(data, (Table("Not finite", ("", ""), tuple(rows)),))
+
+
+def _start_warnings(request: ReplayRequest) -> list[str]:
+    """What is said of a checkpoint from which a replay went on to look for what is not finite, and that is not finite itself."""
+    from trainfold.adapters.cli.formats.leaf_values import first_nonfinite  # late: it imports torch
+
+    begin = request.begin
+    path = first_nonfinite(open_checkpoint(request.run / directory_of(begin))) if begin else None
+    return [] if path is None else [f"the state of step {begin} is not finite itself, as in {path}: what made it so came before; pass an earlier --from"]  # fmt: skip
 
 
 def _data(request: ReplayRequest, reached: int | None, **found: Any) -> dict[str, Any]:

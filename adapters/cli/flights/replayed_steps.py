@@ -1,9 +1,11 @@
 """`replayed_steps`: with which checkpoint a replay begins, and where it ends."""
 
+import math
 from collections.abc import Collection
 
 from trainfold.adapters.cli.flights.scratch_run import Logs
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
+from trainfold.core.flight.step_record import float_of_bits
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.history.inventory import Inventory
 
@@ -18,7 +20,8 @@ def replayed_steps(
         flights: its logs by rank.
         begin: the step that was asked for; 0 for the start of the program, None for the newest checkpoint before the end that no rewind left behind.
         end: the last step; None for the last one of the log.
-        until_nonfinite: whether the replay only looks for what is not finite, which it also does after a checkpoint that was left behind.
+        until_nonfinite: whether the replay only looks for what is not finite, which it also does after a checkpoint that was left behind. Without ``begin``
+            it begins before the first loss or norm of the logs that is not finite.
 
     Raises:
         InvalidArgument: if the steps leave nothing to replay. CheckpointMissing: if there is no such checkpoint in the run as it is now.
@@ -30,12 +33,21 @@ def replayed_steps(
                               fix="pass --to; CheckpointManager(..., record=100) writes a log")  # fmt: skip
     saved = inventory.current_steps
     goes_on_to = end if last is None else min(end, last)
-    begin = max((step for step in saved if step < goes_on_to), default=0) if begin is None else begin
+    if begin is None:
+        before = min(goes_on_to, _first_nonfinite(flights)) if until_nonfinite else goes_on_to
+        begin = max((step for step in saved if step < before), default=0)
     if begin and begin not in saved:
         _check_left_behind(inventory, begin, until_nonfinite=until_nonfinite)
     if not begin < end:
         raise InvalidArgument("--to", expected=f"a step after --from, {begin}", found=str(end), fix="pass a later --to, or an earlier --from")  # fmt: skip
     return begin, end
+
+
+def _first_nonfinite(flights: Logs) -> float:
+    """The first step with a loss or a norm that is not finite on any rank; infinite without one."""
+    records = (record for flight in flights.values() for record in flight.steps.values())
+    bad = (record.step for record in records for bits in (record.loss, record.norm) if bits is not None and not math.isfinite(float_of_bits(bits)))  # fmt: skip
+    return min(bad, default=math.inf)
 
 
 def _check_left_behind(inventory: Inventory, begin: int, *, until_nonfinite: bool) -> None:

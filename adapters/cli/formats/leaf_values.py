@@ -1,4 +1,4 @@
-"""`leaf_distances`: by how much the tensors of two checkpoints of runs differ. Two tensors are in memory at a time."""
+"""`leaf_distances`: by how much the tensors of two checkpoints of runs differ; `first_nonfinite`: the first of one that is not finite. One or two are in memory at a time."""
 
 from collections.abc import Collection
 
@@ -35,6 +35,26 @@ def leaf_distances(a: Checkpoint, b: Checkpoint, leaves: Collection[str]) -> dic
             advance(one.nbytes + other.nbytes)
             found[path] = distance(one, other)
     return found
+
+
+def first_nonfinite(checkpoint: Checkpoint) -> str | None:
+    """The path of the first tensor with a NaN, or of the first parameter with an infinity, which buffers such as masks may have; None if there is none.
+
+    Raises:
+        CheckpointDamaged: if bytes are not those that were written.
+    """
+    reader = PlanReader(checkpoint.store, checkpoint.name, checkpoint.manifest)
+    found = stored_tensors(checkpoint.manifest)
+    with reading("looking for a NaN", sum(size_bytes(each.dtype, each.shape) for each in found.values())) as advance:
+        for path, record in found.items():
+            value = _read(reader, record)
+            advance(value.nbytes)
+            if value.is_floating_point() or value.is_complex():
+                value = value.float() if value.itemsize == 1 else value
+                bad = ~value.isfinite() if ".params[" in path else value.isnan()
+                if bad.any():
+                    return path
+    return None
 
 
 def _read(reader: PlanReader, record: TensorRecord) -> torch.Tensor:

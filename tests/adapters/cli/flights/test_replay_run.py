@@ -80,18 +80,22 @@ def test_an_end_after_that_of_the_run_is_said(ran, replayed):
 
 
 def test_a_replay_stops_at_the_first_module_whose_output_is_not_finite(ran, replayed):
-    """The module and the leaves of its inputs are named, in the step where it happens."""
+    """The module and the leaves of its inputs are named, in the step where it happens: it begins before the first loss of the log that is not finite."""
     explode = (
         "        h = self.first(x).relu()",
         "        if self.training and live.progress.step == 6: x = x / 0.0\n        h = self.first(x).relu()",
     )
     command = ran("a", explode)
-    code, found = replayed("replay", "runs/a", "--from", 4, "--to", 12, "--until-nonfinite", command=command)
+    code, found = replayed("replay", "runs/a", "--to", 12, "--until-nonfinite", command=command)
     fits_its_schema("replay", found)
-    assert (code, found["nonfinite"]["step"], found["rank"]) == (0, 7, 0)
+    assert (code, found["from"], found["nonfinite"]["step"], found["rank"], found["warnings"]) == (0, 4, 7, 0, [])
     assert found["nonfinite"]["output"]["module"] == "first"
     assert found["nonfinite"]["output"]["inputs"][0]["path"] == "inputs[0]"
     assert found["nonfinite"]["output"]["inputs"][0]["bad"] == 48
+    code, found = replayed("replay", "runs/a", "--from", 8, "--until-nonfinite", command=command)
+    fits_its_schema("replay", found)
+    assert (code, found["nonfinite"]["step"]) == (0, 9)
+    assert "the state of step 8 is not finite itself, as in model.params['first.weight']" in found["warnings"][0]
 
 
 def test_a_loss_that_is_not_finite_where_every_output_is_is_named(ran, replayed):
