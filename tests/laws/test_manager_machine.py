@@ -438,12 +438,20 @@ ManagerAndDisk.TestCase.settings = settings(
 )
 
 
+class Forgotten(set):
+    """What a process that died has held: the next one, which this process plays too, does not know it."""
+
+    def __contains__(self, token):
+        return False
+
+
 class ManagerAndBucket(ManagerAndDisk):
     """The same over a bucket: each request may fail, and a machine may die at it."""
 
     def new_store(self):
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(writer_lease, "has_ended", lambda holder: True)  # this process plays those that died
+        self.patched.setattr(writer_lease, "_HELD", Forgotten())
         return GatedBucket(self.new_client())
 
     def new_client(self):
