@@ -8,6 +8,7 @@ from typing import Final
 
 _KILLED: Final = 1 << 8  # SIGKILL, of the pending signals in /proc/PID/status
 _EXITING: Final = 0x4  # PF_EXITING, of the flags in /proc/PID/stat
+_START: Final = 19  # the place of the start in what `_fields` gives
 
 
 def myself() -> str:
@@ -18,13 +19,36 @@ def myself() -> str:
 def has_ended(holder: str) -> bool:
     """Whether a process on this machine is gone, or on its way: then nothing but time is needed. A process of another machine cannot be seen."""
     named = re.fullmatch(r"process (\d+) on (.+)", holder)
-    if named is None or named[2] != socket.gethostname() or not Path("/proc/self/stat").exists():
+    return named is not None and named[2] == socket.gethostname() and is_dead(int(named[1]))
+
+
+def is_dead(pid: int, started: str = "") -> bool:
+    """Whether the process of this number is gone, or on its way.
+
+    Args:
+        pid: the number, among the processes that this one can see.
+        started: what `start_of` said of it; "" if that is not known. Numbers are used again, so another start is another process.
+    """
+    if not Path("/proc/self/stat").exists():
         return False
-    process = Path("/proc", named[1])
     try:
-        state, *fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        status = (process / "status").read_text(encoding="utf-8")
+        fields = _fields(pid)
+        status = Path("/proc", str(pid), "status").read_text(encoding="utf-8")
     except OSError:
         return True
     pending = "".join(re.findall(r"ShdPnd:\s*(\w+)", status)) or "0"
-    return state in "ZX" or bool(int(fields[5]) & _EXITING or int(pending, 16) & _KILLED)
+    is_another = bool(started) and fields[_START] != started
+    return is_another or fields[0] in "ZX" or bool(int(fields[6]) & _EXITING or int(pending, 16) & _KILLED)
+
+
+def start_of(pid: int) -> str:
+    """When a process started, in ticks since the boot; "" if that cannot be seen."""
+    try:
+        return _fields(pid)[_START]
+    except OSError:
+        return ""
+
+
+def _fields(pid: int) -> list[str]:
+    """What /proc/PID/stat says from the state on."""
+    return Path("/proc", str(pid), "stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -9,7 +9,7 @@ import attrs
 
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.local import LocalStore, open_store
-from trainfold.backends.stores.place import is_object_url, local_path
+from trainfold.backends.stores.place import is_object_url, local_path, url_text
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.stores.staged_files import check_path, too_long
 from trainfold.core import errors
@@ -109,13 +109,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         name = _newest(inventory)
     else:
         if is_local and not real.is_dir():
-            raise errors.CheckpointMissing(
-                str(path), expected="a checkpoint", found="nothing", fix=f"see `trainfold ls {real.parent}`"
-            )
+            raise _no_checkpoint(path)
         store, inventory = open_run(real.parent)
         name = real.name
     entry = examine(store, inventory, name).entry(name)
-    assert entry is not None
+    if entry is None:
+        raise _no_checkpoint(path)
     if entry.problem is not None:
         raise error_from(entry.problem)
     assert entry.manifest is not None
@@ -156,6 +155,13 @@ def narrowed(manifest: Manifest, components: Sequence[str] | None, *others: Mani
     if names is None:
         return manifest
     return attrs.evolve(manifest, components=tuple(each for each in manifest.components if each.name in names))
+
+
+def _no_checkpoint(path: Path) -> errors.CheckpointMissing:
+    run = url_text(str(path.parent))
+    return errors.CheckpointMissing(
+        url_text(str(path)), expected="a checkpoint", found="nothing", fix=f"see `trainfold ls {run}`"
+    )
 
 
 def _no_run(where: str, found: str) -> errors.CheckpointMissing:

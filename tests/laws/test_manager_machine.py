@@ -450,7 +450,7 @@ class ManagerAndBucket(ManagerAndDisk):
 
     def new_store(self):
         self.patched = pytest.MonkeyPatch()
-        self.patched.setattr(writer_lease, "has_ended", lambda holder: True)  # this process plays those that died
+        self.patched.setattr(writer_lease, "is_dead", lambda pid, started: True)  # this process plays those that died
         self.patched.setattr(writer_lease, "_HELD", Forgotten())
         return GatedBucket(self.new_client())
 

@@ -14,7 +14,6 @@ from trainfold.backends.stores.object_store.bucket_errors import (
     NoCredentials,
     NotThere,
     Refused,
-    shown_cause,
 )
 from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
@@ -153,7 +152,7 @@ class Bucket:
                     return
                 tries += 1
                 if tries >= _TRIES:
-                    raise self._named.unreadable(key, error) from shown_cause(error)
+                    raise self._named.unreadable(key, error) from None
             else:
                 return
 

@@ -1,4 +1,7 @@
-"""`BucketErrors`: the errors of an object store's client, with names, what to do, and nothing secret."""
+"""`BucketErrors`: the errors of an object store's client, with names, what to do, and nothing secret.
+
+None has the client's own error as its cause, which a traceback and a log would show: that has the whole answer, and providers repeat tokens there.
+"""
 
 import re
 from collections.abc import Iterator
@@ -14,17 +17,24 @@ from trainfold.core.errors import (
 )
 
 _QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
-_BODY: Final = re.compile(r"(<\?xml\b|<Error>).*", re.DOTALL)  # the answer of S3 or Azure
-_SAID: Final = re.compile(r"<(?:Code|Message)>([^<]*)")
+_BODY: Final = re.compile(r"<[?!A-Za-z].*|\{.*", re.DOTALL)  # the answer of a provider, or of a gateway
+_CODE: Final = re.compile(r"<Code>([^<]*)")
+_SAID: Final = re.compile(
+    r"""<(?:Code|Message|title)>([^<]*)|"(?:code|message|error|error_description)"\s*:\s*"?([^"{},]*)"""
+)
 _REJECTED: Final = re.compile(  # by their codes, where the client has no class for them, as of a list
     r"\b401 Unauthorized|\b(ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed)\b"
 )
+_SKEWED: Final = re.compile(r"\bRequestTimeTooSkewed\b")
+_ELSEWHERE: Final = re.compile(r"\b(AuthorizationHeaderMalformed|PermanentRedirect)\b|redirect without LOCATION")
 _DENIED: Final = re.compile(r"\b403 Forbidden|\b(AccessDenied|AuthorizationPermissionMismatch)\b")
 _TEXT_LIMIT: Final = 400
 _NO_BUCKET: Final = "create it, or correct its name"
 _MAY_WRITE: Final = "give these credentials the right to write and delete there, or save elsewhere"
 _MAY_READ: Final = "give these credentials the right to read and list there (without s3:ListBucket, S3 denies what is not there too); this does not prove damage"
 _RENEW: Final = "renew or correct these credentials"
+_SET_CLOCK: Final = "set this machine's clock: a store refuses what is signed at another time than its own"
+_SET_REGION: Final = "set AWS_REGION to the region of the bucket"
 
 
 class _Chain(NamedTuple):
@@ -100,7 +110,7 @@ class BucketErrors:
             PermissionError,
             FileNotFoundError,
         ) as error:  # the last one is of a list, and so of the bucket
-            raise self.unreadable(key, error) from shown_cause(error)
+            raise self.unreadable(key, error) from None
 
     @contextmanager
     def writing(self, key: str) -> Iterator[None]:
@@ -114,30 +124,28 @@ class BucketErrors:
         kinds = self._kinds
         try:
             yield
-        except (kinds.AlreadyExistsError, kinds.PreconditionError, FileExistsError) as error:
-            raise Refused from error
+        except (kinds.AlreadyExistsError, kinds.PreconditionError, FileExistsError):
+            raise Refused from None
         except FileNotFoundError as error:  # of a bucket; or of an object that is to be replaced
-            raise NotThere(
-                self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET
-            ) from shown_cause(error)
+            raise NotThere(self.where(key), expected="a bucket", found=without_secrets(error), fix=_NO_BUCKET) from None
         except (kinds.NotSupportedError, NotImplementedError) as error:
             raise InvalidArgument(
                 self.where(key),
                 expected="a store with conditional puts",
                 found=without_secrets(error),
                 fix="use a provider that has them: without them two writers cannot be distinguished",
-            ) from shown_cause(error)
+            ) from None
         except (kinds.BaseError, PermissionError) as error:
             if said := missing_credentials(error):
-                raise NoCredentials(self.where(key), **said) from shown_cause(error)
+                raise NoCredentials(self.where(key), **said) from None
             if said := self._refusal(error, "write", _MAY_WRITE):
-                raise NotWritable(self.where(key), **said) from shown_cause(error)
+                raise NotWritable(self.where(key), **said) from None
             raise SaveFailed(
                 self.where(key),
                 expected="the planned bytes to be stored",
                 found=without_secrets(error),
                 fix="look at the network and at the store; earlier checkpoints are intact",
-            ) from shown_cause(error)
+            ) from None
 
     def unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
         """What says that an object cannot be read now. It may be there though it is denied."""
@@ -159,6 +167,10 @@ class BucketErrors:
     def _refusal(self, error: BaseException, verb: str, fix: str) -> dict[str, str] | None:
         """The ``expected``, ``found`` and ``fix`` of a provider's refusal; None of any other error."""
         kinds, found = self._kinds, without_secrets(error)
+        if _SKEWED.search(found):
+            return {"expected": "a request with the time of the store", "found": found, "fix": _SET_CLOCK}
+        if _ELSEWHERE.search(found):
+            return {"expected": "the region of the bucket", "found": found, "fix": _SET_REGION}
         if isinstance(error, kinds.UnauthenticatedError) or _REJECTED.search(found):
             return {"expected": "credentials that the store takes", "found": found, "fix": _RENEW}
         if isinstance(error, kinds.PermissionDeniedError | PermissionError) or _DENIED.search(found):
@@ -191,16 +203,21 @@ def missing_credentials(error: BaseException) -> dict[str, str] | None:
 def without_secrets(error: BaseException) -> str:
     """The text of an error without what may be secret in it, and without its many lines of detail.
 
+    Of an answer it has the code and the message; of one that rejects the credentials only the code.
+
     Examples:
         >>> without_secrets(OSError('GET http://h/a?sig=x: 403: <?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>No</Message></Error>'))
         'GET http://h/a?… 403: AccessDenied: No'
+        >>> without_secrets(OSError('403 Forbidden: {"error": {"code": 403, "message": "no access", "token": "ya29.x"}}'))
+        '403 Forbidden: 403: no access'
     """
     lines = [line for line in str(error).split("\n\nDebug source:")[0].splitlines() if line.strip()]
-    text = _BODY.sub(lambda body: ": ".join(_SAID.findall(body[0])) or "…", " ".join(lines))
+    text = _BODY.sub(lambda body: _said(body[0]) or "…", " ".join(lines))
     return _QUERY.sub("?…", without_logins(text))[:_TEXT_LIMIT]
 
 
-def shown_cause(error: BaseException) -> BaseException | None:
-    """The cause that a traceback shows; None if its text has the login of a URL, such as that of an endpoint."""
-    text = str(error)
-    return error if without_logins(text) == text else None
+def _said(body: str) -> str:
+    code = _CODE.search(body)
+    if code is not None and _REJECTED.search(code[1]):
+        return code[1]
+    return ": ".join(said for found in _SAID.findall(body) if (said := "".join(found).strip()))

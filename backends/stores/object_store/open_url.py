@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import re
+from configparser import ConfigParser, ParsingError
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +25,7 @@ _SETTING: Final = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME",
 }
+_LOGINS: Final = frozenset({"aws_access_key_id", "credential_process", "credential_source", "login_session", "role_arn", "sso_session", "sso_start_url", "web_identity_token_file"})  # fmt: skip
 _ENDPOINTS: Final = {
     "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -139,13 +142,24 @@ def _store(scheme: str, bucket: str, prefix: str) -> Any:
 
 
 def _needs_profile() -> bool:
-    """Whether AWS credentials are in a file, which boto3 reads."""
+    """Whether AWS credentials, or how to get them, are in a file, which boto3 reads."""
     if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ:
         return False
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
-    if "AWS_PROFILE" not in os.environ and not file.exists():
+    if "AWS_PROFILE" not in os.environ and not file.exists() and not _is_default_configured():
         return False
     if importlib.util.find_spec("boto3") is None:
         raise InvalidArgument("run", expected="boto3, which reads profiles of AWS", found="it is not installed",
                               fix="pip install boto3; or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")  # fmt: skip
     return True
+
+
+def _is_default_configured() -> bool:
+    """Whether the default profile of AWS's file of settings says how to log in; a region alone does not."""
+    file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+    found = ConfigParser(interpolation=None, strict=False)
+    with suppress(
+        OSError, ValueError, ParsingError
+    ):  # boto3 names a file that it cannot read, where a profile is asked for
+        found.read_string(file.read_text(encoding="utf-8"))
+    return found.has_section("default") and not _LOGINS.isdisjoint(found["default"])

@@ -5,6 +5,7 @@ No clock that can be set decides: ages are differences of the store's own times,
 
 import json
 import os
+import re
 import threading
 import time
 import uuid
@@ -14,7 +15,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.backends.lock_holder import has_ended, myself
+from trainfold.backends.lock_holder import is_dead, myself, start_of
 from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
 from trainfold.core.errors import CheckpointError, CheckpointHostile, RunLocked, RunReplaced
 
@@ -40,6 +41,7 @@ class LeaseRecord:
         broken: how many of the holders before this one have not given it back; those may still be writing.
         recent: what was committed last, as (name, tag of its version), with the name that is being committed, whose tag is "". A reader whose list
             lags asks for these by name.
+        started: when the process started, as `start_of` says; "" if that is not known.
     """
 
     holder: str
@@ -48,6 +50,13 @@ class LeaseRecord:
     lasts_secs: float
     broken: int
     recent: tuple[tuple[str, str], ...] = ()
+    started: str = ""
+
+    @property
+    def pid(self) -> int:
+        """The number of the process; 0 if the holder has none."""
+        named = re.match(r"process (\d+) on ", self.holder)
+        return 0 if named is None else int(named[1])
 
     def committing(self, name: str, tag: str = "") -> "LeaseRecord":
         """The record with a name that is committed, or is about to be.
@@ -79,6 +88,7 @@ class LeaseRecord:
                 float(found["lasts_secs"]),
                 int(found["broken"]),
                 tuple((str(name), str(tag)) for name, tag in found.get("recent", ())),
+                str(found.get("started", "")),
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointHostile(
@@ -128,7 +138,8 @@ class WriterLease:
             Whether the holder before has not given it back.
 
         Raises:
-            RunLocked: if a living process holds it. That of another machine is watched until its next renewal shows that it lives.
+            RunLocked: if a living process holds it. One that cannot be seen, such as that of another machine, is watched until its next renewal
+                shows that it lives.
         """
         where = self._bucket.where("")
         first: Stored | None = None
@@ -136,7 +147,7 @@ class WriterLease:
             found = self._bucket.get(LEASE)
             record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
             if found is not None and record is not None and record.holder and not self._is_over(record, found):
-                if _is_here(record) or (first is not None and first.version != found.version):
+                if _is_seen(record) or (first is not None and first.version != found.version):
                     raise _locked(where, record)
                 first = found
                 time.sleep(min(_LOOK_SECS, self._lasts_secs / 10))
@@ -146,10 +157,10 @@ class WriterLease:
             first = None
 
     def _is_over(self, record: LeaseRecord, found: Stored) -> bool:
-        if _is_here(record):
-            if _process(record.holder) == myself():
+        if _is_seen(record):
+            if record.pid == os.getpid() and record.started == start_of(record.pid):
                 return record.token not in _HELD  # it could not be given back, or its taker had no answer
-            return has_ended(_process(record.holder))
+            return is_dead(record.pid, record.started)
         return self._now() - found.modified > record.lasts_secs + _TIME_STEP_SECS
 
     def _now(self) -> float:
@@ -165,7 +176,7 @@ class WriterLease:
     def _take(self, found: Stored | None, old: LeaseRecord | None) -> bool:
         taken, broken = (old.taken, old.broken + bool(old.holder)) if old is not None else (0, 0)
         record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs, broken,
-                             () if old is None else old.recent)  # fmt: skip
+                             () if old is None else old.recent, start_of(os.getpid()))  # fmt: skip
         began = _now_here()
         _HELD.add(record.token)
         version = None
@@ -295,7 +306,7 @@ def _now_here() -> float:
 def _locked(where: str, record: LeaseRecord) -> RunLocked:
     fix = f"wait for it or stop it (the lease ends {record.lasts_secs:g} s after the process), or save into another run"
     holder = _process(record.holder)
-    if holder == myself() and _is_here(record):
+    if record.token in _HELD:
         holder, fix = f"{holder}, which is this one", "close the manager that holds it, or leave its with block"
     return RunLocked(where, expected="no other writer", found=holder, fix=fix)
 
@@ -304,9 +315,9 @@ def _process(holder: str) -> str:
     return holder.partition(" (")[0]
 
 
-def _is_here(record: LeaseRecord) -> bool:
-    """Whether the holder is a process that this one could see."""
-    return record.holder.endswith(f" ({_machine()})")
+def _is_seen(record: LeaseRecord) -> bool:
+    """Whether this process can see whether the holder lives: the numbers of processes are those of one boot and namespace, and are used again."""
+    return bool(record.started and record.pid) and record.holder.endswith(f" ({_machine()})")
 
 
 def _machine() -> str:

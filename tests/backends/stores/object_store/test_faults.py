@@ -79,7 +79,7 @@ def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_o
     step, is_done, new_client, monkeypatch
 ):
     """E01, E02: and the next writer takes over and saves, as after the death of a process."""
-    monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
+    monkeypatch.setattr(writer_lease, "is_dead", lambda pid, started: True)
     old, new = state_at(1), state_at(step, salt=1)
     died, at = True, 0
     while died:

@@ -25,7 +25,7 @@ def test_a_bucket_whose_lists_lag_keeps_the_contract(seed):
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 100))])
 def test_nothing_acknowledged_is_lost_when_machines_are_lost_and_lists_lag(seed, monkeypatch):
     """C03, E01: the next process resumes from the last checkpoint that was acknowledged, or from the one that was being committed."""
-    monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
+    monkeypatch.setattr(writer_lease, "is_dead", lambda pid, started: True)
     chance, api = random.Random(seed), Lagging(MemoryStore(), seed)
     acknowledged, saved = 0, {}
     for _ in range(8):
@@ -73,7 +73,7 @@ class Empty(Lagging):
 @pytest.mark.parametrize("end", ["given back", "killed"])
 def test_a_writer_learns_from_the_lease_what_those_before_it_have_committed(monkeypatch, end):
     """E01: each passes on what it was given; one that was killed after a commit has named it before."""
-    monkeypatch.setattr(writer_lease, "has_ended", lambda holder: True)
+    monkeypatch.setattr(writer_lease, "is_dead", lambda pid, started: True)
     client, names = MemoryStore(), []
     for step in range(1, 4):
         store = opened(Empty(client, 0))

@@ -227,7 +227,6 @@ def test_a_bucket_without_credentials_names_what_was_tried_and_what_to_set(url, 
         assert machine.place in failed.value.found
         assert "?" not in failed.value.found.replace("?…", "")
         assert fix in failed.value.fix
-        assert machine.place in str(failed.value.__cause__)
     assert max(asked) <= 4  # a token, and the credentials; and a list looks at the lease too
 
 
@@ -237,3 +236,18 @@ def test_a_profile_that_is_not_there_is_named(machine, monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "nowhere")
     with pytest.raises(InvalidArgument, match=r"nowhere.*AWS_PROFILE"):
         open_store("s3://bucket/run")
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["credentials", "only a region"])
+def test_a_default_profile_in_the_config_file_alone_is_read(machine, monkeypatch, tmp_path, keys):
+    """C03: that is where logins by SSO, processes and roles are; no profile was found."""
+    pytest.importorskip("boto3")
+    config = tmp_path / "config"
+    said = "aws_access_key_id = AKIAEXAMPLE\naws_secret_access_key = hunter2\n" if keys else ""
+    config.write_text(f"[default]\nregion = eu-west-1\n{said}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{machine.place}")
+    with pytest.raises(CheckpointUnreadable) as failed:
+        open_store("s3://bucket/run").list()
+    assert (failed.value.expected == "credentials") is not keys
+    assert any("latest/" in path for path in machine.asked) is not keys

@@ -13,6 +13,7 @@ from kit.backends.buckets.s3_cases import store_at
 from obstore.store import MemoryStore
 
 import trainfold
+from trainfold.backends.lock_holder import start_of
 from trainfold.backends.stores.object_store import writer_lease
 from trainfold.backends.stores.object_store.bucket import Found, Stored
 from trainfold.backends.stores.object_store.object_store import ObjectStore
@@ -239,6 +240,58 @@ def test_a_killed_holder_of_this_machine_is_followed_at_once(s3):
         holder.kill()
         with store.lock():
             assert store.least_revision == 1
+
+
+@pytest.fixture
+def held_by(sleeping, monkeypatch):
+    """A function that makes a bucket whose lease another process of this machine took, and does not renew."""
+
+    def make(pid, started, host="pod-1"):
+        bucket = FakeBucket()
+        monkeypatch.setattr(time, "sleep", lambda secs: setattr(bucket, "now", bucket.now + secs))
+        holder = f"process {pid} on {host} ({writer_lease._machine()})"
+        record = writer_lease.LeaseRecord(holder, "token", 1, 10.0, 0, started=started)
+        bucket.put_if(writer_lease.LEASE, record.encoded(0), None)
+        return bucket
+
+    return make
+
+
+@pytest.fixture
+def living():
+    """The number of a process that lives."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_a_killed_holder_is_followed_at_once_whatever_the_machine_is_called(held_by):
+    """C03: containers with the host's processes have names of their own, and the run was locked for good."""
+    with subprocess.Popen(["true"]) as process:
+        started = start_of(process.pid)
+    bucket = held_by(process.pid, started)
+    began = bucket.now
+    assert WriterLease(bucket, 10.0).acquire()
+    assert bucket.now == began
+
+
+def test_another_process_with_the_number_of_a_killed_holder_keeps_no_lock(held_by, living):
+    """C03: numbers are small in a container that starts again, and were used again at once."""
+    bucket = held_by(living, f"{int(start_of(living)) - 1}")
+    began = bucket.now
+    assert WriterLease(bucket, 10.0).acquire()
+    assert bucket.now == began
+    with pytest.raises(RunLocked, match=f"process {living} on pod-1"):
+        WriterLease(held_by(living, start_of(living)), 10.0).acquire()
+
+
+@pytest.mark.parametrize("pid", ["living", "none"])
+def test_a_holder_of_which_nothing_is_known_is_followed_when_it_does_not_renew(held_by, living, pid):
+    """C03: such as that of an older version, which wrote no start."""
+    bucket = held_by(living if pid == "living" else "?", "" if pid == "living" else "7")
+    began = bucket.now
+    assert WriterLease(bucket, 10.0).acquire()
+    assert bucket.now - began > 10.0
 
 
 def test_a_forked_child_does_not_write_for_its_parent():

@@ -7,7 +7,7 @@ from kit.backends.buckets.s3_cases import KEYS, store_at
 
 import trainfold
 from trainfold.backends.stores.local import open_store
-from trainfold.core.errors import CheckpointUnreadable, ResumeRefused
+from trainfold.core.errors import CheckpointMissing, CheckpointUnreadable, ResumeRefused
 
 call, answered = cli_cases.call, cli_cases.answered
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=0))
@@ -75,6 +75,16 @@ def test_commands_say_of_a_denied_manifest_what_is_denied(url, proxy, answered, 
     assert [name for name in store_at(proxy.port, run=url.removeprefix("s3://bucket/")).list() if "step" in name] == [
         f"step-0000000{step}" for step in (1, 2, 3)
     ]
+
+
+@pytest.mark.parametrize("verb", [["verify"], ["inspect"], ["files"], ["diff", "{run}"]], ids=lambda verb: verb[0])
+def test_a_checkpoint_that_is_gone_is_missing(url, answered, verb):
+    """W22, R09: such as one that was pruned; it ended in an AssertionError, and `--json` printed nothing."""
+    _, error = answered(
+        *(each.format(run=url) for each in verb), f"{url}/step-00000099", code=CheckpointMissing.exit_code
+    )
+    assert error["where"] == f"{url}/step-00000099"
+    assert f"trainfold ls {url}" in error["fix"]
 
 
 @pytest.mark.parametrize("options", [["--newest"], []])
