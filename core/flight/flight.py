@@ -5,7 +5,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.flight.damage import Damage
+from trainfold.core.flight.damage import Damage, LeftOut, steps_left_out
 from trainfold.core.flight.log_lines import short_name
 from trainfold.core.flight.step_record import LogLine, StateDigest, StepRecord
 
@@ -21,6 +21,7 @@ class Flight:
         steps: step -> its record, in order.
         states: step -> component -> digest of its bits.
         damage: what of the log could not be read; false without any.
+        left_out: what of the log is not known to be the run, and is not in it.
 
     Examples:
         >>> print(flight_of([StepRecord(1), StepRecord(2), StateDigest(2, "model", bytes(16))]))
@@ -30,6 +31,22 @@ class Flight:
     steps: Mapping[int, StepRecord] = attrs.field(factory=dict)
     states: Mapping[int, Mapping[str, bytes]] = attrs.field(factory=dict)
     damage: Damage = _WHOLE
+    left_out: tuple[LeftOut, ...] = ()
+
+    def run_alone(self, saved: Mapping[int, int]) -> "Flight":
+        """The same flight without the steps that a resume which recorded nothing may have undone; whole if lines of the log are damaged.
+
+        Args:
+            saved: the steps of the run's checkpoints, each with that of the one before; 0 without one.
+        """
+        found = () if self.damage else tuple(steps_left_out(self.steps.keys(), saved))
+
+        def is_kept(step: int) -> bool:
+            return not any(each.first <= step <= each.last for each in found)
+
+        steps = {step: record for step, record in self.steps.items() if is_kept(step)}
+        states = {step: each for step, each in self.states.items() if is_kept(step)}
+        return attrs.evolve(self, steps=steps, states=states, left_out=found)
 
     def until(self, last: int) -> "Flight":
         """The same flight up to a step."""

@@ -5,6 +5,7 @@ from typing import Final, final
 
 import attrs
 
+from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Head, Manifest, Summary
 from trainfold.core.problem import Problem
 
@@ -71,9 +72,10 @@ class Inventory:
     lost: str | None = None
 
     @property
-    def current_steps(self) -> set[int]:
-        """The steps of the usable checkpoints of the current `lineage`: these are the run, and what a rewind left behind is not."""
-        return {entry.head.step for entry in lineage(self) if entry.head is not None}
+    def current_steps(self) -> dict[int, int]:
+        """The steps of the usable checkpoints of the current `lineage`: these are the run, and what a rewind left behind is not. With each, that of the checkpoint before; 0 without one."""
+        heads = [entry.head for entry in lineage(self) if entry.head is not None]
+        return {head.step: step_of(head.parent or "") or 0 for head in heads}
 
     def _repr_html_(self) -> str:
         from trainfold.core.markup.html_table import html_table, notebook  # late: commands show no HTML

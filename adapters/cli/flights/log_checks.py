@@ -21,7 +21,7 @@ def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
         flights: its logs by rank.
         other: those of the run that it is compared with.
     """
-    saved = saved_steps(run)
+    saved = {*saved_steps(run)}
     where = url_text(str(run))
     warnings = [] if flights else [f"{where} has no flight log: what its steps did is not known"]
     warnings += [f"{where} has no {flight_name(rank)}, and the other run has one" for rank in sorted(other.keys() - flights.keys()) if flights]  # fmt: skip
@@ -29,12 +29,12 @@ def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
     for rank, flight in flights.items():
         name = f"{where}/{flight_name(rank)}"
         counted[rank], wrong = _own(run, flight, saved)
-        last = max(flight.steps, default=0)
+        last = max([*flight.steps, *(each.last for each in flight.left_out)], default=0)
         if wrong:
             warnings.append(f"{name} {wrong}")
-        elif not flight.steps and not flight.damage:
+        elif not last and not flight.damage:
             warnings.append(f"{name} is empty, or not a file: what the steps did is not known")
-        elif flight.steps and last < max(saved, default=0):
+        elif last and last < max(saved, default=0):
             warnings.append(f"{name} ends at step {last}, and the run has a checkpoint of step {max(saved)}")
     return counted, warnings
 

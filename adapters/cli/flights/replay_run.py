@@ -164,6 +164,8 @@ def log_warnings(
             for rank, flight in own.items()
             if flight.damage
         ]
+        found += [each.text_of(url_text(str(run / flight_name(rank)))) for rank, flight in own.items() for each in flight.left_out
+                  if each.last > after and (until is None or each.first <= until)]  # fmt: skip
         for rank in sorted(own.keys() & other.keys()):
             where = f" of rank {rank}" if rank else ""
             holes = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in steps_unrecorded(own[rank], other[rank]))  # fmt: skip

@@ -52,7 +52,7 @@ def _first_nonfinite(flights: Logs) -> float:
 
 def _check_left_behind(inventory: Inventory, begin: int, *, until_nonfinite: bool) -> None:
     """Refuse a step without a checkpoint, and one of which nothing is recorded, unless that is not asked for."""
-    entry, near = inventory.entry(directory_of(begin)), _near(inventory.current_steps, begin)
+    entry, near = inventory.entry(directory_of(begin)), _near(inventory.current_steps.keys(), begin)
     where = f"{inventory.run}/{directory_of(begin)}"
     if entry is None or not entry.is_candidate:
         raise CheckpointMissing(where, expected="a complete checkpoint", found="none",

@@ -33,7 +33,7 @@ def evidence_of(runs: tuple[Path, Path], flights: tuple[Logs, Logs]) -> Evidence
     Raises:
         CheckpointMissing: if one of them has neither a checkpoint nor a log.
     """
-    saved = tuple(saved_steps(run, has_log=bool(flight)) for run, flight in zip(runs, flights, strict=True))
+    saved = tuple({*saved_steps(run, has_log=bool(flight))} for run, flight in zip(runs, flights, strict=True))
     known = _of_checkpoints(*runs, *saved)
     found = first_of_ranks(*flights, after=0)
     if found is not None:

@@ -150,11 +150,13 @@ def check_outside(directory: Path, *runs: Path) -> None:
 
 
 def flights_of(run: Path) -> dict[int, Flight]:
-    """The logs of a run by rank; empty if it has none."""
+    """The logs of a run by rank, without what a resume that recorded nothing may have undone; empty if it has none."""
     try:
-        return read_flights(str(run))
+        found = read_flights(str(run))
     except CheckpointMissing:
         return {}
+    saved = saved_steps(run)
+    return {rank: flight.run_alone(saved) for rank, flight in found.items()}
 
 
 def has_checkpoint(run: Path, step: int) -> bool:
@@ -167,8 +169,8 @@ def _last_logged(flights: Logs) -> int:
     return min((max(flight.steps, default=0) for flight in flights.values()), default=0)
 
 
-def saved_steps(run: Path, *, has_log: bool = True) -> set[int]:
-    """The steps of the complete checkpoints of a run, without those that a rewind left behind.
+def saved_steps(run: Path, *, has_log: bool = True) -> dict[int, int]:
+    """The steps of the complete checkpoints of a run, without those that a rewind left behind; with each, that of the one before.
 
     Raises:
         CheckpointMissing: if there is no run, and no log that stands for it.
@@ -177,7 +179,7 @@ def saved_steps(run: Path, *, has_log: bool = True) -> set[int]:
         return open_run(run)[1].current_steps
     except CheckpointMissing:
         if has_log:
-            return set()
+            return {}
         raise
 
 

@@ -71,12 +71,12 @@ def test_each_spelling_of_the_run_is_the_copy(spelling, replaying, tmp_path):
     named = SPELLINGS[spelling](run)
     assert isinstance(plan(named, like=state_at(0)), Refusal)
     save(state_at(5), named)
-    assert read_inventory(named).current_steps == {5}
+    assert read_inventory(named).current_steps.keys() == {5}
     assert load(named, like=state_at(0)).trainer.step == 5
     assert "copy" not in repr(FlightLog(named))
     assert str(copy) in repr(FlightLog(named))
     assert contents(run) == before
-    assert read_inventory(LocalStore(copy)).current_steps == {5}
+    assert read_inventory(LocalStore(copy)).current_steps.keys() == {5}
     assert not (tmp_path / "near").exists()
     assert not (tmp_path / "far").exists()
 
@@ -91,8 +91,8 @@ def test_another_directory_of_the_program_makes_no_difference_and_other_runs_sta
     monkeypatch.chdir(tmp_path)
     save(state_at(7), "runs/ab")
     assert contents(run) == before
-    assert read_inventory(copy).current_steps == {5}
-    assert read_inventory(copy / "ema").current_steps == {6}
+    assert read_inventory(copy).current_steps.keys() == {5}
+    assert read_inventory(copy / "ema").current_steps.keys() == {6}
     assert contents(tmp_path / "runs/ab")
 
 
@@ -121,7 +121,7 @@ def test_a_run_in_a_bucket_is_the_copy_by_each_of_its_urls(named, replaying, mon
     before, copy = sorted(each["path"] for each in bucket.list().collect()), replaying("s3://bucket/a")
     store = ObjectStore(bucket, url="s3://bucket/a")
     save(state_at(5), store if named == "store" else named)
-    assert read_inventory(copy).current_steps == {5}
+    assert read_inventory(copy).current_steps.keys() == {5}
     for write in (lambda: store.commit("b", b"1"), lambda: store.write("b", [b"1"], size_bytes=1), lambda: store.delete("run.json")):  # fmt: skip
         with pytest.raises(NotWritable, match="pass the store"):
             write()

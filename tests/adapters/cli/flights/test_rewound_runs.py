@@ -64,3 +64,13 @@ def test_what_follows_a_checkpoint_that_was_left_behind_is_compared_with_nothing
     fits_its_schema("replay", found)
     assert (code, found["same"], found["steps"], found["reached"]) == (0, None, 0, 14)
     assert "step 12 was left behind by a rewind" in found["warnings"][0]
+
+
+def test_steps_that_a_resume_without_a_log_has_undone_are_not_the_run(tmp_path):
+    """R04: a process that recorded was killed after step 5, and one that records nothing went on from step 3."""
+    train(tmp_path / "a")
+    train(tmp_path / "b", at_four=flip_a_bit, steps=5)
+    train(tmp_path / "b", is_logged=False)
+    answer = bisect_runs(tmp_path / "a", tmp_path / "b", (), directory=tmp_path / "scratch", patience_secs=60)
+    assert (answer.data["cause"], answer.data["same_at"]) == ("nothing", 9), answer.data["text"]
+    assert ["ends at step 5" in answer.data["warnings"][0], "steps 4 to 5 are not used" in answer.data["warnings"][1]] == [True, True]  # fmt: skip
