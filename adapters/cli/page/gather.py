@@ -9,6 +9,7 @@ import attrs
 
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.ls import committed_at, pointed_names, proved
+from trainfold.adapters.cli.page.opened_indexes import OpenedIndexes
 from trainfold.adapters.cli.plan import planned_resume
 from trainfold.backends.flight.flight_values import FlightValues
 from trainfold.backends.flight.flights import flight_name, ranks_with_log
@@ -49,6 +50,7 @@ class PageReader:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._store, _ = open_run(run, begun=JOURNAL)
+        self._indexes = OpenedIndexes()
         self._logs: dict[int, FlightValues] = {}
         self._seen: object = None  # as the files were before the last read in which none failed
         self._has_failed = False
@@ -77,7 +79,7 @@ class PageReader:
     def _read(self) -> RunPage:
         now = time.time()
         store, inventory = open_run(self._run, begun=JOURNAL)
-        inventory = with_quarantined(proved(store, inventory), quarantined(store))
+        inventory = with_quarantined(self._indexes.of(store, proved(store, inventory)), quarantined(store))
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []
         journal = self._journal(store, unread)
