@@ -115,7 +115,7 @@ class FlightRecorder:
     def _append(self, lines: Sequence[LogLine]) -> None:
         """Write a pure step, and end there if it is not finite and a replay asks for that."""
         if self.journal is not None and lines:
-            self.journal.goes_on(lines[0].step)
+            self.journal.did(lines[0].step)
         self._file.append(lines)
         if self._ends and self._orders is not None:
             end_at_bad_record(self._orders, self._rank, lines)
@@ -163,7 +163,7 @@ class FlightRecorder:
     def advanced(self, progress: Progress) -> None:
         """Write the step."""
         if self.journal is not None:
-            self.journal.goes_on(progress.step)
+            self.journal.did(progress.step)
         batches = xxhash.xxh3_64_digest(" ".join(self._batches).encode()) if self._batches else None
         self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
                                       self._values.get(_NORM), batches, *self._streams())])  # fmt: skip

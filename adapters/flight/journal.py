@@ -49,6 +49,7 @@ class Journal(logging.Filter):
         self._rules: dict[str, Any] = {}
         self._is_over = False  # the last line says that it has ended, and nothing has gone on since
         self._at_exit: Finalize | None = None
+        self._step: int | None = None  # the last one that the loop has done here
         self._under_way: tuple[int, Job[Any], Callable[[], float | None]] | None = None
         _LOG.addFilter(self)
         WARNED.append(self.warned)
@@ -97,7 +98,15 @@ class Journal(logging.Filter):
         if event.kind == "failed":
             self._under_way = None
         if event.kind != "saved":
-            self._write(event.kind, event.step, event.checkpoint, event.detail, data=_stalled(event.stalled_secs))
+            reached = self._gone_back(event)
+            self._write(event.kind, event.step, event.checkpoint, event.detail, data={**_stalled(event.stalled_secs), **reached})  # fmt: skip
+
+    def _gone_back(self, event: Event) -> dict[str, int]:
+        """How far the loop had come when it went back to a checkpoint; empty of the first restore of a process, and of other events."""
+        if event.kind != "restored" or event.step is None:
+            return {}
+        reached, self._step = self._step, event.step
+        return {} if reached is None else {"reached": reached}
 
     def called(self, step: int, secs: float, outcome: str) -> None:
         """Write that the loop has called a save, which has returned now, after so many seconds; and that it is durable, if it is."""
@@ -142,8 +151,13 @@ class Journal(logging.Filter):
             self._end(*sys.exc_info()[:2])
             self._file.put()
 
-    def goes_on(self, step: int) -> None:
-        """Note a step: if the loop was over, it goes on, and its end is still to come."""
+    def did(self, step: int) -> None:
+        """Note a step that the loop has done."""
+        self._step = step
+        self._goes_on(step)
+
+    def _goes_on(self, step: int) -> None:
+        """If the loop was over, it goes on, and its end is still to come."""
         if self._is_over:
             self._is_over = False
             self._watch_exit()
@@ -173,7 +187,7 @@ class Journal(logging.Filter):
         self, kind: str, step: int | None = None, checkpoint: str | None = None, detail: str = "", *, at: float | None = None, data: Mapping[str, Any] | None = None
     ) -> None:  # fmt: skip
         if kind in _GOES_ON and step is not None:
-            self.goes_on(step)
+            self._goes_on(step)
         line = JournalLine(time.time() if at is None else at, kind, step, checkpoint, detail, data or {})
         if self._kept_back is None:
             self._file.append([line])

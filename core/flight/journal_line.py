@@ -12,7 +12,7 @@ LONGEST_LINE: Final = 2**16  # bytes; a longer one is not of this program
 _MOST_TEXT: Final = 4000  # characters of a detail
 MOST_LINES: Final = 200_000  # of a journal, that are kept; each takes some 300 bytes of memory
 _START: Final = b'"kind":"started"'  # as it is written; in a text, quotes are escaped
-_KEPT: Final = (_START, b'"kind":"closed"', b'"kind":"reopened"')
+_KEPT: Final = (_START, *(b'"kind":"%s"' % kind for kind in (b"closed", b"reopened", b"restored")))
 _MOST_DRIFTS: Final = 40
 _DRIFT_TEXT: Final = 120  # ASCII characters, so that 40 of five texts fit a line
 
@@ -117,7 +117,7 @@ class JournalLines:
     """What is read of a journal.
 
     Attributes:
-        lines: in their order. Of a long journal, the newest, and of those before them the starts and the ends of processes alone.
+        lines: in their order. Of a long journal, the newest, and of those before them the starts and the ends of processes, and where they went back, alone.
         left_out: how many lines before the newest ones are not here.
         unreadable: how many lines cannot be read: a kill may tear one, and damage others.
     """
@@ -134,7 +134,7 @@ def decode_journal(pieces: Iterable[bytes], *, most: int | None = None) -> Journ
 
     Args:
         pieces: its bytes, in order.
-        most: lines that are kept, the newest; None for 200,000. Of those before them, the starts and ends of processes and the last line before each start are kept too.
+        most: lines that are kept, the newest; None for 200,000. Of those before them, the starts and ends of processes, where they went back, and the last line before each start are kept too.
 
     Examples:
         >>> lines = [encode_journal_line(JournalLine(1.0, kind, 3)) for kind in ("started", "called", "called", "written", "closed")]

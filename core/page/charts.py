@@ -9,7 +9,8 @@ from trainfold.core.markup.chart import Axis, Chart, Point, Series
 from trainfold.core.markup.curve import Curve
 from trainfold.core.markup.texts import count_text, moment_text, number_text, secs_text, ticks
 from trainfold.core.markup.timelines import step_axis
-from trainfold.core.page.sessions import SaveTimes, Session, again_text
+from trainfold.core.page.save_times import SaveTimes
+from trainfold.core.page.sessions import Session, again_text
 
 MOST_MARKS: Final = 400  # of saves; more share a bar
 _DAY: Final = 86_400
@@ -23,10 +24,10 @@ def time_line(sessions: Sequence[Session], saves: Sequence[SaveTimes]) -> Chart:
     highest = max([session.last for session in sessions] + [save.step for save in saves])
     lines = tuple(tuple(_thinned([*session.moments, *_end(session)])) for session in sessions)
     again = tuple(
-        ((before.ended_at, float(before.last)), (after.began_at, float(after.first)))
+        ((before.ended_at, float(before.at_end)), (after.began_at, float(after.first)))
         for before, after in itertools.pairwise(sessions)
     )
-    kills = tuple(((each.ended_at, float(each.last)),) for each in sessions if each.ending in ("killed", "raised"))
+    kills = tuple(((each.ended_at, float(each.at_end)),) for each in sessions if each.ending in ("killed", "raised"))
     dots = tuple(((save.called, float(save.step)),) for save in _spread(saves))
     count = sum(session.ending == "killed" for session in sessions)
     text = (
@@ -44,7 +45,7 @@ def time_line(sessions: Sequence[Session], saves: Sequence[SaveTimes]) -> Chart:
 
 
 def _end(session: Session) -> list[Point]:
-    return [(session.ended_at, session.last)] if session.ended_at > session.moments[-1][0] else []
+    return [(session.ended_at, session.at_end)] if session.ended_at > session.moments[-1][0] else []
 
 
 def save_chart(saves: Sequence[SaveTimes]) -> Chart:

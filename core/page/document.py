@@ -1,5 +1,6 @@
 """`page_html`: the page of a run as one file of HTML, which opens offline and loads nothing; `sections_html`: its parts by their ids, for a live page."""
 
+import statistics
 from typing import Final
 
 from trainfold.core.history.inventory import lineage
@@ -8,8 +9,9 @@ from trainfold.core.markup.style import CLASS, page_style
 from trainfold.core.markup.texts import count_text, moment_text, number_text, secs_text
 from trainfold.core.page.charts import lineage_name
 from trainfold.core.page.run_page import RunPage
+from trainfold.core.page.save_times import saves_of
 from trainfold.core.page.sections import SECTIONS
-from trainfold.core.page.sessions import IN_WORDS, again_text, saves_of, sessions_of
+from trainfold.core.page.sessions import IN_WORDS, again_text, sessions_of
 from trainfold.core.printable import bytes_text
 
 OFFLINE: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -57,9 +59,11 @@ def _overview(page: RunPage) -> str:
     newest = present[0] if present else None
     figures: list[tuple[str, str, str]] = []
     reached = max([session.last for session in sessions[-1:]] + [flight.last or 0 if flight is not None else 0])
+    has_gone_back = bool(sessions) and sessions[-1].at_end < sessions[-1].last
     saved = newest.head.step if newest is not None and newest.head is not None else None
     if reached or saved is not None:
-        figures.append(("Step", number_text(max(reached, saved or 0)), "" if saved is None else f"saved: {saved:,}"))
+        step = sessions[-1].at_end if has_gone_back else max(reached, saved or 0)
+        figures.append(("Step", number_text(step), "" if saved is None else f"saved: {saved:,}"))
     if sessions:
         kills = sum(session.ending == "killed" for session in sessions)
         figures.append(("Processes", str(len(sessions)), f"{count_text(kills, 'kill')}, {again_text(sessions)} again"))
@@ -74,7 +78,7 @@ def _overview(page: RunPage) -> str:
     figures.append(("Checkpoints", number_text(usable), bytes_text(sum(page.sizes.values()))))
     stalls = [save.stall_secs for save in saves if save.durable is not None]
     if stalls:
-        figures.append(("A save stalls", secs_text(sorted(stalls)[len(stalls) // 2]), f"median of {len(stalls):,}"))
+        figures.append(("A save stalls", secs_text(statistics.median(stalls)), f"median of {len(stalls):,}"))
     items = "".join(
         f"<div><dt>{safe(name)}</dt><dd>{safe(value)}{f'<small>{safe(more)}</small>' if more else ''}</dd></div>"
         for name, value, more in figures

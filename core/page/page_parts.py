@@ -49,6 +49,8 @@ def left_out_note(page: RunPage, what: str) -> str:
     """
     if not page.left_out:
         return ""
-    first = next((line for line in page.journal if line.kind not in ("started", "closed", "reopened")), None)
+    first = next(
+        (line for line in page.journal if line.kind not in ("started", "closed", "reopened", "restored")), None
+    )
     since = "" if first is None else f" before {moment_text(first.at, with_secs=True)}"
     return note(f"The journal has {page.left_out:,} more lines than are read here: {what}{since} are not shown.")

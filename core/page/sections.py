@@ -16,7 +16,8 @@ from trainfold.core.page.kept import changes_between, few_names, policy_of, why_
 from trainfold.core.page.losses import loss_section
 from trainfold.core.page.page_parts import RECORD, SHOWN, left_out_note, long_table, note
 from trainfold.core.page.run_page import RunPage
-from trainfold.core.page.sessions import IN_WORDS, SaveTimes, saves_of, sessions_of, steps_under_way
+from trainfold.core.page.save_times import SaveTimes, saves_of
+from trainfold.core.page.sessions import IN_WORDS, sessions_of, steps_under_way
 from trainfold.core.page.sizes import size_section
 from trainfold.core.printable import bytes_text
 from trainfold.core.state.audit import unsaved_of
@@ -36,7 +37,7 @@ def start_section(page: RunPage) -> str:
             str(number),
             moment_text(each.began_at, with_secs=True),
             number_text(each.first),
-            number_text(each.last),
+            number_text(each.at_end) + (f" (reached {number_text(each.last)})" if each.last != each.at_end else ""),
             f"{IN_WORDS[each.ending]}{f': {each.error}' if each.error else ''}",
             each.recomputed_text,
         )

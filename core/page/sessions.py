@@ -1,4 +1,4 @@
-"""`sessions_of`: the processes that trained a run: where each began, how far it came, how it ended, and what had to be computed again; `saves_of`: when each save was what."""
+"""`sessions_of`: the processes that trained a run: where each began, how far it came, how it ended, and what had to be computed again."""
 
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias, final
@@ -8,6 +8,7 @@ import attrs
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.markup.texts import count_text, number_text
 from trainfold.core.page.run_page import FlightFacts
+from trainfold.core.page.save_times import saves_of
 
 Ending: TypeAlias = Literal["closed", "raised", "killed", "open"]
 _COARSE_SECS: Final = 0.01  # by which the time of a file may be behind the clock; that of an object has whole seconds
@@ -29,12 +30,13 @@ class Session:
         began_at: in seconds since 1970.
         first: the step that it continued from; 0 for a fresh start.
         ended_at: when it closed its manager, or the last sign of it.
-        last: the last step that is known of it.
+        last: the highest step that is known of it.
         ending: how it ended, as far as that is known.
         error: the name of the exception that ended it.
-        recomputed: how many steps of the process before it had to compute again; None if that is not known.
+        recomputed: how many steps had to be computed again, of the process before it and where it went back itself; None if that is not known.
         is_least: whether these may be more: the last steps of a process that was killed were not in the bucket.
         moments: (time, step) that are known of it, in order.
+        at_end: the step that it was at when it ended: a lower one than the highest, if it went back.
     """
 
     began_at: float
@@ -46,57 +48,19 @@ class Session:
     recomputed: int | None = None
     is_least: bool = False
     moments: tuple[tuple[float, int], ...] = ()
+    at_end: int = attrs.field(default=attrs.Factory(lambda self: self.last, takes_self=True), kw_only=True)
 
     @property
     def recomputed_text(self) -> str:
-        """How many steps were computed again, in words; empty if that is not known.
+        """How many steps were computed again, in words; empty if there was nothing before.
 
         Examples:
             >>> Session(0.0, 4, 1.0, 9, "open", recomputed=3, is_least=True).recomputed_text
             'at least 3'
         """
+        if self.is_least and not self.recomputed:
+            return "not known"
         return "" if self.recomputed is None else f"{'at least ' * self.is_least}{number_text(self.recomputed)}"
-
-
-@final
-@attrs.frozen
-class SaveTimes:
-    """The moments of a save, in seconds since 1970.
-
-    Attributes:
-        step: the step that was saved.
-        called: when the loop called.
-        returned: when the call had returned.
-        began: when the writing began; None if that is not known, as of a save that a kill ended.
-        durable: when it was durable.
-        outcome: ``written``, ``staged``, ``skipped``, ``failed``, or ``lost`` if its process ended first.
-        detail: why it failed.
-        stalled: for how long the loop stood still in the call and in later updates; None if that is not known.
-    """
-
-    step: int
-    called: float
-    returned: float
-    began: float | None = None
-    durable: float | None = None
-    outcome: str = "lost"
-    detail: str = ""
-    stalled: float | None = None
-
-    @property
-    def stall_secs(self) -> float:
-        """How long the loop stood still; the call alone, of a save that a kill ended, and in older journals."""
-        return max(0.0, self.returned - self.called, self.stalled or 0.0)
-
-    @property
-    def writing_secs(self) -> float | None:
-        """How long it was written."""
-        return None if self.began is None or self.durable is None else max(0.0, self.durable - self.began)
-
-    @property
-    def durable_secs(self) -> float | None:
-        """From the call until it was durable."""
-        return None if self.durable is None else max(0.0, self.durable - self.called)
 
 
 def sessions_of(journal: Sequence[JournalLine], flight: FlightFacts | None) -> tuple[Session, ...]:
@@ -133,34 +97,43 @@ def again_text(sessions: Sequence[Session]) -> str:
         >>> again_text([Session(0.0, 0, 1.0, 9, "killed"), Session(2.0, 4, 3.0, 9, "open", recomputed=1)])
         '1 step'
     """
-    least = "at least " * any(each.is_least for each in sessions)
-    return f"{least}{count_text(sum(each.recomputed or 0 for each in sessions), 'step')}"
+    again, is_least = sum(each.recomputed or 0 for each in sessions), any(each.is_least for each in sessions)
+    if is_least and not again:
+        return "an unknown number of steps"
+    return f"{'at least ' * is_least}{count_text(again, 'step')}"
 
 
 def _session(
     own: Sequence[JournalLine], after: JournalLine | None, flight: FlightFacts | None, before: Session | None
 ) -> Session:
     start, first = own[0], own[0].step or 0
-    moments = [(start.at, first)]
-    moments += [(line.at, line.step) for line in own[1:] if line.kind in _DATED and line.step is not None]  # fmt: skip
+    moments, again, back = _moments(own)
     pid = start.data.get("pid")  # a process whose directory was replaced may end in the journal of the new run
     ends = [line for line in own if line.kind in ("closed", "reopened") and line.data.get("pid", pid) == pid]
     closed = ends[-1] if ends and ends[-1].kind == "closed" else None
     reached, reached_at = _reached(after, flight, own[-1].at)
+    at_end = max(step for _, step in moments[back:])
     if (
         reached is not None
-        and reached >= first
+        and reached >= moments[back][1]
         and reached_at >= start.at - (1.0 if reached_at.is_integer() else _COARSE_SECS)
     ):  # else the log of a process before
         latest = next(
             (line.at for line in (closed, after) if line is not None), reached_at
         )  # a copy of a log may be younger than its run
-        moments.append((max(min(reached_at, latest), moments[-1][0]), reached))
+        if back and reached > at_end and reached_at < moments[back][0]:
+            moments.insert(back, (reached_at, reached))  # a log is cut by the first step after the loop went back
+        else:
+            moments.append((max(min(reached_at, latest), moments[-1][0]), reached))
+            at_end = max(at_end, reached)
     ending: Ending = "killed" if after is not None else "open"
     if closed is not None:
         ending = "raised" if closed.detail else "closed"
     ends_at = own[-1].at if closed is None else closed.at
-    moments.sort()
+    moments.sort(key=lambda each: each[0])
+    if again and after is not None:  # the next one may go on from a later step than this one had come to again
+        again = max(0, again - max(0, (after.step or 0) - at_end))
+    missed = None if before is None else max(0, before.at_end - first)
     return Session(
         start.at,
         first,
@@ -168,10 +141,28 @@ def _session(
         max(step for _, step in moments),
         ending,
         "" if closed is None else closed.detail,
-        None if before is None else max(0, before.last - first),
+        missed if not again else (missed or 0) + again,
         before is not None and before.ending == "killed" and start.data.get("is_least") is True,
         tuple(moments),
+        at_end=at_end,
     )
+
+
+def _moments(own: Sequence[JournalLine]) -> tuple[list[tuple[float, int]], int, int]:
+    """What the lines of a process say: (time, step); how many steps it went back by, less those that it left out later; and the place of the moment when it last did so."""
+    found, again, back = [(own[0].at, own[0].step or 0)], 0, 0
+    for line in own[1:]:
+        if line.kind not in _DATED or line.step is None:
+            continue
+        if line.kind == "restored":
+            told = line.moment("reached")
+            is_told = told is not None and 0 <= told < 2**53
+            reached = int(told) if told is not None and is_told else max(step for _, step in found[back:])
+            found += [(line.at, reached)] if is_told else []
+            again = max(0, again + reached - line.step)
+            back = len(found) if reached > line.step else back
+        found.append((line.at, line.step))
+    return found, again, back
 
 
 def _reached(after: JournalLine | None, flight: FlightFacts | None, last_at: float) -> tuple[int | None, float]:
@@ -182,46 +173,6 @@ def _reached(after: JournalLine | None, flight: FlightFacts | None, last_at: flo
     if flight is None or flight.last is None:
         return None, 0.0
     return flight.last, last_at if flight.written_at is None else flight.written_at
-
-
-def saves_of(journal: Sequence[JournalLine]) -> tuple[SaveTimes, ...]:
-    """The saves of a run, in the order of their calls.
-
-    Examples:
-        >>> lines = [JournalLine(1.0, "called", 4, data={"returned": 1.25, "outcome": "staged"}),
-        ...          JournalLine(3.0, "written", 4, data={"began": 1.5, "stalled": 0.75})]
-        >>> [(save.stall_secs, save.writing_secs, save.durable_secs) for save in saves_of(lines)]
-        [(0.75, 1.5, 2.0)]
-    """
-    found: list[SaveTimes] = []
-    under_way: dict[int, int] = {}  # step -> place in `found`
-    for line in journal:
-        if line.kind == "started":
-            under_way.clear()
-        elif line.step is None:
-            continue
-        elif line.kind == "called":
-            outcome = line.data.get("outcome")
-            is_over = outcome == "skipped"
-            returned = line.moment("returned")
-            if not is_over:
-                under_way[line.step] = len(found)
-            found.append(
-                SaveTimes(
-                    line.step,
-                    line.at,
-                    line.at if returned is None else returned,
-                    outcome="skipped" if is_over else "lost",
-                )
-            )
-        elif line.kind in ("written", "failed") and line.step in under_way:
-            at = under_way.pop(line.step)
-            save = attrs.evolve(found[at], stalled=line.moment("stalled"))
-            if line.kind == "failed":
-                found[at] = attrs.evolve(save, outcome="failed", detail=line.detail)
-            else:
-                found[at] = attrs.evolve(save, began=line.moment("began"), durable=line.at, outcome="written")
-    return tuple(found)
 
 
 def steps_under_way(journal: Sequence[JournalLine], flight: FlightFacts | None) -> frozenset[int]:
@@ -239,4 +190,4 @@ def steps_under_way(journal: Sequence[JournalLine], flight: FlightFacts | None) 
         return frozenset()
     begin = max(at for at, line in enumerate(journal) if line.kind == "started" and line.step is not None)
     newest = {save.step: save.outcome for save in saves_of(journal[begin:]) if save.outcome != "skipped"}
-    return frozenset({step for step, outcome in newest.items() if outcome == "lost"} | {sessions[-1].last} - newest.keys())  # fmt: skip
+    return frozenset({step for step, outcome in newest.items() if outcome == "lost"} | {sessions[-1].at_end} - newest.keys())  # fmt: skip

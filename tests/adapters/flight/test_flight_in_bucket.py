@@ -23,7 +23,8 @@ from trainfold.backends.flight.replay_place import location_of
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.stores.object_store import open_url
 from trainfold.backends.stores.object_store.object_store import ObjectStore
-from trainfold.core.page.sessions import saves_of, sessions_of
+from trainfold.core.page.save_times import saves_of
+from trainfold.core.page.sessions import sessions_of
 from trainfold.core.state.state import Progress, TrainState
 
 NAME = flight_name(0)

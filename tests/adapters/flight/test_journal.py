@@ -18,7 +18,8 @@ from trainfold.backends.user_warning import WARNED, warn_user
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.flight.journal_line import drifts_of
 from trainfold.core.page.run_page import FlightFacts
-from trainfold.core.page.sessions import saves_of, sessions_of
+from trainfold.core.page.save_times import saves_of
+from trainfold.core.page.sessions import sessions_of
 from trainfold.core.save.retention import keep_every
 from trainfold.core.state.state import Progress, TrainState
 
@@ -66,6 +67,24 @@ def test_a_killed_and_resumed_run_shows_what_was_done_again_and_when_each_save_w
     started = [line for line in journal if line.kind == "started"]
     assert [line.data["keep"] for line in started] == [[["every", 4], ["last", 2]]] * 2
     assert [(line.data.get("reached"), "reached_at" in line.data) for line in started] == [(None, False), (5, True)]
+
+
+def test_a_loop_that_goes_back_leaves_how_far_it_had_come(tmp_path):
+    """W22: a restore of an older step in the same process; the lines before it may be those of saves alone."""
+    run = LocalStore(tmp_path / "run")
+    with CheckpointManager(run, every=4, record=0) as manager:
+        job = Job(0)
+        manager.restore(job.live)
+        job.run(manager, 7)
+        manager.restore(job.live, step=4)
+        manager.restore(job.live, step=4)
+        job.run(manager, 9)
+    lines = read_journal(run).lines
+    assert [(line.step, line.data.get("reached")) for line in lines if line.kind == "restored"] == [(4, 7), (4, 4)]
+    (session,) = sessions_of(lines, None)
+    assert (session.first, session.at_end, session.recomputed, session.ending) == (0, 8, 3, "closed")
+    (again,) = sessions_of(lines, FlightFacts(last=9, written_at=lines[-1].at))
+    assert (again.last, again.at_end) == (9, 9)
 
 
 def test_warnings_events_a_best_and_an_exception_are_in_the_journal(tmp_path):

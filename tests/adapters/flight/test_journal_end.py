@@ -12,7 +12,8 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight.journals import JOURNAL, read_journal
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.flight.journal_line import JournalLine
-from trainfold.core.page.sessions import saves_of, sessions_of
+from trainfold.core.page.save_times import saves_of
+from trainfold.core.page.sessions import sessions_of
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 ENDS = {  # how a program ends after three steps -> its exit code, and the end that the page shows

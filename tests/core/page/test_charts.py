@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from trainfold.core.markup.curve import curve_of
 from trainfold.core.markup.timelines import lineage_chart
 from trainfold.core.page.charts import curve_chart, time_line
-from trainfold.core.page.sessions import SaveTimes, Session
+from trainfold.core.page.save_times import SaveTimes
+from trainfold.core.page.sessions import Session
 
 VALUES = st.lists(st.floats(), min_size=1, max_size=8)
 

@@ -151,6 +151,16 @@ def test_a_page_of_a_thousand_checkpoints_and_many_losses_stays_small():
     assert "970 more rows" in text
 
 
+def test_the_median_of_an_even_number_of_stalls_is_between_the_two_in_the_middle():
+    """R05, W22: it was the larger one."""
+    lines = [JournalLine(0.0, "started", 0)]
+    for step, secs in enumerate((1.0, 2.0, 4.0, 9.0), 1):
+        at = 100.0 * step
+        lines += [JournalLine(at, "called", step, data={"returned": at + secs}), JournalLine(at + secs, "written", step, data={"began": at})]  # fmt: skip
+    shown = sections_html(RunPage(Inventory("runs/a", "r", ()), 1e3, journal=tuple(lines)))["overview"]
+    assert "<dd>3 s<small>median of 4</small>" in shown
+
+
 def test_a_save_under_way_is_not_called_torn():
     """W22: a page that followed a healthy run called each save torn while it was written, with the advice to use an older checkpoint."""
     begun = Entry("step-00000040", None, None, problem_of(no_manifest("step-00000040")))

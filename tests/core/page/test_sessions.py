@@ -1,11 +1,18 @@
 """Processes and saves of a run, from its journal: against a plain model of a run that is killed, and for journals of any lines."""
 
+import re
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.flight.journal_line import JournalLine
-from trainfold.core.page.run_page import FlightFacts
-from trainfold.core.page.sessions import saves_of, sessions_of
+from trainfold.core.history.inventory import Inventory
+from trainfold.core.page.charts import time_line
+from trainfold.core.page.run_page import FlightFacts, RunPage
+from trainfold.core.page.save_times import saves_of
+from trainfold.core.page.sections import SECTIONS
+from trainfold.core.page.sessions import Session, again_text, sessions_of, steps_under_way
 
 STEP_SECS, EVERY, PAUSE_SECS = 2.0, 3, 100.0
 
@@ -44,6 +51,82 @@ def test_each_process_is_known_with_what_it_computed_again(lengths, ends_well):
     saves = saves_of(lines)
     assert [save.step for save in saves] == [line.step for line in lines if line.kind == "called"]
     assert all((save.stall_secs, save.writing_secs, save.durable_secs) == (0.5, 1.0, 1.5) for save in saves)
+
+
+def rolled_back(journeys, *, tells=True):
+    """The journal and the flight of a run that a kill ends after each journey but the last: a process goes to a step, back to an earlier one, on, and so on.
+
+    A journey is a list of (step that it goes to, step that a restore takes it back to, or None). Returns, too, how many steps were computed, and the step at each end.
+    """
+    lines, now, computed, reached, at_ends, first = [], 1000.0, 0, None, [], 0
+    for journey in journeys:
+        data = {} if reached is None else {"reached": reached[0], "reached_at": reached[1]}
+        lines.append(JournalLine(now, "started", first, data=data))
+        step = first
+        for to, goes_back in journey:
+            computed += max(0, to - step)
+            step = max(step, to)
+            reached = (step, now := now + 10.0)
+            if not tells:
+                lines.append(JournalLine(now, "called", step, data={"returned": now}))
+            if goes_back is not None:
+                back = min(goes_back, step)
+                now += 1.0
+                lines.append(JournalLine(now, "restored", back, data={"reached": step} if tells else {}))
+                step = back
+        at_ends.append(step)
+        first, now = step - step % 5, now + PAUSE_SECS
+    return lines, FlightFacts(first=1, last=reached[0], written_at=reached[1]), computed, at_ends
+
+
+JOURNEY = st.lists(st.tuples(st.integers(1, 60), st.none() | st.integers(0, 50)), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@given(journeys=st.lists(JOURNEY, min_size=1, max_size=4))
+def test_steps_that_a_process_goes_back_by_are_computed_again(journeys, tells):
+    """W22: a restore of an older step in the middle of a process was shown as no step computed again, with the kill at the highest step."""
+    lines, flight, computed, at_ends = rolled_back(journeys, tells=tells)
+    found = sessions_of(lines, flight)
+    assert [each.at_end for each in found] == at_ends
+    assert sum(each.recomputed or 0 for each in found) + found[-1].at_end == computed
+    assert all(each.last == max(step for _, step in each.moments) >= each.at_end for each in found)
+    times = [at for each in found for at, _ in each.moments]
+    assert times == sorted(times)
+
+
+def test_a_process_that_went_back_is_drawn_and_listed_where_it_ended():
+    lines, flight, _, _ = rolled_back([[(35, 20), (25, None)], [(60, None)]])
+    sessions = sessions_of(lines, flight)
+    marks = {series.name: series.parts for series in time_line(sessions, ()).marks}
+    assert marks["killed, or ended by an exception"] == (((sessions[0].ended_at, 25.0),),)
+    assert marks["back to a checkpoint"][0][0] == (sessions[0].ended_at, 25.0)
+    assert marks["training"][0] == ((1000.0, 0.0), (1011.0, 35.0), (1011.0, 20.0), (1021.0, 25.0))
+    page = RunPage(Inventory("runs/a", "r", ()), 2000.0, journal=tuple(lines), flight=flight)
+    shown = re.sub("<[^>]*>", "\n", SECTIONS["starts"][2](page))
+    assert "25 (reached 35)" in shown
+    assert again_text(sessions) == "15 steps"
+    before = [lines[0], JournalLine(1009.0, "evaluated", 33), lines[1]]
+    assert steps_under_way(before, FlightFacts(last=25, written_at=1021.0)) == {25}, "where the loop stands"
+
+
+def test_a_restore_of_a_later_step_takes_back_what_is_not_computed_again():
+    """W22: after a restore of an older step and a kill, the newest checkpoint may be one from before the restore."""
+    for jump in ([JournalLine(30.0, "started", 30, data={"reached": 25, "reached_at": 29.0})], [JournalLine(30.0, "restored", 30, data={"reached": 25})]):  # fmt: skip
+        lines = [JournalLine(0.0, "started", 0), *(JournalLine(at, "restored", 20, data={"reached": 35}) for at in (10.0, 20.0)), *jump,
+                 JournalLine(60.0, "called", 60)]  # fmt: skip
+        assert again_text(sessions_of(lines, None)) == "25 steps", (
+            "of the 85 that were computed: 35, 15, 5 and 30, where the second 15 are 5"
+        )
+
+
+def test_no_number_is_shown_where_nothing_is_known_of_what_was_computed_again():
+    """W22: of a run in a bucket whose process was killed before its log was put: it was "at least 0"."""
+    killed = Session(0.0, 0, 1.0, 4, "killed")
+    unknown = Session(2.0, 4, 3.0, 9, "open", recomputed=0, is_least=True)
+    assert unknown.recomputed_text == "not known"
+    assert again_text([killed, unknown]) == "an unknown number of steps"
+    assert again_text([killed, unknown, Session(4.0, 6, 5.0, 9, "open", recomputed=3)]) == "at least 3 steps"
 
 
 def test_the_end_of_another_process_is_not_that_of_this_one():

@@ -16,7 +16,7 @@ from trainfold.backends.hold import hold as hold_module
 from trainfold.backends.hold.held_leaf import HeldLeaf
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.errors import SaveFailed
-from trainfold.core.page.sessions import saves_of
+from trainfold.core.page.save_times import saves_of
 from trainfold.core.step.loss import Loss
 
 TICK = 2.0**-10  # seconds that each reading of the clock takes
