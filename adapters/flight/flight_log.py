@@ -9,6 +9,7 @@ from typing import Final, final
 
 import attrs
 
+from trainfold.adapters.flight.nonfinite_end import nonfinite_end
 from trainfold.adapters.flight.pure_steps import (
     B,
     PureStep,
@@ -19,7 +20,7 @@ from trainfold.adapters.flight.pure_steps import (
     record_of_step,
     recorded_step,
 )
-from trainfold.adapters.flight.replay_orders import end_after_last, end_at_bad_record, end_at_nonfinite
+from trainfold.adapters.flight.replay_orders import end_after_last
 from trainfold.backends.flight.flights import FlightWriter, flight_name, flight_writer, read_flights
 from trainfold.backends.job import Job
 from trainfold.backends.stores.local import Run, open_store
@@ -68,9 +69,9 @@ class FlightLog:
 
     def __init__(self, run: Run, *, states_every: int = 0, rank: int = 0) -> None:
         self._states_every = count("FlightLog.states_every", states_every, least=0, fix="0 digests no state")
-        self._orders, self._rank = orders_of(os.environ), rank
+        self._orders = orders_of(os.environ)
         self._under_way: int | None = None
-        self._ends = end_at_nonfinite(self._orders, rank, lambda: self._under_way)
+        self._nonfinite = nonfinite_end(self._orders, rank, lambda: self._under_way)
         store = open_store(run)
         self._file = flight_writer(store, rank)
         self._where = f"{store.url}/{flight_name(rank)}"
@@ -95,8 +96,8 @@ class FlightLog:
         """A method of this object, so that the log is not closed while a step writes it. A replay ends here, as no manager ends it."""
         end_after_last(self._orders, lines[0].step)
         self._file.append(lines)
-        if self._ends and self._orders is not None:
-            end_at_bad_record(self._orders, self._rank, lines)
+        if self._nonfinite is not None:
+            self._nonfinite.recorded(lines)
 
     def close(self) -> None:
         """Write the rest, as into a bucket, where lines are put each minute; a later step opens the log again.

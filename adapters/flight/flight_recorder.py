@@ -1,6 +1,5 @@
 """`FlightRecorder`: writes the flight log of a live run for its manager."""
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
@@ -8,8 +7,8 @@ from typing import Any, Final, final
 import xxhash
 
 from trainfold.adapters.flight.journal import Journal
+from trainfold.adapters.flight.nonfinite_end import nonfinite_end
 from trainfold.adapters.flight.pure_steps import B, PureStep, S, recorded_step
-from trainfold.adapters.flight.replay_orders import end_at_bad_record, end_at_nonfinite, end_with
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.watch.recorder import plain_number, with_recorder
@@ -19,7 +18,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.flight import state_digests
-from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of, float_of_bits
+from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.rehearsal.orders import Orders
 from trainfold.core.state.state import Progress, TrainState
@@ -67,8 +66,8 @@ class FlightRecorder:
         journal: Journal | None = None,
     ) -> None:
         self.journal = journal
-        self._orders, self._rank = orders, rank
-        self._ends = end_at_nonfinite(orders, rank, lambda: self._under_way)
+        self._orders = orders
+        self._nonfinite = nonfinite_end(orders, rank, lambda: self._under_way)
         self._under_way: int | None = None
         self._file = file
         self._states_every = states_every
@@ -117,8 +116,8 @@ class FlightRecorder:
         if self.journal is not None and lines:
             self.journal.did(lines[0].step)
         self._file.append(lines)
-        if self._ends and self._orders is not None:
-            end_at_bad_record(self._orders, self._rank, lines)
+        if self._nonfinite is not None:
+            self._nonfinite.recorded(lines)
 
     def boundary(self, run: Live) -> None:
         """Digest the state, if that is due after this step."""
@@ -135,6 +134,8 @@ class FlightRecorder:
 
     def finished(self) -> None:
         """Note that the loop is over."""
+        if self._nonfinite is not None:
+            self._nonfinite.over()
         self._file.put()
         if self.journal is not None:
             self.journal.finished()
@@ -167,10 +168,8 @@ class FlightRecorder:
         batches = xxhash.xxh3_64_digest(" ".join(self._batches).encode()) if self._batches else None
         self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
                                       self._values.get(_NORM), batches, *self._streams())])  # fmt: skip
-        bad = [name for name, bits in self._values.items() if not math.isfinite(float_of_bits(bits))]
-        if bad and self._ends and self._orders is not None:
-            words = f"the recorded {bad[0]} is not finite, and the output of every module is"
-            end_with(self._orders, self._rank, progress.step, words)
+        if self._nonfinite is not None:
+            self._nonfinite.stepped(progress.step, *map(self._values.get, (_LOSS, _NORM)))
         self._values, self._batches, self._step, self._under_way = {}, [], progress.step, progress.step + 1
 
     def is_over(self, step: int) -> bool:

@@ -1,8 +1,9 @@
 """`NonFiniteWatch`: finds the first module whose output has a NaN or an infinity, and what its inputs and parameters were."""
 
 import contextlib
+import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
 
 import attrs
@@ -10,38 +11,18 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
-from trainfold.core import tree
+from trainfold.adapters.flight.leaf_text import LeafText, leaf_texts
 from trainfold.core.state.names.wrapper_names import path_in
 
+_LOG: Final = logging.getLogger("trainfold")
 _MOST: Final = 12
-
-
-@final
-@attrs.frozen
-class LeafText:
-    """One tensor of what a module got or gave.
-
-    Attributes:
-        path: which one, such as ``inputs[0]`` or ``weight``.
-        kind: its dtype and shape.
-        bad: how many of its elements are a NaN or an infinity.
-        largest: the largest absolute value of the others; None if there are none.
-    """
-
-    path: str
-    kind: str
-    bad: int
-    largest: float | None
-
-    def __str__(self) -> str:
-        largest = "" if self.largest is None else f", {'the others ' if self.bad else ''}up to {self.largest:.4g}"
-        return f"{self.path}: {self.kind}, {f'{self.bad} not finite' if self.bad else 'finite'}{largest}"
+_MOST_OUTPUTS: Final = 1000
 
 
 @final
 @attrs.frozen
 class NonFiniteOutput:
-    """A module whose output has a NaN or an infinity, and whose submodules' outputs have none.
+    """A module whose output has a NaN or an infinity.
 
     Attributes:
         module: its name below the outermost module that was called, without wrappers; empty for that one.
@@ -55,7 +36,7 @@ class NonFiniteOutput:
         >>> with watch_nonfinite() as watch:
         ...     _ = torch.nn.Sequential(layer, torch.nn.ReLU())(torch.tensor([[1.0], [float("inf")]]))
         >>> print(watch.found.module, "|", watch.found.inputs[0])
-        0 | inputs[0]: float32[2, 1], 1 not finite, the others up to 1
+        0 | inputs[0]: float32[2, 1], 1 not finite (inf), the others up to 1
     """
 
     module: str
@@ -71,22 +52,72 @@ class NonFiniteOutput:
 
 
 @final
+@attrs.frozen
+class _Seen:
+    """An output that is not finite, the module that gave it, and whether all that this module got was finite."""
+
+    output: NonFiniteOutput
+    module: torch.nn.Module
+    of_finite: bool
+    with_grad: bool
+
+    @property
+    def what(self) -> frozenset[str]:
+        return frozenset(each for leaf in self.output.outputs for each in leaf.what)
+
+
+@final
 class NonFiniteWatch:
-    """Looks at each output of each module; the model is not changed. It waits for a GPU at each module, so it is for a replay.
+    """Looks at each output of each module, and changes and ends nothing. It waits for a GPU at each module, so it is for a replay.
+
+    An infinity may be by design, as in a mask or in the scores of a router. So what is not finite is kept, in order, until its step has ended: then either it is `found`, or it
+    was `harmless`, and the same of the same module is no longer kept.
 
     It sees no module inside of what `torch.compile` has compiled; `uncompiled` lets all of them run as they are written.
 
-    Args:
-        seen: called with it when it is found.
-
     Attributes:
-        found: the first such output; None until then.
+        missed: what could not be looked at, in words.
     """
 
-    def __init__(self, seen: Callable[[NonFiniteOutput], object] | None = None) -> None:
-        self.found: NonFiniteOutput | None = None
-        self._seen = seen
+    def __init__(self) -> None:
+        self.missed: list[str] = []
+        self._kept: list[_Seen] = []
+        self._harmless: weakref.WeakKeyDictionary[torch.nn.Module, set[frozenset[str]]] = weakref.WeakKeyDictionary()
         self._called: dict[int, weakref.ref[torch.nn.Module]] = {}
+
+    @property
+    def found(self) -> NonFiniteOutput | None:
+        """The first output that is not finite; None if all were.
+
+        The first one may have infinities by design. So if it has no NaN, and a later module made one of finite inputs and parameters, it is the first one in that.
+        """
+        if self._kept and "nan" not in self._kept[0].what:
+            for each in self._kept:
+                if each.of_finite and not each.output.tensors and "nan" in each.what:
+                    inside = set(each.module.modules())
+                    return next(one.output for one in self._kept if one.module in inside)
+        return self._kept[0].output if self._kept else None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether one of what is kept was seen where gradients are."""
+        return any(each.with_grad for each in self._kept)
+
+    @property
+    def has_harmless(self) -> bool:
+        """Whether any output was not finite in a step that went well."""
+        return bool(self._harmless)
+
+    def harmless(self) -> None:
+        """Take what is kept as by design, since the step went well."""
+        for each in self._kept:
+            self._harmless.setdefault(each.module, set()).add(each.what)
+        self._kept.clear()
+
+    def broken(self) -> list[LeafText]:
+        """The trainable parameters that are not finite, of modules that were called."""
+        own = [(name, each) for module in self._modules() for name, each in module.named_parameters(recurse=False) if each.requires_grad]  # fmt: skip
+        return [leaf for name, each in own for leaf in leaf_texts(name, each, lambda _: None) if leaf.bad]
 
     def begin(self, module: torch.nn.Module, inputs: Any) -> None:
         """A forward hook: note that a module was called. A part of it may be called again alone, as a checkpoint of activations does."""
@@ -96,20 +127,42 @@ class NonFiniteWatch:
 
     def look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         """A forward hook: look at an output."""
-        if torch.compiler.is_compiling() or self.found is not None:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # noqa: SLF001
             return
-        outputs = [leaf for leaf in _leaves("output", output) if leaf.bad]
-        if outputs:
-            given = [*_leaves("inputs", tuple(inputs)), *(leaf for name, each in named.items() for leaf in _leaves(name, each))]  # fmt: skip
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            broken = [leaf for name, each in own for leaf in _leaves(name, each) if leaf.bad]
-            called = (each for ref in self._called.values() if (each := ref()) is not None)
-            around = [each for each in called if any(inner is module for inner in each.modules())]
-            outermost = max(around, key=lambda each: sum(1 for _ in each.modules()), default=module)
-            name = next((name for name, each in outermost.named_modules() if each is module), "")
-            self.found = NonFiniteOutput(path_in(outermost, name), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
-            if self._seen is not None:
-                self._seen(self.found)
+        try:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                self._miss(module, "output: it goes into a CUDA graph")  # to wait for it would end the capture
+            else:
+                self._look(module, inputs, named, output)
+        except Exception as error:  # noqa: BLE001 - whatever a class of the program raises: a watch ends no program
+            self._miss(module, f"output: {type(error).__name__}: {error}")
+
+    def _look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
+        outputs = [leaf for leaf in leaf_texts("output", output, lambda text: self._miss(module, text)) if leaf.bad]
+        what = frozenset(each for leaf in outputs for each in leaf.what)
+        is_known = what in self._harmless.get(module, ()) or any(each.module is module and each.what == what for each in self._kept)  # fmt: skip
+        if not outputs or is_known or len(self._kept) >= _MOST_OUTPUTS:
+            return
+        values = [("inputs", tuple(inputs)), *named.items()]
+        given = [leaf for name, each in values for leaf in leaf_texts(name, each, lambda _: None)]
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        broken = [leaf for name, each in own for leaf in leaf_texts(name, each, lambda _: None) if leaf.bad]
+        seen = NonFiniteOutput(self._name(module), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
+        self._kept.append(_Seen(seen, module, not any(leaf.bad for leaf in given), torch.is_grad_enabled()))
+
+    def _name(self, module: torch.nn.Module) -> str:
+        around = [each for each in self._modules() if any(inner is module for inner in each.modules())]
+        outermost = max(around, key=lambda each: sum(1 for _ in each.modules()), default=module)
+        return path_in(outermost, next((name for name, each in outermost.named_modules() if each is module), ""))
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [each for ref in [*self._called.values()] if (each := ref()) is not None]
+
+    def _miss(self, module: torch.nn.Module, text: str) -> None:
+        said = f"not looked at: of {type(module).__qualname__}, {' '.join(text.split())}"
+        if said not in self.missed and len(self.missed) < _MOST:
+            self.missed.append(said)
+            _LOG.warning("%s", said)
 
     def install(self) -> list[RemovableHandle]:
         """Look at every module from here on, until the handles are removed."""
@@ -138,20 +191,3 @@ def watch_nonfinite() -> Iterator[NonFiniteWatch]:
             handle.remove()
             # torch 2.13 forgets to, and warns of hooks at each compilation from then on
             hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # noqa: SLF001
-
-
-def _leaves(name: str, value: Any) -> list[LeafText]:
-    return [_text(path, leaf) for path, leaf in tree.named_leaves(value, name) if _is_floating(leaf)]
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _text(path: str, leaf: torch.Tensor) -> LeafText:
-    leaf = leaf.detach()
-    finite = torch.isfinite(leaf)
-    bad = leaf.numel() - int(finite.sum())
-    others = leaf[finite].abs()
-    largest = float(others.max()) if others.numel() else None
-    return LeafText(path, f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}", bad, largest)

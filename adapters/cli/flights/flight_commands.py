@@ -32,7 +32,8 @@ def replay(  # noqa: PLR0913 - one for each option
     until_nonfinite: Annotated[
         bool,
         Parameter(
-            negative=(), help="Stop at the first module whose output has a NaN or an infinity, and show what it got."
+            negative=(),
+            help="Stop in the first step that a NaN or an infinity reaches, and show the first module whose output had it, and what it got.",
         ),
     ] = False,
     directory: Annotated[Path, Parameter(name="--dir", help="Directory for everything that the replay writes.")] = Path(

@@ -36,14 +36,14 @@ def ran(warm_python, tmp_path, monkeypatch):
     """Runs the program into a run, and returns the command that did."""
     monkeypatch.chdir(tmp_path)
 
-    def run(name, *changes):
+    def run(name, *changes, is_tidy=False):
         text = PROGRAM
         for old, new in changes:
             assert old in text
             text = text.replace(old, new)
         script = tmp_path / f"{name}.py"
         script.write_text(text)
-        command = warm_python.command(script, f"runs/{name}")
+        command = warm_python.command(script, f"runs/{name}", is_tidy=is_tidy)
         subprocess.run(command, check=True)
         return command
 
@@ -104,7 +104,7 @@ def test_a_program_that_does_not_go_on_from_the_checkpoint_is_named(ran, replaye
 
 def test_a_replay_ends_at_the_first_module_that_is_not_finite(ran, replayed):
     """Without a manager, which watches the modules of other loops. A step refuses such a loss, so here it comes in the replay alone."""
-    command = ran("a", ("    state, _ =", "    if 'TRAINFOLD_REHEARSAL' in os.environ and state.trainer.step == 7: x = x / 0.0\n    state, _ ="))  # fmt: skip
+    command = ran("a", ("    state, _ =", "    if 'TRAINFOLD_REHEARSAL' in os.environ and state.trainer.step == 7: x = x / 0.0\n    state, _ ="), is_tidy=True)  # fmt: skip
     code, found = replayed("replay", "runs/a", "--from", 6, "--until-nonfinite", command=command)
     assert (code, found["nonfinite"]["step"], found["reached"]) == (0, 8, None), found
     assert found["nonfinite"]["output"]["kind"] == "Linear"

@@ -159,7 +159,7 @@ def test_a_run_on_another_disk_is_copied(ran, replayed, monkeypatch):
 
 def test_processes_that_wait_for_the_one_with_the_nan_are_ended(ran, replayed):
     """As the other ranks do, in a collective that never ends: the replay is over as soon as the module is found."""
-    waits = ("    loss.backward()", "    if live.progress.step == 6 and os.environ.get('TRAINFOLD_REHEARSAL'):\n        import time\n        model(x / 0.0) if os.fork() == 0 else time.sleep(600)\n    loss.backward()")  # fmt: skip
+    waits = ("    loss.backward()", "    if live.progress.step == 6 and os.environ.get('TRAINFOLD_REHEARSAL'):\n        import time\n        if os.fork(): time.sleep(600)\n        loss = model(x / 0.0).mean()\n    loss.backward()")  # fmt: skip
     command = ran("a", waits)
     began = time.monotonic()
     code, found = replayed("replay", "runs/a", "--from", 4, "--until-nonfinite", command=command)

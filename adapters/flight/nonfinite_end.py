@@ -1,0 +1,116 @@
+"""`NonFiniteEnd`: ends a program in a replay at the first step that a NaN or an infinity has reached, and writes down which module made it."""
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Final, final
+
+import attrs
+import torch
+
+from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch, uncompiled
+from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, end_replay
+from trainfold.core.flight.step_record import LogLine, StepRecord, float_of_bits
+from trainfold.core.rehearsal.orders import Orders
+
+_WAITED_SECS: Final = 1.0  # for a rank that has the module, where this one has a mean over the ranks alone
+
+
+def nonfinite_end(orders: Orders | None, rank: int, step: Callable[[], int | None]) -> "NonFiniteEnd | None":
+    """Watch every module from here on, if the replay asks for that; None without.
+
+    Args:
+        orders: of the replay; None without one.
+        rank: of this process.
+        step: returns the step under way; None if it is not known.
+    """
+    if orders is None or orders.replay is None or not orders.replay.until_nonfinite:
+        return None
+    uncompiled()
+    warnings.filterwarnings(
+        "ignore", "Using `torch.compile", UserWarning
+    )  # that hooks see the wrapper of a compiled module too: they may
+    return NonFiniteEnd(orders, rank, step)
+
+
+@final
+class NonFiniteEnd:
+    """Judges each step. What is not finite counts if it reached the recorded loss or a trainable parameter, or if the program ended in that step.
+
+    So a mask of infinities, or the scores of a router, are no fault, and neither is a step whose gradients are not finite and which a scaler of gradients leaves out.
+
+    Args:
+        orders: of the replay.
+        rank: of this process.
+        step: returns the step under way; None if it is not known.
+    """
+
+    def __init__(self, orders: Orders, rank: int, step: Callable[[], int | None]) -> None:
+        self._orders, self._rank, self._step = orders, rank, step
+        self._watch = NonFiniteWatch()
+        self._watch.install()
+        Finalize(None, self._at_exit, exitpriority=0)  # also in a process of multiprocessing, where atexit is not asked
+
+    def stepped(self, step: int, loss: bytes | None = None, norm: bytes | None = None) -> None:
+        """Judge a step of a live run.
+
+        Args:
+            step: that was done.
+            loss: bits of what was recorded; None for nothing.
+            norm: of the gradients; one that is not finite counts only if the optimizer took the step.
+        """
+        bad = [name for name, bits in (("loss", loss), ("grad_norm", norm)) if not _is_finite(bits)]
+        has_reason = bool(bad) or self._watch.found is not None
+        if "loss" in bad or (has_reason and self._watch.broken()):
+            self._end(step, f"the recorded {bad[0]}" if bad else "a parameter")
+        self._watch.harmless()
+
+    def recorded(self, lines: Sequence[LogLine]) -> None:
+        """Judge a pure step, which takes no step that it leaves out, by its records."""
+        for line in lines:
+            if isinstance(line, StepRecord):
+                bad = [name for name, bits in (("loss", line.loss), ("norm", line.norm)) if not _is_finite(bits)]
+                if bad:
+                    self._end(line.step, f"the recorded {bad[0]}")
+                self._watch.harmless()
+
+    def over(self) -> None:
+        """Note that the loop is over: what comes is not of its steps."""
+        self._watch.harmless()
+
+    def _at_exit(self) -> None:
+        """Judge the step that the program did not end, as one that raises if its loss is not finite. It may also end so in the middle of an evaluation."""
+        error, step = sys.exc_info()[1] or getattr(sys, "last_value", None), self._step()
+        is_after = step is not None and step > self._orders.steps
+        if self._watch.found is not None and not is_after and (error is not None or self._watch.is_trained):
+            why = (
+                ""
+                if not isinstance(error, Exception)
+                else f"\nthe program ended in this step with {type(error).__name__}: {error}"
+            )
+            self._end(step, "", why)
+
+    def _end(self, step: int | None, what: str, why: str = "") -> None:
+        """Write down what was found, and end this process at once: what it would train from here on is worthless."""
+        found, notes = self._watch.found, Path(self._orders.notes)
+        but = ", but for those that were not in steps that went well" if self._watch.has_harmless else ""
+        text = f"{what} is not finite, and the output of every module is{but}" if found is None else str(found)
+        if found is None and torch.distributed.is_initialized():
+            time.sleep(_WAITED_SECS)
+        if found is not None or not (notes / NONFINITE_NAME).exists():
+            seen = attrs.asdict(found) if isinstance(found, NonFiniteOutput) else None
+            about = {"step": step, "rank": self._rank, "text": "\n".join([text + why, *self._watch.missed]), "output": seen}  # fmt: skip
+            being_written = notes / f".{NONFINITE_NAME}.{os.getpid()}"
+            being_written.write_text(json.dumps(about), encoding="utf-8")
+            being_written.replace(notes / NONFINITE_NAME)
+        end_replay(self._orders, step or 0, "not finite")
+
+
+def _is_finite(bits: bytes | None) -> bool:
+    return bits is None or math.isfinite(float_of_bits(bits))

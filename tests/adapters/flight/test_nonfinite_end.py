@@ -1,0 +1,231 @@
+"""Which steps end a replay until the first NaN: what is not finite by design ends none, and does not hide the module that is at fault."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+
+from trainfold.adapters.flight import nonfinite_end as room
+from trainfold.adapters.flight.nonfinite import NonFiniteWatch
+from trainfold.core.flight.step_record import float_bits_of
+from trainfold.core.rehearsal.orders import Orders, ReplayOrders
+
+
+class Ended(Exception):
+    """The program would have ended here."""
+
+
+@pytest.fixture
+def begun(monkeypatch, tmp_path):
+    """Begins a watch, and returns it with a function that reads what it has found."""
+    handles, install = [], NonFiniteWatch.install
+    monkeypatch.setattr(NonFiniteWatch, "install", lambda self: handles.extend(install(self)))
+    monkeypatch.setattr(room, "Finalize", lambda *_, **__: None)
+
+    def ended(*_):
+        raise Ended
+
+    monkeypatch.setattr(room, "end_replay", ended)
+    orders = Orders(str(tmp_path), str(tmp_path), 1, 100, 0, ReplayOrders("runs/a", until_nonfinite=True))
+    with torch.compiler.set_stance("default"):
+        yield (
+            room.nonfinite_end(orders, 0, lambda: 7),
+            lambda: json.loads((tmp_path / room.NONFINITE_NAME).read_text()),
+        )
+    for handle in handles:
+        handle.remove()
+        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+
+
+class Odd(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError("planted")
+
+
+class Gives(torch.nn.Module):
+    def forward(self, x):
+        return torch.Tensor._make_subclass(Odd, x)
+
+
+class Scale(torch.nn.Module):
+    """Where the fault is planted: a module in the middle."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Router(torch.nn.Module):
+    """Scores that are minus infinity but for the best two, by design."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts, self.scale = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), Scale()
+        self.top = Top()
+
+    def forward(self, x):
+        return (self.top(self.gate(x)).softmax(-1) * self.scale(self.experts(x))).sum(-1)
+
+
+class Top(torch.nn.Module):
+    def forward(self, scores):
+        best = scores.topk(2, -1).indices
+        return torch.full_like(scores, -torch.inf).scatter(-1, best, scores.gather(-1, best))
+
+
+class Masked(torch.nn.Module):
+    """Logits that are minus infinity where an action is not allowed: those of the whole model."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = torch.nn.Linear(4, 4), Scale()
+
+    def forward(self, x):
+        return self.scale(self.first(x)).masked_fill(torch.tensor([False, True, False, False]), -torch.inf)
+
+
+class Padded(torch.nn.Module):
+    """A causal mask of infinities, which each layer gets as an input, and padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+        self.scale, self.head = Scale(), torch.nn.Linear(4, 1)
+        self.register_buffer("mask", torch.nn.Transformer.generate_square_subsequent_mask(2))
+
+    def forward(self, x):
+        found = self.layer(self.scale(x.reshape(-1, 2, 4)), src_mask=self.mask, is_causal=False)
+        return self.head(found).mean((1, 2))
+
+
+class Recurrent(torch.nn.Module):
+    """Sequences of several lengths, packed; the nearest of centres, of which an absent one is infinitely far."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.gru, self.far = Scale(), torch.nn.GRU(4, 4, batch_first=True), Top()
+
+    def forward(self, x):
+        lengths = torch.arange(len(x) // 2, 0, -1) % 2 + 1
+        packed = torch.nn.utils.rnn.pack_padded_sequence(self.scale(x.reshape(-1, 2, 4)), lengths, batch_first=True, enforce_sorted=False)  # fmt: skip
+        state = self.gru(packed)[1][0]
+        return state.sum(-1) + (-self.far(state)).min(-1).values
+
+
+MODELS = {"router": Router, "masked logits": Masked, "masks as inputs": Padded, "packed": Recurrent}
+
+
+def loss_of(model, x):
+    found = model(x)
+    return functional.cross_entropy(found, torch.zeros(len(x), dtype=torch.int64)) if found.ndim == 2 else found.square().mean()  # fmt: skip
+
+
+def trained(model, watch, *, steps, broken=None, loss_is_recorded=True, factor=torch.nan):
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(1, steps + 1):
+        x = torch.randn(8, 4)
+        model.scale.factor = factor if step == broken else 1.0
+        loss = loss_of(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model.scale.factor = 1.0
+            model(x)
+        model.train()
+        watch.stepped(step, float_bits_of(loss.item()) if loss_is_recorded else None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("loss_is_recorded", [True, False])
+@pytest.mark.parametrize("broken", [None, 1, 5])
+@pytest.mark.parametrize("factor", [torch.nan, torch.inf])
+def test_infinities_by_design_end_no_step_and_hide_no_fault(begun, name, loss_is_recorded, broken, factor):
+    """C11: each such run ended at its first step, at a healthy module."""
+    watch, found = begun
+    model = MODELS[name]()
+    if broken is None:
+        trained(model, watch, steps=6, loss_is_recorded=loss_is_recorded)
+        return
+    with pytest.raises(Ended):
+        trained(model, watch, steps=6, broken=broken, loss_is_recorded=loss_is_recorded, factor=factor)
+    if (name, broken) != (
+        "router",
+        1,
+    ) or factor != torch.inf:  # of two infinities in one step that is the first, none shows which was meant
+        assert (found()["output"]["module"], found()["step"]) == ("scale", broken)
+
+
+def test_steps_that_a_scaler_leaves_out_are_no_fault(begun):
+    """Its scale begins so large that the first gradients are infinite, which it is for."""
+    watch, found = begun
+    model, scaler = Router(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(1, 9):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model.scale.factor = torch.nan if step == 8 else 100.0
+            loss = loss_of(model, torch.ones(8, 4) * 100)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item())
+        scaler.step(optimizer)
+        scaler.update()
+        bits = float_bits_of(loss.item()), float_bits_of(norms[-1])
+        if step < 8:
+            watch.stepped(step, *bits)
+        else:
+            with pytest.raises(Ended):
+                watch.stepped(step, *bits)
+    assert not torch.tensor(norms[:2]).isfinite().any()
+    assert (found()["output"]["module"], found()["step"]) == ("scale", 8)
+
+
+def test_a_norm_of_a_step_that_was_taken_counts(begun):
+    watch, found = begun
+    model = torch.nn.Linear(1, 1)
+    model(torch.ones(1, 1))
+    watch.stepped(1, float_bits_of(1.0), float_bits_of(torch.inf))
+    torch.nn.init.constant_(model.weight, torch.nan)
+    with pytest.raises(Ended):
+        watch.stepped(2, float_bits_of(1.0), float_bits_of(torch.inf))
+    assert found()["text"] == "the recorded grad_norm is not finite, and the output of every module is"
+
+
+def test_a_program_that_ends_itself_in_the_step_is_judged_there(begun, monkeypatch):
+    """As many do when their loss is not finite; one that ends well after an evaluation is not."""
+    watch, found = begun
+    model = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        model(torch.full((1, 1), torch.nan))
+    watch._at_exit()
+    watch.over()
+    model(torch.full((1, 1), torch.inf))
+    with pytest.raises(Ended):
+        watch._at_exit()
+    assert (found()["output"]["kind"], found()["step"]) == ("Linear", 7)
+    watch.over()
+    with torch.no_grad():
+        torch.nn.Tanh()(torch.full((1, 1), torch.nan))
+    monkeypatch.setattr(sys, "last_value", FloatingPointError("planted"), raising=False)
+    with pytest.raises(Ended):
+        watch._at_exit()
+    assert "the program ended in this step with FloatingPointError: planted" in found()["text"]
+
+
+def test_an_output_that_was_not_looked_at_is_said_with_the_answer(begun):
+    watch, found = begun
+    Gives()(torch.ones(1))
+    with pytest.raises(Ended):
+        watch.stepped(3, float_bits_of(torch.nan))
+    assert found()["text"].splitlines() == [
+        "the recorded loss is not finite, and the output of every module is",
+        "not looked at: of Gives, output, Odd: NotImplementedError: planted",
+    ]
