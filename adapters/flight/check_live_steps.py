@@ -9,6 +9,7 @@ import torch
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.flight.check_steps import judge_step, leaves_apart
 from trainfold.adapters.live.live import Live
+from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.layout.world import Collectives
@@ -26,7 +27,8 @@ def check_live_steps(
 
     Before the second run everything attached, the random streams and the gradients are put back in place; counters and the position in the data do not move
     in a step. What is not attached runs twice: if the step depends on it, the bits differ, and that is an error. On several ranks it also compares the new states of the
-    ranks, as `check_steps` does. A check costs one more step, two copies of the state, writing it back and a comparison, and memory for two more states.
+    ranks, as `check_steps` does. The first step of a process under `torch.nn.parallel.DistributedDataParallel` on three or more ranks is not checked, and a warning says so: DDP sums in another
+    order after its first backward. A check costs one more step, two copies of the state, writing it back and a comparison, and memory for two more states.
 
     Args:
         live: the attached objects.
@@ -68,6 +70,9 @@ def check_live_steps(
         words, named = _copied(dict(enumerate(args))).values(), _copied(kwargs)  # a step may write to its batch
         is_known = True
         if number % every:
+            return step(*args, **kwargs)
+        if live.sums_change:
+            log_for_all("step %d is not checked: DDP takes the order in which it sums gradients from a backward that is still to come", number)  # fmt: skip
             return step(*args, **kwargs)
         redo = live.redo()
         result_once, values_once = _compared(step(*words, **named)), copied(redo.values())

@@ -6,15 +6,16 @@ from typing import Any
 import attrs
 import torch
 
-from trainfold.adapters.flight.pure_steps import B, PureStep, S, counted
+from trainfold.adapters.flight.pure_steps import B, PureStep, RecordedStep, S, counted
 from trainfold.core import tree
 from trainfold.core.checks import count
-from trainfold.core.errors import StepNotRepeated
+from trainfold.core.errors import InvalidArgument, StepNotRepeated
 from trainfold.core.exact.distance import distance
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.components import components_of, select
+from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.step import Step
 from trainfold.core.tensor_memory import byte_view
@@ -30,12 +31,12 @@ def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | 
     for one more state; with donation, the first of the two copies its state.
 
     Args:
-        step: what `make_step` returns, or a pure function whose states count their steps.
+        step: what `make_step` returns, the same recorded, or a pure function whose states count their steps.
         every: check the steps whose number is a multiple of it.
         collectives: the ranks, which all call; None for one, or for ranks that have parts of the state.
 
     Raises:
-        InvalidArgument: for a number below 1.
+        InvalidArgument: for a number below 1; by the step, at its first call, for a function around a step that donates.
         StepNotRepeated: by the step, on every rank, with the rank, and the leaves that differ. With ``donate=True`` the old state is consumed.
         InvalidState: by the step, if the state does not count its steps.
 
@@ -48,17 +49,28 @@ def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | 
         1
     """
     count("check_steps.every", every, fix="1 checks every step, and doubles its time")
-    first = attrs.evolve(step, donate=False) if isinstance(step, Step) and step.donate else step
+    if isinstance(step, RecordedStep):  # one record for both runs
+        return attrs.evolve(step, step=check_steps(step.step, every=every, collectives=collectives))
+    first: Any = attrs.evolve(step, donate=False) if isinstance(step, Step) and step.donate else step
 
     def run(state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
         number = counted(state) + 1
+        once = (step if number % every else first)(state, batch)
+        if first is step:
+            _check_kept(state)
         if number % every:
-            return step(state, batch)
-        once, twice = first(state, batch), step(state, batch)
+            return once
+        twice = step(state, batch)
         judge_step(number, _unlike(once, twice), twice[0], collectives)
         return twice
 
     return run
+
+
+def _check_kept(state: TrainState) -> None:
+    if state.model is not None and isinstance(state.model.params, Leaves) and state.model.params.is_donated:
+        raise InvalidArgument("check_steps.step", expected="a step that leaves its state, which has to run twice", found="a function around a step with donate=True",
+                              fix="check the step that donates itself, and put the function around that: check_steps(step, every=...)")  # fmt: skip
 
 
 def judge_step(number: int, unlike: list[str], state: TrainState, collectives: Collectives | None) -> None:

@@ -13,12 +13,12 @@ from trainfold.adapters.flight.nonfinite_end import nonfinite_end
 from trainfold.adapters.flight.pure_steps import (
     B,
     PureStep,
+    RecordedStep,
     S,
     counted,
     digest_of_batch,
     digests_of,
     record_of_step,
-    recorded_step,
 )
 from trainfold.adapters.flight.replay_orders import end_after_last
 from trainfold.backends.flight.flights import FlightWriter, flight_name, flight_writer, read_flights
@@ -87,7 +87,7 @@ class FlightLog:
             step: what `make_step` returns, or any function ``(state, batch) -> (state, metrics)`` whose states count their steps. Of the metrics,
                 ``loss`` and ``grad_norm`` are kept.
         """
-        return recorded_step(step, self._append, states_every=self._states_every, begins=self._begin)
+        return RecordedStep(step, self._append, states_every=self._states_every, begins=self._begin)
 
     def _begin(self, done: int) -> None:
         self._under_way = done + 1

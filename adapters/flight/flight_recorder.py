@@ -8,7 +8,7 @@ import xxhash
 
 from trainfold.adapters.flight.journal import Journal
 from trainfold.adapters.flight.nonfinite_end import nonfinite_end
-from trainfold.adapters.flight.pure_steps import B, PureStep, S, recorded_step
+from trainfold.adapters.flight.pure_steps import B, PureStep, RecordedStep, S
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.watch.recorder import plain_number, with_recorder
@@ -102,7 +102,7 @@ class FlightRecorder:
     def recorded(self, step: PureStep[S, B]) -> PureStep[S, B]:
         """The same pure step, which also writes what it did."""
         self._has_pure_steps = True
-        return recorded_step(step, self._append, states_every=self._states_every, begins=self._begin)
+        return RecordedStep(step, self._append, states_every=self._states_every, begins=self._begin)
 
     def _begin(self, done: int) -> None:
         """Note that a process trains, before its first step."""

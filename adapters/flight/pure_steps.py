@@ -1,8 +1,9 @@
 """Pure steps that are recorded: what a flight log keeps of each, from its batch, its metrics and its state."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, final
 
+import attrs
 import xxhash
 
 from trainfold.adapters.batches.batch_digest import batch_digest
@@ -18,16 +19,12 @@ B = TypeVar("B")
 PureStep: TypeAlias = Callable[[S, B], tuple[S, Mapping[str, Any]]]
 
 
-def recorded_step(
-    step: PureStep[S, B],
-    append: Callable[[Sequence[LogLine]], object],
-    *,
-    states_every: int,
-    begins: Callable[[int], object] = lambda _: None,
-) -> PureStep[S, B]:
-    """The same step, which also writes what it did; the log goes back where its state does.
+@final
+@attrs.frozen
+class RecordedStep(Generic[S, B]):
+    """A pure step that also writes what it did; the log goes back where its state does.
 
-    Args:
+    Attributes:
         step: what `make_step` returns, or any function ``(state, batch) -> (state, metrics)`` whose states count their steps. Of the metrics,
             ``loss`` and ``grad_norm`` are kept.
         append: writes lines.
@@ -35,15 +32,20 @@ def recorded_step(
         begins: called before each step, with the steps that are done.
     """
 
-    def run(state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
-        begins(counted(state))
-        digest = digest_of_batch(batch)
-        after, metrics = step(state, batch)
-        record = record_of_step(after, metrics, digest)
-        append([record, *(digests_of(after) if states_every and record.step % states_every == 0 else ())])
-        return after, metrics
+    step: PureStep[S, B]
+    append: Callable[[Sequence[LogLine]], object] = attrs.field(repr=False)
+    states_every: int = attrs.field(kw_only=True)
+    begins: Callable[[int], object] = attrs.field(kw_only=True, repr=False)
 
-    return run
+    def __call__(self, state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
+        """Do the step, and write it."""
+        self.begins(counted(state))
+        digest = digest_of_batch(batch)
+        after, metrics = self.step(state, batch)
+        record = record_of_step(after, metrics, digest)
+        has_digests = self.states_every and record.step % self.states_every == 0
+        self.append([record, *(digests_of(after) if has_digests else ())])
+        return after, metrics
 
 
 def record_of_step(after: TrainState, metrics: Mapping[str, Any], batch: bytes) -> StepRecord:

@@ -341,6 +341,11 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         wanted = {name: part for name, part in parts.items() if name in saved and (chosen is None or name in chosen)}
         return OnAnyRank(has_refusable(wanted), self._data is not None and bool(self._data.feeds()))
 
+    @property
+    def sums_change(self) -> bool:
+        """Whether DDP sums gradients in another order after a backward that is still to come, as its first one is."""
+        return self._watch.sums_change
+
     def redo(self) -> Redo:
         """What takes the objects back to now, without counters and position, so that a step can run again."""
         self.check_trained("live.redo")

@@ -210,6 +210,11 @@ class RunWatch:
         """The base rates of schedulers made after the attach."""
         return late_schedules(self._objects.optimizer, self._objects.names_of_parameters, self._script)
 
+    @property
+    def sums_change(self) -> bool:
+        """Whether DDP sums gradients in another order after a backward that is still to come."""
+        return self._orders.changes
+
     # --- what happens to the run --------------------------------------------------------------------------------------
 
     def stepped(self) -> None:

@@ -62,6 +62,11 @@ class GradientOrder:
             self._note(name, wrapper)
         self._warn_of_others()
 
+    @property
+    def changes(self) -> bool:
+        """Whether a wrapper takes another order at a backward that is still to come, so that the same step has other bits the second time."""
+        return bool(self._wrappers())
+
     def contract(self) -> dict[str, str]:
         """The order of each wrapper: its component, and its number there -> the indices of its parameters."""
         return dict(self._orders)

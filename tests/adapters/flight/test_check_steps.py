@@ -8,7 +8,7 @@ import trainfold
 from trainfold import Leaves, Loss, fingerprint, init_state, make_step, optimizer
 from trainfold.core.errors import InvalidArgument, InvalidState, StepNotRepeated
 from trainfold.ranks import run_threads
-from trainfold.states import check_steps
+from trainfold.states import FlightLog, check_steps
 
 SGD = optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
 BATCHES = [torch.full((3, 2), float(number)) for number in range(1, 7)]
@@ -41,6 +41,25 @@ def flipped(state):
 def test_checked_steps_give_the_bits_of_unchecked_ones(donate, every):
     step = make_step(model(), loss_fn, SGD, donate=donate)
     assert fingerprint(run(check_steps(step, every=every))) == fingerprint(run(step))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("order", ["checked, recorded", "recorded, checked"])
+def test_a_step_can_be_checked_and_recorded_in_either_order(donate, order, tmp_path):
+    """A recorded step that donates was run twice with one state, which ended in StateDonated. Each step leaves one record."""
+    step, log = make_step(model(), loss_fn, SGD, donate=donate), FlightLog(tmp_path / "run")
+    both = log.recorded(check_steps(step, every=2)) if order == "checked, recorded" else check_steps(log.recorded(step), every=2)  # fmt: skip
+    assert fingerprint(run(both)) == fingerprint(run(make_step(model(), loss_fn, SGD)))
+    log.close()
+    assert (tmp_path / "run" / "flight-00000.log").stat().st_size == 64 * len(BATCHES)
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_a_function_around_a_step_that_donates_is_refused_at_the_first_step(every):
+    """Its state could not run twice, which came at the first check, maybe after hours."""
+    step = make_step(model(), loss_fn, SGD, donate=True)
+    with pytest.raises(InvalidArgument, match="check the step that donates itself"):
+        run(check_steps(lambda state, batch: step(state, batch + 1), every=every))
 
 
 @pytest.mark.parametrize(("every", "calls"), [(1, 12), (3, 8), (7, 6)])
