@@ -54,11 +54,12 @@ class NonFiniteOutput:
 @final
 @attrs.frozen
 class _Seen:
-    """An output that is not finite, the module that gave it, and whether all that this module got was finite."""
+    """An output that is not finite, the module that gave it, whether all that it got was finite, and whether a trainable parameter of its own was not."""
 
     output: NonFiniteOutput
     module: torch.nn.Module
     of_finite: bool
+    is_broken: bool
     with_grad: bool
 
     @property
@@ -87,16 +88,18 @@ class NonFiniteWatch:
 
     @property
     def found(self) -> NonFiniteOutput | None:
-        """The first output that is not finite; None if all were.
+        """The first output that is not finite; None if all were."""
+        return None if (first := self._first()) is None else first.output
 
-        The first one may have infinities by design. So if it has no NaN, and a later module made one of finite inputs and parameters, it is the first one in that.
-        """
-        if self._kept and "nan" not in self._kept[0].what:
-            for each in self._kept:
-                if each.of_finite and not each.output.tensors and "nan" in each.what:
-                    inside = set(each.module.modules())
-                    return next(one.output for one in self._kept if one.module in inside)
-        return self._kept[0].output if self._kept else None
+    @property
+    def is_broken(self) -> bool:
+        """Whether the module of that output has a trainable parameter that was not finite before it."""
+        return (first := self._first()) is not None and first.is_broken
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether one of what is kept has a NaN, and not infinities alone."""
+        return any("nan" in each.what for each in self._kept)
 
     @property
     def is_trained(self) -> bool:
@@ -148,7 +151,18 @@ class NonFiniteWatch:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         broken = [leaf for name, each in own for leaf in leaf_texts(name, each, lambda _: None) if leaf.bad]
         seen = NonFiniteOutput(self._name(module), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
-        self._kept.append(_Seen(seen, module, not any(leaf.bad for leaf in given), torch.is_grad_enabled()))
+        trained = {name for name, each in own if each.requires_grad}
+        is_broken = any(leaf.path in trained for leaf in broken)
+        self._kept.append(_Seen(seen, module, not any(leaf.bad for leaf in given), is_broken, torch.is_grad_enabled()))
+
+    def _first(self) -> _Seen | None:
+        """The first one may have infinities by design. So if it has no NaN, and a later module made one of finite inputs and parameters, it is the first one in that."""
+        if self._kept and "nan" not in self._kept[0].what:
+            for each in self._kept:
+                if each.of_finite and not each.is_broken and "nan" in each.what:
+                    inside = set(each.module.modules())
+                    return next(one for one in self._kept if one.module in inside)
+        return self._kept[0] if self._kept else None
 
     def _name(self, module: torch.nn.Module) -> str:
         around = [each for each in self._modules() if any(inner is module for inner in each.modules())]

@@ -55,6 +55,7 @@ class NonFiniteEnd:
         self._orders, self._rank, self._step = orders, rank, step
         self._watch = NonFiniteWatch()
         self._watch.install()
+        self._broke_in: int | None = None  # the step after which a parameter was not finite, where all outputs were
         Finalize(None, self._at_exit, exitpriority=0)  # also in a process of multiprocessing, where atexit is not asked
 
     def stepped(self, step: int, loss: bytes | None = None, norm: bytes | None = None) -> None:
@@ -66,10 +67,14 @@ class NonFiniteEnd:
             norm: of the gradients; one that is not finite counts only if the optimizer took the step.
         """
         bad = [name for name, bits in (("loss", loss), ("grad_norm", norm)) if not _is_finite(bits)]
-        has_reason = bool(bad) or self._watch.found is not None
-        if "loss" in bad or (has_reason and self._watch.broken()):
+        is_broken = bool(self._watch.broken())
+        if loss is not None and "loss" not in bad and not self._watch.has_nan:
+            self._watch.harmless()  # infinities that did not reach the loss: then a gradient or the optimizer broke the parameters
+        if "loss" in bad or (is_broken and (bad or self._watch.found is not None)):
             self._end(step, f"the recorded {bad[0]}" if bad else "a parameter")
         self._watch.harmless()
+        if is_broken and self._broke_in is None:
+            self._broke_in = step
 
     def recorded(self, lines: Sequence[LogLine]) -> None:
         """Judge a pure step, which takes no step that it leaves out, by its records."""
@@ -89,18 +94,18 @@ class NonFiniteEnd:
         error, step = sys.exc_info()[1] or getattr(sys, "last_value", None), self._step()
         is_after = step is not None and step > self._orders.steps
         if self._watch.found is not None and not is_after and (error is not None or self._watch.is_trained):
-            why = (
-                ""
-                if not isinstance(error, Exception)
-                else f"\nthe program ended in this step with {type(error).__name__}: {error}"
+            is_told = isinstance(error, Exception)
+            self._end(
+                step, "", f"\nthe program ended in this step with {type(error).__name__}: {error}" if is_told else ""
             )
-            self._end(step, "", why)
 
     def _end(self, step: int | None, what: str, why: str = "") -> None:
         """Write down what was found, and end this process at once: what it would train from here on is worthless."""
         found, notes = self._watch.found, Path(self._orders.notes)
         but = ", but for those that were not in steps that went well" if self._watch.has_harmless else ""
         text = f"{what} is not finite, and the output of every module is{but}" if found is None else str(found)
+        if self._watch.is_broken and self._broke_in is not None:
+            why = f"\nparameters became so in step {self._broke_in}, by their gradients or the optimizer{why}"
         if found is None and torch.distributed.is_initialized():
             time.sleep(_WAITED_SECS)
         if found is not None or not (notes / NONFINITE_NAME).exists():

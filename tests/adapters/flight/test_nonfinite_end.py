@@ -188,6 +188,44 @@ def test_steps_that_a_scaler_leaves_out_are_no_fault(begun):
     assert (found()["output"]["module"], found()["step"]) == ("scale", 8)
 
 
+class Biased(Scale):
+    """Where the fault is planted, beside a mask of infinities."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((1,), -torch.inf))
+
+
+def test_a_mask_in_a_buffer_does_not_excuse_a_module(begun):
+    """In the first step of a replay nothing shows yet that the scores before it are so by design."""
+    watch, found = begun
+    biased = Biased()
+    biased.factor = torch.nan
+    Top()(torch.ones(1, 4))
+    biased(torch.ones(1, 4))
+    with pytest.raises(Ended):
+        watch.stepped(1, float_bits_of(torch.nan))
+    assert found()["output"]["kind"] == "Biased"
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_parameters_that_a_gradient_broke_are_said_to_be_of_the_step_before(begun, has_mask):
+    """The outputs of that step, and its loss, are finite: a root has no derivative at 0."""
+    watch, found = begun
+    model = torch.nn.Linear(2, 1, bias=False)
+    for step in (1, 2):
+        loss = model(torch.full((1, 2), 1.0 if step == 1 else 0.0)).square().sum().sqrt()
+        loss.backward()
+        if has_mask and step == 2:
+            Top()(torch.ones(1, 4))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        watch.stepped(step, float_bits_of(loss.item()))
+    loss = model(torch.ones(1, 2))
+    with pytest.raises(Ended):
+        watch.stepped(3, float_bits_of(loss.item()))
+    assert found()["text"].splitlines()[-1] == "parameters became so in step 2, by their gradients or the optimizer"
+
+
 def test_a_norm_of_a_step_that_was_taken_counts(begun):
     watch, found = begun
     model = torch.nn.Linear(1, 1)
