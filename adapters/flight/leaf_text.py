@@ -43,7 +43,7 @@ class LeafText:
         return f"{self.path}: {self.kind}, {bad}{largest}"
 
 
-def leaf_texts(name: str, value: Any, missed: Callable[[str], object]) -> list[LeafText]:
+def looked_at(name: str, value: Any, missed: Callable[[str], object]) -> list[LeafText]:
     """Look at each tensor of floating point in a value.
 
     Args:
@@ -52,7 +52,7 @@ def leaf_texts(name: str, value: Any, missed: Callable[[str], object]) -> list[L
         missed: called with the reason for each tensor that cannot be looked at.
 
     Examples:
-        >>> print(*leaf_texts("x", {"a": [torch.tensor([1.0, float("nan")])], "b": torch.tensor(1)}, print))
+        >>> print(*looked_at("x", {"a": [torch.tensor([1.0, float("nan")])], "b": torch.tensor(1)}, print))
         x['a'][0]: float32[2], 1 not finite (nan), the others up to 1
     """
     found = []

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
-from trainfold.adapters.flight.leaf_text import LeafText, leaf_texts
+from trainfold.adapters.flight.leaf_text import LeafText, looked_at
 from trainfold.core.state.names.wrapper_names import path_in
 
 _LOG: Final = logging.getLogger("trainfold")
@@ -120,7 +120,7 @@ class NonFiniteWatch:
     def broken(self) -> list[LeafText]:
         """The trainable parameters that are not finite, of modules that were called."""
         own = [(name, each) for module in self._modules() for name, each in module.named_parameters(recurse=False) if each.requires_grad]  # fmt: skip
-        return [leaf for name, each in own for leaf in leaf_texts(name, each, lambda _: None) if leaf.bad]
+        return [leaf for name, each in own for leaf in looked_at(name, each, lambda _: None) if leaf.bad]
 
     def begin(self, module: torch.nn.Module, inputs: Any) -> None:
         """A forward hook: note that a module was called. A part of it may be called again alone, as a checkpoint of activations does."""
@@ -141,15 +141,15 @@ class NonFiniteWatch:
             self._miss(module, f"output: {type(error).__name__}: {error}")
 
     def _look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
-        outputs = [leaf for leaf in leaf_texts("output", output, lambda text: self._miss(module, text)) if leaf.bad]
+        outputs = [leaf for leaf in looked_at("output", output, lambda text: self._miss(module, text)) if leaf.bad]
         what = frozenset(each for leaf in outputs for each in leaf.what)
         is_known = what in self._harmless.get(module, ()) or any(each.module is module and each.what == what for each in self._kept)  # fmt: skip
         if not outputs or is_known or len(self._kept) >= _MOST_OUTPUTS:
             return
         values = [("inputs", tuple(inputs)), *named.items()]
-        given = [leaf for name, each in values for leaf in leaf_texts(name, each, lambda _: None)]
+        given = [leaf for name, each in values for leaf in looked_at(name, each, lambda _: None)]
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        broken = [leaf for name, each in own for leaf in leaf_texts(name, each, lambda _: None) if leaf.bad]
+        broken = [leaf for name, each in own for leaf in looked_at(name, each, lambda _: None) if leaf.bad]
         seen = NonFiniteOutput(self._name(module), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
         trained = {name for name, each in own if each.requires_grad}
         is_broken = any(leaf.path in trained for leaf in broken)

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainfold.adapters.flight.leaf_text import leaf_texts
+from trainfold.adapters.flight.leaf_text import looked_at
 from trainfold.adapters.flight.nonfinite import watch_nonfinite
 
 Named = collections.namedtuple("Named", "h")  # noqa: PYI024 - as models return it
@@ -203,5 +203,5 @@ def test_a_tensor_over_a_mesh_is_looked_at_by_its_own_part():
         def to_local(self):
             return torch.tensor([1.0, torch.inf])
 
-    found = leaf_texts("x", torch.ones(4).as_subclass(Mesh), pytest.fail)
+    found = looked_at("x", torch.ones(4).as_subclass(Mesh), pytest.fail)
     assert [(leaf.bad, leaf.what, leaf.kind) for leaf in found] == [(1, ("inf",), "float32[4]")]
