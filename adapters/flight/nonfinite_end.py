@@ -43,7 +43,7 @@ def nonfinite_end(orders: Orders | None, rank: int, step: Callable[[], int | Non
 class NonFiniteEnd:
     """Judges each step. What is not finite counts if it reached the recorded loss or a trainable parameter, or if the program ended in that step.
 
-    So a mask of infinities, or the scores of a router, are no fault, and neither is a step whose gradients are not finite and which a scaler of gradients leaves out.
+    So a mask of infinities, or the scores of a router, are not at fault, nor is a step whose gradients are not finite and which a scaler of gradients leaves out.
 
     Args:
         orders: of the replay.

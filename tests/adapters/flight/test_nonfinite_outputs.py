@@ -160,7 +160,7 @@ WAYS = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_watch_ends_no_program_and_changes_none(way, caplog):
-    """It raised inside of the forward: a hook of ours is no part of the program. What it could not look at is said."""
+    """It raised inside of the forward: a hook of ours must not be seen by the program. What it could not look at is said."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh())
     with watch_nonfinite() as watch, caplog.at_level(logging.WARNING, logger="trainfold"):
         WAYS[way](model, torch.ones(2, 2))
