@@ -84,8 +84,8 @@ TENSORS = {
     "complex64": lambda h: torch.complex(torch.ones_like(h), h),
     **{name: lambda h, name=name: h.to(getattr(torch, name))
        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")},
-    "coo": torch.Tensor.to_sparse,
-    "coo twice": lambda h: torch.sparse_coo_tensor(torch.zeros(2, 2, dtype=torch.int64), h.flatten()[:2], h.shape),
+    "sparse": torch.Tensor.to_sparse,
+    "sparse twice": lambda h: torch.sparse_coo_tensor(torch.zeros(2, 2, dtype=torch.int64), h.flatten()[:2], h.shape),
     "csr": torch.Tensor.to_sparse_csr,
     "csc": torch.Tensor.to_sparse_csc,
     "bsr": lambda h: h.to_sparse_bsr((1, 1)),
