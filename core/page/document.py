@@ -67,7 +67,13 @@ def _overview(page: RunPage) -> str:
     if sessions:
         kills = sum(session.ending == "killed" for session in sessions)
         figures.append(("Processes", str(len(sessions)), f"{count_text(kills, 'kill')}, {again_text(sessions)} again"))
-        figures.append(("Last process", _ending(page), secs_text(sessions[-1].ended_at - sessions[-1].began_at)))
+        figures.append(
+            (
+                f"Last process{', rank 0' * page.has_several_ranks}",
+                _ending(page),
+                secs_text(sessions[-1].ended_at - sessions[-1].began_at),
+            )
+        )
     if flight is not None and flight.loss.last is not None:
         step, value = flight.loss.last
         since = flight.loss.not_finite_since

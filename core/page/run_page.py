@@ -85,6 +85,12 @@ class RunPage:
     is_copied: bool = False
 
     @property
+    def has_several_ranks(self) -> bool:
+        """Whether more ranks than one trained it, or saved a checkpoint that is read here."""
+        logged = self.flight is not None and bool(self.flight.others or self.flight.not_shown)
+        return logged or any(each.manifest is not None and each.manifest.world_size > 1 for each in self.inventory.entries)  # fmt: skip
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Checkpoint -> bytes of its own data files, as its manifest or its first line says."""
         found = {}

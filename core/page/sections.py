@@ -38,13 +38,15 @@ def start_section(page: RunPage) -> str:
             moment_text(each.began_at, with_secs=True),
             number_text(each.first),
             number_text(each.at_end) + (f" (reached {number_text(each.last)})" if each.last != each.at_end else ""),
-            f"{IN_WORDS[each.ending]}{f': {each.error}' if each.error else ''}",
+            f"{'rank 0: ' * page.has_several_ranks}{IN_WORDS[each.ending]}{f': {each.error}' if each.error else ''}",
             each.recomputed_text,
         )
         for number, each in enumerate(sessions, 1)
     ]
     columns = ("process", "began (UTC)", "from step", "to step", "end", "steps computed again")
     table = long_table("Processes", columns, rows, numbers=("from step", "to step", "steps computed again"))
+    if page.has_several_ranks:
+        table += note("Starts and ends are those of rank 0. How the other ranks ended is not recorded: where one of them fails, its launcher ends rank 0, too, which then leaves no end.")  # fmt: skip
     if page.is_copied and sessions[-1].ending == "open":
         table += note("The logs were copied after the run: the last process is known up to the last line of the journal, and may have gone on for longer.")  # fmt: skip
     return chart + table + left_out_note(page, "saves and evaluations")

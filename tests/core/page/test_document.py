@@ -7,7 +7,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.core.page_cases import page_of
+from kit.core.page_cases import manifest_of, page_of
 
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.format.manifest import (
@@ -149,6 +149,20 @@ def test_a_page_of_a_thousand_checkpoints_and_many_losses_stays_small():
     assert len(text) < 1_000_000
     assert "drawn as the least and the largest of each" in text
     assert "970 more rows" in text
+
+
+def test_of_several_ranks_the_end_is_that_of_rank_0():
+    """W22: rank 1 raised, and its launcher ended rank 0: the page said of the whole run that it was killed, and nothing of the others."""
+    lines = (JournalLine(1e9, "started", 0), JournalLine(1e9 + 9, "started", 0))
+    alone = RunPage(Inventory("runs/a", "r", ()), 1e9 + 60, journal=lines, flight=FlightFacts(last=4))
+    manifest = attrs.evolve(manifest_of(10, "model"), world_size=2)
+    saved = attrs.evolve(alone, inventory=Inventory("runs/a", "r", (Entry("step-00000010", Head("r", 10), manifest),)))
+    logged = attrs.evolve(alone, flight=FlightFacts(last=4, others={1: FlightFacts(last=4)}))
+    for page, is_rank in ((alone, False), (saved, True), (logged, True)):
+        sections = sections_html(page)
+        assert ("rank 0: killed, or died without a word" in sections["starts"]) == is_rank
+        assert ("How the other ranks ended is not recorded" in sections["starts"]) == is_rank
+        assert ("<dt>Last process, rank 0</dt>" in sections["overview"]) == is_rank
 
 
 def test_the_median_of_an_even_number_of_stalls_is_between_the_two_in_the_middle():
