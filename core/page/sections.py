@@ -143,7 +143,7 @@ def finding_section(page: RunPage) -> str:
     under_way = _under_way(page)
     found += [("warm", entry.name, str(entry.problem)) for entry in page.inventory.entries if entry.problem is not None and entry.name not in under_way][-SHOWN:]  # fmt: skip
     found += [("warm", "Not read", text) for text in page.unread]
-    known = {text for _, _, text in found}
+    known = {text for _, _, text in found} | {str(entry.problem) for entry in page.inventory.entries if entry.name in under_way}  # fmt: skip
     found += [("warm", "A resume now", text) for text in page.resume.problems if text not in known]
     newest = next((entry.manifest for entry in lineage(page.inventory) if entry.manifest is not None), None)
     unsaved = {} if newest is None else unsaved_of(newest.contract)

@@ -18,7 +18,7 @@ from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.history.recognise import no_manifest
 from trainfold.core.markup.curve import curve_of
 from trainfold.core.page.document import BEGIN, OFFLINE, page_html, sections_html
-from trainfold.core.page.run_page import FlightFacts, RunPage
+from trainfold.core.page.run_page import FlightFacts, ResumeFacts, RunPage
 from trainfold.core.page.sections import SECTIONS
 from trainfold.core.page.sizes import bytes_by_component
 from trainfold.core.problem import problem_of
@@ -182,7 +182,8 @@ def test_a_save_under_way_is_not_called_torn():
         JournalLine(1e9, "started", 0),
         JournalLine(1e9 + 1, "called", 40, data={"returned": 1e9 + 1.2, "outcome": "staged"}),
     )
-    facts = RunPage(Inventory("runs/a", "r", (begun,)), 1e9 + 2, journal=lines)
+    resume = ResumeFacts("step-00000020", problems=(str(begun.problem),))  # as it is planned, of each checkpoint that is passed over
+    facts = RunPage(Inventory("runs/a", "r", (begun,)), 1e9 + 2, journal=lines, resume=resume)
 
     def shown(*more, **others):
         sections = sections_html(attrs.evolve(facts, journal=(*lines, *more), **others))
