@@ -193,6 +193,19 @@ def test_folders_that_do_not_belong_together_are_refused_by_name():
         NodeFolders(nodes).delete("x")
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_whose_manifests_differ_is_refused_where_another_one_refers_to_it(is_first):
+    """R08: it went along with the first folder's manifest, and another folder's files, as a damaged checkpoint."""
+    run, other = chain_of([set(SHAPES), {"rows"}]), MemoryStore()
+    put(other, "run.json", run.store.read("run.json"))
+    Chain(RANKS, store=other).save(1, dict.fromkeys(SHAPES, 3))
+    nodes, target = [other, run.store] if is_first else [run.store, other], MemoryStore()
+    assert "step-00000001" in {each.checkpoint for each in read_manifest(run.store, "step-00000002").references}
+    with pytest.raises(CommitConflict, match=r"step-00000001/manifest.json: expected one manifest of a step"):
+        collect_run(nodes, target, steps=[2])
+    assert target.list() == []
+
+
 def test_a_file_of_the_user_that_differs_between_nodes_is_left_out_and_listed():
     run = chain_of([set(SHAPES)])
     nodes, target = parted(run), MemoryStore()

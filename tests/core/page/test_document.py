@@ -182,7 +182,9 @@ def test_a_save_under_way_is_not_called_torn():
         JournalLine(1e9, "started", 0),
         JournalLine(1e9 + 1, "called", 40, data={"returned": 1e9 + 1.2, "outcome": "staged"}),
     )
-    resume = ResumeFacts("step-00000020", problems=(str(begun.problem),))  # as it is planned, of each checkpoint that is passed over
+    resume = ResumeFacts(
+        "step-00000020", problems=(str(begun.problem),)
+    )  # as it is planned, of each checkpoint that is passed over
     facts = RunPage(Inventory("runs/a", "r", (begun,)), 1e9 + 2, journal=lines, resume=resume)
 
     def shown(*more, **others):
