@@ -13,7 +13,7 @@ from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.core.errors import StepNotRepeated
 from trainfold.states import check_live_steps
 
-pytestmark = pytest.mark.slow(4)
+pytestmark = [pytest.mark.slow(4), pytest.mark.long]
 
 
 class Crossed(nn.Module):

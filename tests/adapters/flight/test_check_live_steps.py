@@ -94,6 +94,14 @@ def test_a_step_that_depends_on_what_is_not_attached_is_named():
         Checked(0).trained(2, spoil=spoil)
 
 
+def test_a_step_that_changes_the_order_of_sums_runs_once(monkeypatch, caplog):
+    """As the first one of a process under DDP on three ranks does (test_check_live_ddp.py); the second run would have other bits."""
+    job = Checked(0)
+    monkeypatch.setattr(type(job.live), "sums_change", property(lambda live: live.progress.step == 0))
+    assert job.trained(1)[1:] == (Checked(0).trained(None)[1], 7 + 6)
+    assert next(text for text in caplog.messages if "not checked" in text).startswith("step 1 is not checked")
+
+
 def test_a_step_that_counts_itself_is_refused():
     model = torch.nn.Linear(1, 1)
     live = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
