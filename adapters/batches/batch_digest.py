@@ -1,10 +1,10 @@
-"""`batch_digest`: digests the contents of a batch into a short text, to compare with the same batch drawn again."""
+"""`batch_digest`: digests the contents of a batch into a short text, to compare with the same batch drawn again; `logged_digest`: for a flight log."""
 
 import ctypes
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ _BLOCKS: Final = 16
 _BLOCK: Final = 1 << 12
 _SHOWN: Final = 4
 PREFIX: Final = "xxh3-blocks:"  # older versions read every byte and wrote "xxh3:"
+WHOLE: Final = "xxh3-whole:"
 
 
 def batch_digest(batch: Any) -> str:
@@ -38,9 +39,33 @@ def batch_digest(batch: Any) -> str:
         >>> one == batch_digest({"x": torch.zeros(2), "y": [1, "a"]}), one == batch_digest({"x": torch.ones(2)})
         (True, False)
     """
-    found = xxhash.xxh3_128()
-    _add(found, batch, _DEPTH)
-    return PREFIX + str(found.hexdigest())
+    return batch_digests(batch, is_logged=False)[0]
+
+
+def logged_digest(batch: Any) -> str:
+    """Digest every byte of a batch; begins with `WHOLE`. If it has a value that cannot be read, that is `batch_digest`.
+
+    A tensor on an accelerator is copied to the host.
+
+    Examples:
+        >>> one, other = torch.zeros(2, 1 << 20), torch.zeros(2, 1 << 20)
+        >>> other[0, 9000] = 1.0
+        >>> logged_digest(one) == logged_digest(other), batch_digest(one) == batch_digest(other)
+        (False, True)
+    """
+    whole = _Sum(reads_all=True)
+    whole.add(batch, _DEPTH)
+    return batch_digest(batch) if whole.has_gaps else whole.text
+
+
+def batch_digests(batch: Any, *, is_logged: bool) -> tuple[str, str]:
+    """`batch_digest` and `logged_digest`; if it is not logged, the latter only where it costs nothing more."""
+    found = _Sum(reads_all=False)
+    found.add(batch, _DEPTH)
+    text = PREFIX + found.hexdigest()
+    if not found.has_gaps:
+        return text, found.text
+    return text, logged_digest(batch) if is_logged else text
 
 
 def batch_kind(batch: Any, depth: int = 2) -> str:
@@ -73,57 +98,100 @@ def content(batch: Any) -> str:
     return " ".join(_leaf(leaf) for leaf in tree.leaves(batch))
 
 
-def _add(found: Any, value: Any, depth: int) -> None:
-    kind = type(value)
-    if kind is torch.Tensor and value.is_cpu and value.layout is torch.strided and _is_plain(value):
-        size = value.nbytes
-        found.update(_heading(value.dtype, value.shape))
-        if value.is_contiguous():
-            _add_memory(found, value.data_ptr(), size)
+@final
+class _Sum:
+    """The digest of a batch, as far as it is read.
+
+    Args:
+        reads_all: whether to read every byte; else only blocks of large tensors.
+
+    Attributes:
+        has_gaps: whether something was not read.
+    """
+
+    def __init__(self, *, reads_all: bool) -> None:
+        self._reads_all = reads_all
+        self._found = xxhash.xxh3_128()
+        self.has_gaps = False
+
+    @property
+    def text(self) -> str:
+        """The digest of a batch that was read without gaps: it is the same, whether all was to be read or not."""
+        return WHOLE + self.hexdigest()
+
+    def hexdigest(self) -> str:
+        """The digest."""
+        return str(self._found.hexdigest())
+
+    def add(self, value: Any, depth: int) -> None:
+        """Add a value."""
+        kind = type(value)
+        if kind is torch.Tensor and value.is_cpu and value.layout is torch.strided and _is_plain(value):
+            self._found.update(_heading(value.dtype, value.shape))
+            if value.is_contiguous():
+                self._add_memory(value, value.data_ptr(), value.nbytes)
+            else:
+                self._found.update(tensor_bytes(value))
+        elif kind is list or kind is tuple:
+            self._found.update(b"[%d" % len(value))
+            for each in value:
+                self.add(each, depth)
+        # it has no shape, or one that prints differently each time
+        elif isinstance(value, torch.Tensor) and value.is_nested:
+            self._found.update(b"nested")
+            self.add(value.unbind(), depth)
+        elif isinstance(value, torch.Tensor):
+            self._found.update(_heading(value.dtype, value.shape))
+            digest = _digest(value)
+            self.has_gaps |= digest is None
+            self._found.update((digest or kind.__qualname__).encode())
+        elif isinstance(value, Mapping):  # also classes such as a tokenizer's batch
+            for key, each in value.items():
+                self._found.update(f"{key}:".encode())
+                self.add(each, depth)
         else:
-            found.update(tensor_bytes(value))
-    elif kind is list or kind is tuple:
-        found.update(b"[%d" % len(value))
-        for each in value:
-            _add(found, each, depth)
-    # it has no shape, or one that prints differently each time
-    elif isinstance(value, torch.Tensor) and value.is_nested:
-        found.update(b"nested")
-        _add(found, value.unbind(), depth)
-    elif isinstance(value, torch.Tensor):
-        found.update(_heading(value.dtype, value.shape))
-        found.update(_leaf(value).encode())
-    elif isinstance(value, Mapping):  # also classes such as a tokenizer's batch
-        for key, each in value.items():
-            found.update(f"{key}:".encode())
-            _add(found, each, depth)
-    else:
-        _add_other(found, value, depth)
+            self._add_other(value, depth)
+
+    def _add_other(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind is np.ndarray and value.nbytes > _COPIED and value.flags.c_contiguous and not value.dtype.hasobject:
+            self._found.update(f"numpy {value.dtype.str}{value.shape}".encode())
+            self._add_memory(value, value.ctypes.data, value.nbytes)
+            return
+        leaves = tree.leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:
+            self.add(leaves, depth)
+            return
+        digest = _digest(value)
+        self._found.update((digest or kind.__qualname__).encode())
+        if digest is not None:
+            return
+        if depth and getattr(value, "__dict__", None):
+            self.add(vars(value), depth - 1)
+        elif self._reads_all and (data := _other_bytes(value)) is not None:
+            self._found.update(data)
+        else:
+            self.has_gaps = True
+
+    def _add_memory(self, value: torch.Tensor | np.ndarray[Any, Any], place: int, size: int) -> None:
+        """Add the contiguous bytes of a tensor or an array; blocks of them if there are many, unless all are read."""
+        if size <= _COPIED:
+            self._found.update(ctypes.string_at(place, size) if size else b"")
+        elif self._reads_all:
+            self._found.update(tensor_bytes(value) if isinstance(value, torch.Tensor) else value.reshape(-1).view(np.uint8).data)  # fmt: skip
+        else:
+            self.has_gaps = True
+            for block in range(_BLOCKS):
+                self._found.update(ctypes.string_at(place + (size - _BLOCK) * block // (_BLOCKS - 1), _BLOCK))
 
 
-def _add_other(found: Any, value: Any, depth: int) -> None:
-    kind = type(value)
-    if kind is np.ndarray and value.nbytes > _COPIED and value.flags.c_contiguous and not value.dtype.hasobject:
-        found.update(f"numpy {value.dtype.str}{value.shape}".encode())
-        _add_memory(found, value.ctypes.data, value.nbytes)
-        return
-    leaves = tree.leaves(value)
-    if len(leaves) != 1 or leaves[0] is not value:
-        _add(found, leaves, depth)
-        return
-    digest = _digest(value)
-    found.update((digest or kind.__qualname__).encode())
-    if digest is None and depth and hasattr(value, "__dict__"):
-        _add(found, vars(value), depth - 1)
-
-
-def _add_memory(found: Any, place: int, size: int) -> None:
-    """Add contiguous bytes; blocks of them if there are many."""
-    if size <= _COPIED:
-        found.update(ctypes.string_at(place, size) if size else b"")
-        return
-    for block in range(_BLOCKS):
-        found.update(ctypes.string_at(place + (size - _BLOCK) * block // (_BLOCKS - 1), _BLOCK))
+def _other_bytes(value: Any) -> bytes | None:
+    """The bytes of a value that the format of checkpoints cannot hold, such as an array of texts or dates; None if they are not known."""
+    if isinstance(value, np.ndarray | np.generic):
+        return None if value.dtype.hasobject else f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
+    if type(value) in (bytearray, memoryview):
+        return bytes(value)
+    return repr(value).encode() if type(value) in (complex, range) else None
 
 
 @lru_cache(maxsize=1024)

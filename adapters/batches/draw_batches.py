@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
-from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
-from trainfold.adapters.batches.draws import Drawn
+from trainfold.adapters.batches.batch_digest import batch_digests, batch_kind
+from trainfold.adapters.batches.draws import Drawn, Draws
 from trainfold.adapters.batches.feed import END
 from trainfold.adapters.batches.loader_extras import KEY, LoaderExtras
 from trainfold.adapters.batches.worker_trace import WorkerTrace, skipping
@@ -55,10 +55,12 @@ class Drawer:
     Args:
         loader: the loader; some of its attributes are replaced while an iterator is made, and then put back.
         extras: the components under ``extra`` that its batches may be drawn from.
+        draws: the record of what is consumed.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", extras: LoaderExtras) -> None:
+    def __init__(self, loader: "DataLoader[Any]", extras: LoaderExtras, draws: Draws) -> None:
         self._loader = loader
+        self._draws = draws
         self.watch = Watch(extras)
         self.knows_that_streams_move = False
 
@@ -108,7 +110,8 @@ class Drawer:
             return END
         moved: Streams = {} if self.knows_that_streams_move else reader.moved()
         self.knows_that_streams_move = self.knows_that_streams_move or bool(moved)
-        return batch, Drawn(None, batch_digest(batch), moved, self.watch.before, batch_kind(batch))
+        digest, logged = batch_digests(batch, is_logged=self._draws.is_logged)
+        return batch, Drawn(None, digest, moved, self.watch.before, batch_kind(batch), logged)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ class Drawn:
         moved: the streams that the batch moved, as they are after it; in this process, some of them are enough.
         before: this process's streams before the batch, and the components under ``extra``; empty in a worker.
         kind: a short description of the batch.
+        logged: the digest for a flight log.
     """
 
     worker: int | None
@@ -37,11 +38,12 @@ class Drawn:
     moved: Streams
     before: Streams = attrs.field(factory=dict)
     kind: str = ""
+    logged: str = ""
 
     @classmethod
     def by_worker(cls, report: Report) -> "Drawn":
         """The record of a batch from a worker's report."""
-        return cls(report.worker, report.digest, report.moved, kind=report.kind)
+        return cls(report.worker, report.digest, report.moved, kind=report.kind, logged=report.logged)
 
 
 @final
@@ -77,6 +79,8 @@ class Draws:
         next: the worker that makes the next batch.
         lasts: the last batch of each worker in this epoch, oldest first; without workers, the last batch.
         read: the digest of the last batch consumed here, in whatever epoch; None before it.
+        is_logged: whether batches are digested for a flight log.
+        logged: these digests of the batches that were consumed and are not in the log yet.
     """
 
     def __init__(self, workers: int, *, persistent: bool) -> None:
@@ -88,6 +92,8 @@ class Draws:
         self.next = 0
         self.lasts: deque[LastBatch] = deque(maxlen=max(1, workers))
         self.read: str | None = None
+        self.is_logged = False
+        self.logged: list[str] = []
 
     def reset(self) -> None:
         """Forget everything: the next batch is the first one that is drawn here."""
@@ -104,11 +110,18 @@ class Draws:
             self.streams[drawn.worker] = {**before, **drawn.moved}
             self.next = (drawn.worker + 1) % self.workers
         self.read = drawn.digest
+        if self.is_logged and drawn.digest is not None:
+            self.logged.append(drawn.logged)
         if drawn.digest is None:
             self.lasts.clear()
             return
         held = before if self.moved else {name: before[name] for name in (KEY,) if name in before}
         self.lasts.append(LastBatch(drawn.digest, samples, held, drawn.kind))
+
+    def take_logged(self) -> list[str]:
+        """Digests of the batches consumed since the last call, for a flight log; the next batches are digested for it from here on."""
+        self.is_logged, taken, self.logged = True, self.logged, []
+        return taken
 
     def absorb(self, drawn: Drawn) -> None:
         """Take the streams of a batch not trained on: its worker continues after it."""

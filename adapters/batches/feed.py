@@ -47,6 +47,9 @@ class Position(Protocol):
     def last_read(self) -> str | None:
         """The digest of the last batch consumed here; None if there is none."""
 
+    def take_logged(self) -> list[str]:
+        """Digests of the batches consumed since the last call, for a flight log; the next ones are digested for it from here on."""
+
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Follow the components under ``extra`` that batches may be drawn from."""
 
@@ -152,6 +155,10 @@ class AtPosition:
     def last_read(self) -> str | None:
         """The digest of the last batch consumed here; None if there is none."""
         return self._position.last_read
+
+    def take_logged(self) -> list[str]:
+        """Digests of the batches consumed since the last call, for a flight log."""
+        return self._position.take_logged()
 
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""

@@ -10,7 +10,7 @@ from typing import Any, final
 import attrs
 from torch.utils.data import get_worker_info
 
-from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.batches.batch_digest import batch_digests, batch_kind
 from trainfold.adapters.streams.stream_reader import StreamReader, Streams, set_streams
 
 
@@ -25,6 +25,7 @@ class Report:
         digest: the digest of the batch; None for an empty task, which has no batch.
         samples: the number of samples; None if it is not known.
         kind: a short description of the batch.
+        logged: the digest for a flight log.
     """
 
     worker: int
@@ -32,6 +33,7 @@ class Report:
     digest: str | None
     samples: int | None = None
     kind: str = ""
+    logged: str = ""
 
 
 @final
@@ -85,6 +87,7 @@ class WorkerTrace:
         empty: workers below this number get an empty task first.
         afters: worker whose first batch is only compared -> the streams that it continues with after that batch.
         counts: whether ``collate`` is called with a list of samples.
+        is_logged: whether the batches are digested for a flight log.
     """
 
     def __init__(  # noqa: PLR0913 - keywords
@@ -96,6 +99,7 @@ class WorkerTrace:
         empty: int = 0,
         afters: Mapping[int, Streams] | None = None,
         counts: bool = False,
+        is_logged: bool = False,
     ) -> None:
         self._collate = collate
         self._init = init
@@ -103,6 +107,7 @@ class WorkerTrace:
         self._empty = empty
         self._afters = dict(afters or {})
         self._counts = counts
+        self._is_logged = is_logged
         self._worker = -1
         self._reader: StreamReader | None = None
         self._seeded: Streams = {}
@@ -128,11 +133,11 @@ class WorkerTrace:
             return None, Report(self._worker, {}, None)
         size = len(samples) if self._counts else None
         batch = self._collate(samples)
-        digest = batch_digest(batch)
+        digest, logged = batch_digests(batch, is_logged=self._is_logged)
         kind = batch_kind(batch)
         after = self._afters.pop(self._worker, None)
         if after is None:
-            return batch, Report(self._worker, self._reader.moved(), digest, size, kind)
+            return batch, Report(self._worker, self._reader.moved(), digest, size, kind, logged)
         set_streams({**self._seeded, **after})
         self._seeded = {}
         self._reader = StreamReader()

@@ -9,6 +9,7 @@ from typing import Final, final
 
 import attrs
 
+from trainfold.adapters.batches.batch_digest import logged_digest
 from trainfold.adapters.flight.nonfinite_end import nonfinite_end
 from trainfold.adapters.flight.pure_steps import (
     B,
@@ -16,7 +17,7 @@ from trainfold.adapters.flight.pure_steps import (
     RecordedStep,
     S,
     counted,
-    digest_of_batch,
+    digest_of_batches,
     digests_of,
     record_of_step,
 )
@@ -168,7 +169,7 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
     for number, batch in zip(itertools.count(first), batches, strict=False):
         if number not in log.steps:
             break
-        digest = digest_of_batch(batch)
+        digest = digest_of_batches([logged_digest(batch)])
         state, metrics = step(state, batch)
         lines: list[LogLine] = [
             record_of_step(state, metrics, digest),

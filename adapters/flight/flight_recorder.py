@@ -4,11 +4,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
-import xxhash
-
 from trainfold.adapters.flight.journal import Journal
 from trainfold.adapters.flight.nonfinite_end import nonfinite_end
-from trainfold.adapters.flight.pure_steps import B, PureStep, RecordedStep, S
+from trainfold.adapters.flight.pure_steps import B, PureStep, RecordedStep, S, digest_of_batches
 from trainfold.adapters.flight.stream_digest import StreamDigest
 from trainfold.adapters.live.live import Live
 from trainfold.adapters.watch.recorder import plain_number, with_recorder
@@ -96,6 +94,7 @@ class FlightRecorder:
             )
         if self._watched is None or self._watched() is not run:
             self._begin(run.progress.step)
+            run.take_logged()
             self._watched, self._under_way = weakref.ref(run), run.progress.step + 1
             run.recorders = with_recorder(run.recorders, self)
 
@@ -165,9 +164,9 @@ class FlightRecorder:
         """Write the step."""
         if self.journal is not None:
             self.journal.did(progress.step)
-        batches = xxhash.xxh3_64_digest(" ".join(self._batches).encode()) if self._batches else None
+        batches, is_whole = (None, False) if not self._batches else digest_of_batches(self._batches)
         self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
-                                      self._values.get(_NORM), batches, *self._streams())])  # fmt: skip
+                                      self._values.get(_NORM), batches, *self._streams(), is_whole=is_whole)])  # fmt: skip
         if self._nonfinite is not None:
             self._nonfinite.stepped(progress.step, *map(self._values.get, (_LOSS, _NORM)))
         self._values, self._batches, self._step, self._under_way = {}, [], progress.step, progress.step + 1

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, final
 import attrs
 import xxhash
 
-from trainfold.adapters.batches.batch_digest import batch_digest
+from trainfold.adapters.batches.batch_digest import WHOLE, logged_digest
 from trainfold.core.errors import InvalidState
 from trainfold.core.flight.flight import state_digests
 from trainfold.core.flight.step_record import LogLine, StepRecord, float_bits_of
@@ -40,7 +40,7 @@ class RecordedStep(Generic[S, B]):
     def __call__(self, state: S, batch: B) -> tuple[S, Mapping[str, Any]]:
         """Do the step, and write it."""
         self.begins(counted(state))
-        digest = digest_of_batch(batch)
+        digest = digest_of_batches([logged_digest(batch)])
         after, metrics = self.step(state, batch)
         record = record_of_step(after, metrics, digest)
         has_digests = self.states_every and record.step % self.states_every == 0
@@ -48,13 +48,13 @@ class RecordedStep(Generic[S, B]):
         return after, metrics
 
 
-def record_of_step(after: TrainState, metrics: Mapping[str, Any], batch: bytes) -> StepRecord:
+def record_of_step(after: TrainState, metrics: Mapping[str, Any], batch: tuple[bytes, bool]) -> StepRecord:
     """The record of a step.
 
     Args:
         after: the state after it.
         metrics: what the step returned with it.
-        batch: `digest_of_batch` of its batch, before the step.
+        batch: `digest_of_batches` of its batch, before the step.
     """
     known = {
         field: float_bits_of(float(metrics[name]))
@@ -65,7 +65,7 @@ def record_of_step(after: TrainState, metrics: Mapping[str, Any], batch: bytes) 
     if after.rng is not None:
         streams = bytes.fromhex(fingerprint(select(after, ["rng"]))["rng"][-16:])
     epoch, samples = (0, 0) if after.trainer is None else (after.trainer.epoch, after.trainer.samples)
-    return StepRecord(counted(after), epoch, samples, **known, batch=batch, streams=streams)
+    return StepRecord(counted(after), epoch, samples, **known, batch=batch[0], streams=streams, is_whole=batch[1])
 
 
 def digests_of(after: TrainState) -> tuple[LogLine, ...]:
@@ -73,9 +73,14 @@ def digests_of(after: TrainState) -> tuple[LogLine, ...]:
     return state_digests(counted(after), fingerprint(after))
 
 
-def digest_of_batch(batch: object) -> bytes:
-    """The digest of the batch of a step, 8 bytes."""
-    return xxhash.xxh3_64_digest(batch_digest(batch).encode())
+def digest_of_batches(digests: Sequence[str]) -> tuple[bytes, bool]:
+    """The digest of the batches of a step, 8 bytes, and whether it covers every byte of them.
+
+    Args:
+        digests: `logged_digest` of each.
+    """
+    is_whole = all(each.startswith(WHOLE) for each in digests)
+    return xxhash.xxh3_64_digest(" ".join(digests).encode()), is_whole
 
 
 def counted(state: TrainState) -> int:

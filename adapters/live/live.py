@@ -214,6 +214,8 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         self._microbatches.drop()  # before: FSDP2 may have gathered parameters whose gradients are not those of the optimizer
         self._objects.clear_gradients()
         self._watch.window.close()
+        if self.recorders:
+            self.take_logged()  # what is dropped is in no step
         return self.progress
 
     def _is_over(self, steps: int | None = None) -> bool:
@@ -401,6 +403,11 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         is_late = not again and self._counters.step > 0
         end_together(self, feeds, world, self._objects.uneven, self._counters, is_late=is_late)
 
+    def take_logged(self) -> list[str]:
+        """Digests of the batches of all loaders that were consumed since the last call, for a flight log; the next ones are digested for it from here on."""
+        feeds = {} if self._data is None else self._data.feeds()
+        return [digest for feed in feeds.values() for digest in feed.take_logged()]
+
     def batches_read(self, world: Collectives) -> BatchesRead | None:
         """The share of the data for which this rank trains, and its last batches, for loaders whose samplers have no shares; None if nothing says the share."""
         share = None if self._data is None or self._objects.stage is not None else share_of_model(self, world)
@@ -478,8 +485,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _tell_consumed(self) -> None:
-        feeds = {} if self._data is None else self._data.feeds()
-        batches = [feed.last_read for feed in feeds.values() if feed.last_read is not None]
+        batches = self.take_logged()
         for each in self.recorders:
             each.consumed(batches)
 

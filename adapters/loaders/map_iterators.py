@@ -41,7 +41,7 @@ class MapIterators:
         self._slot = "batch_sampler" if self.counts else "sampler"
         sampler = getattr(loader, self._slot)
         self.tap = Tap(sampler, position.generators, position.extras, counts=self.counts)
-        self.drawer = Drawer(loader, position.extras)
+        self.drawer = Drawer(loader, position.extras, position.draws)
         self.tap.look = self.drawer.watch.look
         if is_foreign(loader):
             self.tap.watch = PullWatch(kind_of(loader.sampler), is_ahead=bool(position.draws.workers))
@@ -144,6 +144,7 @@ class MapIterators:
             starts=starts,
             empty=self.tap.empty,
             afters=draws.afters() if lasts else None,
+            is_logged=draws.is_logged,
         )
 
     def _forget_workers(self) -> None:

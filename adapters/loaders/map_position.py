@@ -67,6 +67,10 @@ class MapPosition:
         """The digest of the last batch consumed here; None if there is none."""
         return self.draws.read
 
+    def take_logged(self) -> list[str]:
+        """Digests of the batches consumed since the last call, for a flight log; see `Draws.take_logged`."""
+        return self.draws.take_logged()
+
     def attend(self, extra: Mapping[str, ComponentAdapter]) -> None:
         """Keep track of the components under ``extra`` that batches may be drawn from."""
         self.extras.attend(extra)

@@ -7,7 +7,7 @@ from typing import Any, final
 import attrs
 from torch.utils.data import DataLoader, DistributedSampler
 
-from trainfold.adapters.batches.batch_digest import batch_digest, batch_kind
+from trainfold.adapters.batches.batch_digest import batch_digests, batch_kind
 from trainfold.adapters.batches.draw_batches import unpaired
 from trainfold.adapters.batches.draws import Drawn
 from trainfold.adapters.batches.feed import (
@@ -227,7 +227,8 @@ class StatefulFeed(AtPosition):
         elif self._iterators.counted is not None:
             samples = self._iterators.counted.samples
         if reader is not None:
-            drawn = Drawn(None, batch_digest(batch), reader.moved(), streams, batch_kind(batch))
+            digest, logged = batch_digests(batch, is_logged=at.draws.is_logged)
+            drawn = Drawn(None, digest, reader.moved(), streams, batch_kind(batch), logged)
         last = at.drawn == self._total
         if last and self._draw(iterator) is not END:  # so that the loader notices its end, and saves that
             raise mismatch("attach.loader", f"{self._total} batches, as len() says", "more", "fix its __len__")

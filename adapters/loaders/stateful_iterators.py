@@ -253,6 +253,7 @@ class StatefulIterators:
             starts=draws.starts(probe=again) if resumes else {},
             afters=draws.afters() if again else None,
             counts=self._counts,
+            is_logged=draws.is_logged,
         )
         with replaced(loader, {"collate_fn": trace.collate, "worker_init_fn": trace.start}):
             yield

@@ -20,7 +20,7 @@ class Recorder(Protocol):
         """Record values of the current step."""
 
     def consumed(self, batches: Sequence[str]) -> None:
-        """Note the digests of the batches that were counted last, one of each loader; of several, that of the last one."""
+        """Note the digests of the batches that were counted last, of every loader."""
 
     def advanced(self, progress: Progress) -> None:
         """Note that an optimizer step was counted; the next one is in the epoch of these counters."""

@@ -19,6 +19,7 @@ _NUMBERS: Final = struct.Struct(
 )  # with the loss and the norm, the first two of `_KNOWN`, and the checksum
 _SUM: Final = struct.Struct("<I")
 _KNOWN: Final = ("loss", "norm", "batch", "streams", "host_streams")
+_WHOLE: Final = 1 << len(_KNOWN)  # beside the bits of what is known: `StepRecord.is_whole`
 _NAME_BYTES: Final = 24
 _MOST: Final = (1 << 64) - 1
 
@@ -34,11 +35,11 @@ def encode_line(line: LogLine) -> bytes:
 
     Examples:
         >>> len(encode_line(StepRecord(1, 0, 32))), decode_line(encode_line(StepRecord(1, 0, 32)))
-        (64, StepRecord(step=1, epoch=0, samples=32, loss=None, norm=None, batch=None, streams=None, host_streams=None))
+        (64, StepRecord(step=1, epoch=0, samples=32, loss=None, norm=None, batch=None, streams=None, host_streams=None, is_whole=False))
     """
     if isinstance(line, StepRecord):
         fields = [getattr(line, name) for name in _KNOWN]
-        known = sum(1 << at for at, field in enumerate(fields) if field is not None)
+        known = sum(1 << at for at, field in enumerate(fields) if field is not None) | _WHOLE * line.is_whole
         packed = _OF_STEP.pack(MARK, _STEP, known, line.step, *(field or b"" for field in fields),
                                min(line.samples, _MOST), min(line.epoch, _MOST >> 32))  # fmt: skip
     else:
@@ -55,7 +56,7 @@ def decode_line(data: bytes) -> LogLine | None:
     if body[2] == _STEP:
         _, _, known, step, *fields, samples, epoch = _OF_STEP.unpack(body[: _OF_STEP.size])
         given = {name: field for at, (name, field) in enumerate(zip(_KNOWN, fields, strict=True)) if known >> at & 1}
-        return StepRecord(step, epoch, samples, **given)
+        return StepRecord(step, epoch, samples, **given, is_whole=bool(known & _WHOLE))
     if body[2] == _STATE:
         _, _, _, step, name, digest = _OF_STATE.unpack(body[: _OF_STATE.size])
         return StateDigest(step, name.rstrip(b"\0").decode(errors="replace"), digest)

@@ -118,9 +118,14 @@ def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | N
     parts: list[str] = []
     same: list[str] = []
     for name in (*_POSITION[::-1], "batch", *_NUMBERS, "streams"):
-        a, b = (getattr(record, name, None) for record in (mine, theirs))
-        if a is not None and b is not None:
-            (same if a == b else parts).append(name)
+        if mine is None or theirs is None or not mine.is_comparable(theirs, name):
+            continue
+        if getattr(mine, name) != getattr(theirs, name):
+            parts.append(name)
+        elif mine.shows(theirs, name):
+            same.append(name)
+        else:
+            same.append(f"{name} as far as samples of it show")
     if parts and _came_apart(one, other, step):
         parts.append("host_streams")
     states = one.states.get(step, {}), other.states.get(step, {})
@@ -128,6 +133,12 @@ def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | N
     if states[0] and states[1]:
         (parts if components else same).append("state")
     return StepDifference(step, tuple(parts), tuple(same), mine, theirs, components) if parts else None
+
+
+def steps_with_other_batch_digests(one: Flight, other: Flight) -> list[int]:
+    """The steps whose batches both flights know, and of which they have digests that cannot be compared: of one every byte, of the other samples."""
+    both = ((one.steps[step], other.steps[step]) for step in sorted(one.steps.keys() & other.steps.keys()))
+    return [a.step for a, b in both if None not in (a.batch, b.batch) and not a.is_comparable(b, "batch")]
 
 
 def _came_apart(one: Flight, other: Flight, step: int) -> bool:

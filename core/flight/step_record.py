@@ -25,6 +25,8 @@ class StepRecord:
         streams: digest of torch's random streams after the step, 8 bytes; None if they are not known.
         host_streams: digest of those of python and numpy, 4 bytes; None if they are not known. Programs that do not use them seldom seed them, so that
             they are elsewhere in each run.
+        is_whole: whether the digest of the batches covers every byte of them. That of an older version, or of a batch with a value that cannot be
+            read, covers blocks of large tensors.
 
     Examples:
         >>> record = StepRecord(3, 0, 96, loss=float_bits_of(0.5))
@@ -40,6 +42,22 @@ class StepRecord:
     batch: bytes | None = None
     streams: bytes | None = None
     host_streams: bytes | None = None
+    is_whole: bool = False
+
+    def is_comparable(self, other: "StepRecord", field: str) -> bool:
+        """Whether both know a field, and their values are made alike.
+
+        Examples:
+            >>> one = StepRecord(3, batch=bytes(8))
+            >>> one.is_comparable(StepRecord(3, batch=bytes(8), is_whole=True), "batch"), one.is_comparable(one, "loss")
+            (False, False)
+        """
+        is_known = None not in (getattr(self, field), getattr(other, field))
+        return is_known and (field != "batch" or self.is_whole == other.is_whole)
+
+    def shows(self, other: "StepRecord", field: str) -> bool:
+        """Whether a field of both that has one value proves that it was the same in both."""
+        return self.is_comparable(other, field) and (field != "batch" or self.is_whole)
 
     def __str__(self) -> str:
         known = [f"{name} {float_of_bits(bits)!r}" for name, bits in (("loss", self.loss), ("norm", self.norm)) if bits is not None]  # fmt: skip

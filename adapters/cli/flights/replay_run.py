@@ -24,7 +24,12 @@ from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.parting import steps_text
-from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_unrecorded
+from trainfold.core.flight.step_difference import (
+    StepDifference,
+    first_step_apart,
+    steps_unrecorded,
+    steps_with_other_batch_digests,
+)
 from trainfold.core.format.file_names import directory_of
 
 _ALL_FINITE: Final = "no output of a module, with torch.compile off; what it compiles may have other bits"
@@ -170,6 +175,11 @@ def log_warnings(
             where = f" of rank {rank}" if rank else ""
             holes = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in steps_unrecorded(own[rank], other[rank]))  # fmt: skip
             found += [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record in {name}{where}" for hole in holes if hole[0] <= hole[1]]  # fmt: skip
+    one, other = flights
+    for rank in sorted(one.keys() & other.keys()):
+        steps = [each for each in steps_with_other_batch_digests(one[rank], other[rank]) if after < each <= (each if until is None else until)]  # fmt: skip
+        if steps:
+            found.append(f"the batches of {steps_text(steps[0], steps[-1])}{f' of rank {rank}' if rank else ''} were not compared: one log has digests of every byte of them, the other of samples, as of an older version")  # fmt: skip
     return found
 
 

@@ -150,7 +150,7 @@ def _of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:
         for step in a.steps.keys() & b.steps.keys()
         if begin < step <= end
     ]
-    fields = [{name for name in _SHOWN if None not in (getattr(x, name), getattr(y, name))} for x, y in both]
+    fields = [{name for name in _SHOWN if x.shows(y, name)} for x, y in both]
     earlier = {name for pair, names in zip(both, fields, strict=True) if pair[0].step < end for name in names}
     states = {step for a, b in pairs for step in a.states.keys() & b.states.keys()}
     return attrs.evolve(

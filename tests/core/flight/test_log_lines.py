@@ -36,6 +36,7 @@ RECORDS = st.builds(
     batch=EIGHT,
     streams=EIGHT,
     host_streams=FOUR,
+    is_whole=st.booleans(),
 )
 LINES = RECORDS | st.builds(StateDigest, COUNTS, NAMES, st.binary(min_size=16, max_size=16))
 

@@ -6,12 +6,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.flight.flight import flight_of
-from trainfold.core.flight.step_difference import first_step_apart, steps_unrecorded
+from trainfold.core.flight.step_difference import (
+    first_step_apart,
+    step_difference,
+    steps_unrecorded,
+    steps_with_other_batch_digests,
+)
 from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bits_of
 
 FULL = [
     StepRecord(
-        step, 0, step * 4, float_bits_of(1 / step), float_bits_of(step), bytes([step] * 8), bytes([step + 9] * 8)
+        step,
+        0,
+        step * 4,
+        float_bits_of(1 / step),
+        float_bits_of(step),
+        bytes([step] * 8),
+        bytes([step + 9] * 8),
+        is_whole=True,
     )
     for step in range(1, 9)
 ]
@@ -95,3 +107,22 @@ def test_streams_of_python_count_only_where_they_come_apart_in_a_step_that_diffe
     changed = attrs.evolve(FULL[4], loss=OTHER["loss"], host_streams=b"else")
     assert first_step_apart(flight_of(one), flight_of([*one[:4], changed])).parts == ("loss", "host_streams")
     assert first_step_apart(flight_of(one), flight_of([*other[:4], changed])).parts == ("loss",)
+
+
+@pytest.mark.parametrize(("whole", "parts", "same"), [
+    ((True, True), {"batch"}, {"batch"}),
+    ((False, False), {"batch"}, {"batch as far as samples of it show"}),
+    ((True, False), set(), set()),
+])  # fmt: skip
+def test_digests_of_batches_that_cover_other_bytes_are_not_compared(whole, parts, same):
+    """One that covers samples shows another batch, and not the same one; a log of an older version has such ones."""
+    records = [StepRecord(1, loss=bytes(8), batch=bytes(8), is_whole=each) for each in whole]
+    another = attrs.evolve(records[1], batch=b"another!")
+    found = step_difference(flight_of(records[:1]), flight_of([another]), 1)
+    assert (set() if found is None else {*found.parts} - {"samples"}) == parts
+    unlike = attrs.evolve(records[1], loss=float_bits_of(2.0))
+    found = step_difference(flight_of(records[:1]), flight_of([unlike]), 1)
+    assert {each for each in found.same if each.startswith("batch")} == same
+    assert steps_with_other_batch_digests(flight_of(records[:1]), flight_of(records[1:])) == [1] * (
+        whole[0] != whole[1]
+    )
