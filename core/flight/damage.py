@@ -1,5 +1,6 @@
 """`Damage`: how much of a flight log cannot be read; `LeftOut`: steps that are not known to be those of its run."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from typing import final
 
@@ -78,7 +79,8 @@ def steps_left_out(steps: Collection[int], saved: Mapping[int, int]) -> Iterator
         >>> list(steps_left_out([7, 8, 9, 10], {8: 4, 12: 8}))
         [LeftOut(first=9, last=10, saved=12)]
     """
+    ordered = sorted(steps)
     for step, before in sorted(saved.items()):
-        between = [] if step in steps else [each for each in steps if before < each < step]
-        if between:
-            yield LeftOut(min(between), max(between), step)
+        low, high = bisect_right(ordered, before), bisect_left(ordered, step)
+        if low < high and ordered[high : high + 1] != [step]:
+            yield LeftOut(ordered[low], ordered[high - 1], step)

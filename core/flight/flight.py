@@ -40,6 +40,8 @@ class Flight:
             saved: the steps of the run's checkpoints, each with that of the one before; 0 without one.
         """
         found = () if self.damage else tuple(steps_left_out(self.steps.keys(), saved))
+        if not found:
+            return self
 
         def is_kept(step: int) -> bool:
             return not any(each.first <= step <= each.last for each in found)
