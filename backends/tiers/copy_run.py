@@ -231,7 +231,7 @@ def carry_out(
         except SaveFailed:
             raise
         except TrainfoldError as error:
-            wrong[each.name] = error
+            wrong[each.name] = _saved_again(each, source) or error
     newest = next(iter(lineage(read_inventory(glimpse(target)))), None)
     if newest is not None:
         target.point("latest", newest.name)
@@ -246,9 +246,8 @@ def _copy(plan: CheckpointCopy, source: Store, target: Store, advance: Callable[
     files = [_with_digest(source, file) for file in plan.files]
     at_once([partial(copy_file, source, target, file, advance) for file in files], threads=_AT_ONCE)
     root = read_root(source, plan.name)
-    if digest_of(root) != plan.digest:
-        raise CheckpointTorn(f"{source.url}/{plan.name}", expected=f"the manifest {plan.digest}", found="another one: the step was saved again meanwhile",
-                             fix="copy it again")  # fmt: skip
+    if (error := _another(plan, source, root)) is not None:
+        raise error
     # the same bytes again make the names of files durable that came into its directory now
     target.commit(f"{plan.name}/{MANIFEST}", root, replaces=plan.replaces or None)
     if plan.action == "completed":
@@ -256,6 +255,22 @@ def _copy(plan: CheckpointCopy, source: Store, target: Store, advance: Callable[
     if plan.action == "replaced":
         for name in leftovers(target, read_inventory(target)).get(plan.name, ()):
             target.delete(f"{plan.name}/{name}")
+
+
+def _another(plan: CheckpointCopy, source: Store, root: bytes) -> CheckpointTorn | None:
+    """The error for a step that has another manifest than it was planned with."""
+    if digest_of(root) == plan.digest:
+        return None
+    return CheckpointTorn(f"{source.url}/{plan.name}", expected=f"the manifest {plan.digest}", found="another one: the step was saved again meanwhile",
+                          fix="copy it again")  # fmt: skip
+
+
+def _saved_again(plan: CheckpointCopy, source: Store) -> CheckpointTorn | None:
+    """The same, after an error: files that are gone, or have other bytes, are those of another save; None if the manifest is the one that was planned, or none."""
+    try:
+        return _another(plan, source, read_root(source, plan.name))
+    except TrainfoldError:
+        return None
 
 
 def _with_digest(store: Store, file: CopiedFile) -> CopiedFile:

@@ -294,6 +294,29 @@ def test_what_refers_to_a_deleted_checkpoint_is_not_said_to_be_copied():
     held(run, target).check()
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_step_that_is_saved_again_while_it_is_copied_is_not_called_damaged(is_whole):
+    """C13: a rewind replaced it, and the advice was to check the disk, or to list the run; the same call copies it."""
+    run, target = chain_of([set()]), MemoryStore()
+    read_into = run.store.read_into
+
+    def replaces(name, buffer, *, start=0):
+        run.store.read_into = read_into
+        run.store.delete("step-00000001/")
+        run.bases = [NO_BASE]
+        run.save(1, dict.fromkeys(SHAPES, 5) if is_whole else {"rows": 5, "half": 5})
+        read_into(name, buffer, start=start)
+
+    run.store.read_into = replaces
+    with pytest.raises(CheckpointTorn, match="the step was saved again meanwhile; copy it again"):
+        copy_run(run.store, target)
+    assert not [name for name in target.list("step-00000001") if name == "manifest.json"]
+    assert actions(copy_run(run.store, target)) == {"1": "copied"}
+    assert {each: target.read(f"step-00000001/{each}") for each in run.store.list("step-00000001")} == {
+        each: run.store.read(f"step-00000001/{each}") for each in run.store.list("step-00000001")
+    }
+
+
 def test_a_record_of_the_best_that_cannot_be_read_is_left_out_by_name():
     run, target = chain_of([set(), {"large"}]), MemoryStore()
     run.store.commit("best.json", b"{}")
