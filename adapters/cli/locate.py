@@ -189,7 +189,7 @@ def _newest(inventory: Inventory) -> str:
     newest = next(entry.name for entry in inventory.entries if entry.head == head)
     for entry in inventory.entries:
         problem = entry.problem
-        if problem is not None and entry.is_unreadable and entry.head is None:
+        if problem is not None and entry.may_be_newest:
             fix = f"{problem.fix}; it may be the newest: to take another one, name it, such as {inventory.run}/{newest}"
             raise error_from(attrs.evolve(problem, fix=fix))
     return newest

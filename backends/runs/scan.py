@@ -30,7 +30,7 @@ from trainfold.core.format.manifest import (
 )
 from trainfold.core.format.manifest_reader import check_structures, decode_first_line, decode_manifest
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
-from trainfold.core.history.inventory import OLDER, Entry, Inventory
+from trainfold.core.history.inventory import OLDER, Entry, Inventory, current_head, with_older_known
 from trainfold.core.history.recognise import (
     HEADER_LENGTH_BYTES,
     FileCheck,
@@ -76,13 +76,22 @@ def read_inventory(run: Run) -> Inventory:
     entries = _entries(store, names, run_id)
     problem = _run_problem(store, run_id, names, entries)
     has_none = run_id is not None and not any(entry.head is not None for entry in entries)
-    return Inventory(
-        store.url,
-        run_id,
-        entries,
-        problem,
-        lost_checkpoint(names, store.pointers(), best_file=BEST_FILE) if has_none else None,
-    )
+    lost = lost_checkpoint(names, store.pointers(), best_file=BEST_FILE) if has_none else None
+    return _with_older_known(store, Inventory(store.url, run_id, entries, problem, lost))
+
+
+def _with_older_known(store: Store, inventory: Inventory) -> Inventory:
+    """`with_older_known`, by what the store says; it is asked only where a manifest cannot be read."""
+    if not any(entry.may_be_newest for entry in inventory.entries):
+        return inventory
+    head = current_head(inventory)
+    asked = [each.name for each in inventory.entries if each.may_be_newest or (head is not None and each.head is head)]
+    try:
+        times = {name: store.committed_at(f"{name}/{MANIFEST}") for name in asked}
+        latest = store.pointers().get("latest")
+    except (TrainfoldError, OSError):  # then nothing is known of them
+        return inventory
+    return with_older_known(inventory, times, latest)
 
 
 def read_run_id(store: Store) -> str | None:

@@ -27,6 +27,7 @@ class Entry:
         manifest: the manifest, once it was read whole and proved; None before that.
         problem: why the checkpoint cannot be used; None if nothing is known against it.
         summary: what the first line of the manifest claims about the rest; None before version 3.
+        is_older: whether it is older than another one, as far as `with_older_known` can tell without its manifest.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Entry:
     manifest: Manifest | None = None
     problem: Problem | None = None
     summary: Summary | None = None
+    is_older: bool = False
 
     @property
     def is_candidate(self) -> bool:
@@ -44,6 +46,11 @@ class Entry:
     def is_unreadable(self) -> bool:
         """Whether the store did not give it now, which proves nothing against it."""
         return self.problem is not None and self.problem.error == _UNREADABLE
+
+    @property
+    def may_be_newest(self) -> bool:
+        """Whether it may be the newest, for all that can be read now: a resume takes no other one for it."""
+        return self.is_unreadable and self.head is None and not self.is_older
 
     @property
     def refers(self) -> tuple[str, ...]:
@@ -179,6 +186,45 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
 def current_head(inventory: Inventory) -> Head | None:
     """The head of the newest checkpoint of the current timeline, usable or not. A save continues it."""
     return max(heads_of(inventory), key=head_order, default=None)
+
+
+def with_older_known(inventory: Inventory, committed_at: Mapping[str, float | None], latest: str | None) -> Inventory:
+    """Mark the checkpoints whose manifests cannot be read now, and that are older than the newest of those that can.
+
+    Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. One is older if its step is lower,
+    if it was committed before, and if the hint does not name it. Each of these alone can deceive: a lower step is newer after a rewind, and then it was
+    committed later and named by the hint; the times of a copy are those of the copying, which says nothing of their order, and its hint is that of the run.
+    What is not marked stops a resume, so a wrong mark needs all three; where a time or the hint is not known, nothing is marked. A step that was saved again has
+    the time of its last commit.
+
+    Args:
+        inventory: the run.
+        committed_at: name -> when its manifest was committed, by the store's own clock; None if that is not known.
+        latest: the checkpoint that the hint ``latest`` names, or None.
+
+    Examples:
+        >>> denied = Problem("CheckpointUnreadable", "runs/a", "bytes", "403", "wait")
+        >>> found = Inventory("runs/a", "run", (Entry("step-00000002", None, problem=denied), Entry("step-00000007", Head("run", 7))))
+        >>> times = {"step-00000002": 50.0, "step-00000007": 90.0}
+        >>> with_older_known(found, times, "step-00000007").entries[0].may_be_newest
+        False
+    """
+    head = current_head(inventory)
+    newest = next((entry.name for entry in inventory.entries if entry.head is head), "")
+    limit = committed_at.get(newest)
+    if head is None or limit is None or latest is None:
+        return inventory
+
+    def is_older(entry: Entry) -> bool:
+        at = committed_at.get(entry.name)
+        step = step_of(entry.name)
+        return step is not None and step < head.step and at is not None and at < limit and entry.name != latest
+
+    marked = (
+        attrs.evolve(each, is_older=True) if each.may_be_newest and is_older(each) else each
+        for each in inventory.entries
+    )
+    return attrs.evolve(inventory, entries=tuple(marked))
 
 
 def heads_of(inventory: Inventory) -> list[Head]:

@@ -123,7 +123,7 @@ def _unread(inventory: Inventory, found: Manifest) -> tuple[Problem, ...]:
         if entry.problem is not None
         and entry.is_unreadable
         and entry.manifest is None
-        and (entry.head is None or head_order(entry.head) > head_order(found.head))
+        and (entry.may_be_newest if entry.head is None else head_order(entry.head) > head_order(found.head))
     )
 
 

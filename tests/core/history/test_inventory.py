@@ -8,7 +8,7 @@ from kit.depth import IS_DEEP
 
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.history.inventory import Entry, Inventory, lineage
+from trainfold.core.history.inventory import Entry, Inventory, lineage, with_older_known
 from trainfold.core.history.next_checkpoint import next_head
 from trainfold.core.problem import Problem
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -245,3 +245,53 @@ def test_where_nobody_knows_what_a_state_comes_from_the_steps_decide(steps):
         path.append(step)
         run = after(run, head)
         assert steps_of(run) == path[::-1]
+
+
+# --- manifests that cannot be read -----------------------------------------------------------------------------------
+
+DENIED = Problem("CheckpointUnreadable", "x", "bytes", "403", "wait")
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    st.sets(st.integers(1, 6)),
+    st.sets(st.integers(1, 6)),
+    st.booleans(),
+)
+@example([2, 4, 6], {2}, set(), True)
+@example([2, 6, 4], {4}, set(), True)
+def test_what_was_committed_last_is_never_taken_for_an_older_one(steps, unread, timeless, has_hint):
+    """E01: also after rewinds and of steps that were saved again, whatever else cannot be read."""
+    times = {directory_of(step): float(at) for at, step in enumerate(steps)}  # that of the last commit of each
+    heads = {}
+    for at, step in enumerate(steps):
+        heads[step] = Head("r", step, timeline=at)
+    found = run_of(
+        Entry(directory_of(step), None, problem=DENIED) if step in unread else Entry(directory_of(step), head)
+        for step, head in sorted(heads.items())
+    )
+    known = {name: None if name in {directory_of(step) for step in timeless} else at for name, at in times.items()}
+    last = directory_of(steps[-1])
+    marked = with_older_known(found, known, last if has_hint else None)
+    assert marked.entry(last).may_be_newest == (steps[-1] in unread)
+    for entry in marked.entries:
+        assert not entry.is_older or (entry.head is None and known[entry.name] is not None and has_hint)
+
+
+def test_an_old_manifest_that_cannot_be_read_is_older_by_step_time_and_hint():
+    """E01: each of the three alone can deceive, after a rewind or a copy."""
+    found = run_of([Entry(directory_of(2), None, problem=DENIED), Entry(directory_of(7), Head("r", 7))])
+    old, new = directory_of(2), directory_of(7)
+
+    def may_be_newest(run, times, latest, name=old):
+        return with_older_known(run, times, latest).entry(name).may_be_newest
+
+    assert not may_be_newest(found, {old: 1.0, new: 2.0}, new)
+    assert may_be_newest(found, {old: 3.0, new: 2.0}, new), "it was committed later"
+    assert may_be_newest(found, {old: 2.0, new: 2.0}, new)
+    assert may_be_newest(found, {old: 1.0, new: 2.0}, old), "the hint names it"
+    assert may_be_newest(found, {old: 1.0, new: 2.0}, None)
+    assert may_be_newest(found, {old: None, new: 2.0}, new)
+    assert may_be_newest(found, {old: 1.0}, new)
+    higher = run_of([Entry(new, Head("r", 7)), Entry(directory_of(9), None, problem=DENIED)])
+    assert may_be_newest(higher, {new: 2.0, directory_of(9): 1.0}, new, directory_of(9)), "a higher step"
