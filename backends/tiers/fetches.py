@@ -21,6 +21,7 @@ from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointMissing,
     CheckpointQuarantined,
+    CheckpointUnreadable,
     CommitConflict,
     SaveFailed,
     TrainfoldError,
@@ -44,11 +45,12 @@ class Fetches:
     Args:
         near: the near tier. The caller holds the locks of both.
         far: the far one.
+        logs: of the two.
         report: gets an event for each fetch.
     """
 
-    def __init__(self, near: LocalStore, far: Store, report: Callable[[Event], None]) -> None:
-        self._near, self._far, self._report = near, far, report
+    def __init__(self, near: LocalStore, far: Store, logs: SentLogs, report: Callable[[Event], None]) -> None:
+        self._near, self._far, self._logs, self._report = near, far, logs, report
 
     def catch_up(self) -> list[str]:
         """Fetch the newest checkpoint if the far tier alone has it; return what the near tier alone has, the oldest first."""
@@ -63,12 +65,25 @@ class Fetches:
                                         fix="name the far tier of this run, or a new place")  # fmt: skip
             mine = newest_whole(self._near, here)
             got = self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine))
-            SentLogs(self._near, self._far).fetch(missing=got is None)
+            if got is None and mine is None:
+                self._check_empty(there)
+            self._logs.fetch(missing=got is None)
             here = inventory_in(self._near, may_be_new=True)
             self._report_parted(far, here, there)
         sent = max((_age(entry.head) for entry in lineage(there) if entry.head is not None), default=_NOWHERE)
         left = [entry.name for entry in lineage(here) if entry.head is not None and _age(entry.head) > sent]
         return [*reversed(left), *([BEST_FILE] if best_bytes(self._near) is not None else [])]
+
+    def _check_empty(self, there: Inventory) -> None:
+        """Check that there is nothing to go on from, where nothing was fetched and the near tier has nothing.
+
+        Raises:
+            SaveFailed: if the far tier has checkpoints: a start would begin the run again, beside them.
+        """
+        lost = [entry.name for entry in there.entries if entry.head is not None]
+        if lost:
+            raise SaveFailed(self._far.url, expected="a whole checkpoint of the run", found=f"none, of {', '.join(lost[-8:])}",
+                             fix=f"see `trainfold verify {self._far.url}`; to begin again on purpose, name a new place as far=")  # fmt: skip
 
     def _report_parted(self, far: Store, here: Inventory, there: Inventory) -> None:
         """Report the newest checkpoints that are other ones in the two tiers: the run went on in two places."""
@@ -86,7 +101,7 @@ class Fetches:
         Raises:
             SaveFailed: if one that may be newer cannot be read now: an older one is not taken for it.
         """
-        if unread := [entry.problem for entry in there.entries if entry.problem is not None and entry.is_unreadable]:
+        if unread := [entry.problem for entry in there.entries if entry.problem is not None and entry.may_be_newest]:
             raise self._unread(error_from(unread[-1]))
         has_best = best_bytes(self._near) is not None
         for entry in lineage(there):
@@ -104,8 +119,8 @@ class Fetches:
         """See `HasFarTier.refetch`."""
         far = glimpse(self._far)
         try:
-            there = inventory_in(far)
-        except CheckpointError as error:
+            there = inventory_in(far, may_be_new=True)
+        except CheckpointUnreadable as error:
             raise self._unread(error) from error
         if there.entry(name) is None:
             self._report_lost(name, "the far tier does not have it either")
@@ -119,8 +134,8 @@ class Fetches:
         mine = newest_whole(self._near, others)
         return self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine), before=_age(failed.head))
 
-    def _has_fetched(self, name: str, *others: int) -> bool:
-        """Copy a checkpoint into the near tier, and those of other steps; whether that succeeded.
+    def _has_fetched(self, name: str, *best: int) -> bool:
+        """Copy a checkpoint into the near tier, and those that the best names; without these if they keep it back. Whether that succeeded.
 
         Raises:
             SaveFailed: if the near tier cannot be written, or the far one cannot be read now.
@@ -128,7 +143,7 @@ class Fetches:
         began, step = time.monotonic(), step_of(name)
         assert step is not None  # of an entry
         try:
-            plan = planned_copy(self._far, self._near, steps=sorted({step, *others}), replaces=True)
+            plan = planned_copy(self._far, self._near, steps=sorted({step, *best}), replaces=True)
             check_copy(plan)
             self._look_at(carry_out(plan, self._far, self._near), name)
         except CheckpointError as error:
@@ -137,6 +152,11 @@ class Fetches:
             is_known = isinstance(error, CommitConflict | CheckpointQuarantined)
             if not is_known and outcome_of(error).ending != "damaged":
                 raise self._unread(error) from error
+            if best:
+                has_name = self._has_fetched(name)
+                if has_name:
+                    self._report_lost(BEST_FILE, error_text(error))
+                return has_name
             self._report_lost(name, error_text(error))
             return False
         detail = f"{plan.size_bytes} bytes to {self._near.url}, which has lost it"

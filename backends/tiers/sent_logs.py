@@ -124,7 +124,7 @@ class SentLogs:
     def fetch(self, *, missing: bool = False) -> None:
         """Put the flight logs of the far tier in the place of other ones, or only of those that are not there, and add what its journal alone has.
 
-        Where a checkpoint was fetched, the far tier has the log of the steps before it: the disk may have been left behind with steps that the run did not go on from.
+        One that could not be fetched now is not sent either. Where a checkpoint was fetched, the far tier has the log of the steps before it: the disk may have been left behind with steps that the run did not go on from.
         """
         with self._mutex:
             names, mine = self._far.list(), self._near.list()
@@ -140,7 +140,13 @@ class SentLogs:
                             self._near.delete(part)
                         self._near.write(name, read_pieces(self._far, there), size_bytes=_total(there))
                 except (TrainfoldError, OSError) as error:
-                    _LOG.warning("%s/%s: the log is not fetched: %s", self._far.url, name, error)
+                    self._left.add(name)
+                    _LOG.warning(
+                        "%s/%s: the log is not fetched, and stays as it is: the lines from here on are on the disk alone: %s",
+                        self._far.url,
+                        name,
+                        error,
+                    )
 
     def _has_all(self, there: Sizes, here: Sizes) -> bool:
         """Whether a log of the near tier begins with all of that of the far one."""

@@ -10,6 +10,7 @@ from trainfold.backends.stores.local import LocalStore, Run, open_store
 from trainfold.backends.stores.protocol import Buffer, least_revision_of
 from trainfold.backends.stores.stand_in import check_only_read
 from trainfold.backends.tiers.fetches import Fetches
+from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.backends.tiers.uploads import Uploads
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.checks import count
@@ -135,7 +136,7 @@ class TwoTiers:
             uploads = Uploads(
                 self.near, self.far, keep=self._keep_far, most_waiting=self._most_waiting, report=self._report
             )
-            left = self._fetches().catch_up()
+            left = self._fetches(uploads.logs).catch_up()
             uploads.compare_logs()
             self._uploads = uploads
             try:
@@ -167,8 +168,8 @@ class TwoTiers:
                 ) from error  # fmt: skip
             yield
 
-    def _fetches(self) -> Fetches:
-        return Fetches(self.near, self.far, self._report)
+    def _fetches(self, logs: SentLogs) -> Fetches:
+        return Fetches(self.near, self.far, logs, self._report)
 
     def _report(self, event: Event) -> None:
         with self._mutex:
@@ -180,7 +181,8 @@ class TwoTiers:
 
     def refetch(self, name: str, *, or_older: bool = False) -> str | None:
         """See `HasFarTier`."""
-        return None if self._uploads is None else self._fetches().fetched_again(name, or_older=or_older)
+        uploads = self._uploads
+        return None if uploads is None else self._fetches(uploads.logs).fetched_again(name, or_older=or_older)
 
     def commit(self, name: str, data: bytes, *, replaces: str | None = None) -> None:
         """See `Store.commit`: in the near tier; a checkpoint is then sent."""

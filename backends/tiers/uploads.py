@@ -53,6 +53,9 @@ class Uploads:
         keep: what stays in the far tier; None for all.
         most_waiting: how many may wait besides the one that is being sent; those before them are given up. None for any number.
         report: gets each event, from any thread.
+
+    Attributes:
+        logs: what is sent of the logs, and is not.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Uploads:
         self._given_up: dict[str, TrainfoldError] = {}
         self._last_error: TrainfoldError | None = None
         self._is_closing = threading.Event()
-        self._logs = SentLogs(near, far)
+        self.logs = SentLogs(near, far)
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -84,7 +87,7 @@ class Uploads:
 
     def compare_logs(self) -> None:
         """See `SentLogs.compare`."""
-        self._logs.compare()
+        self.logs.compare()
 
     def add(self, *names: str) -> None:
         """Send checkpoints, or ``best.json``, after what waits."""
@@ -127,7 +130,7 @@ class Uploads:
             )
             raise SaveFailed(f"{self._far.url}/{missing[0]}", expected="every checkpoint of this run in the far tier",
                              found=f"{', '.join(missing)} in {self._near.url} alone, because of {error_text(error)}", fix=fix)  # fmt: skip
-        self._logs.send()
+        self.logs.send()
 
     def _start(self) -> None:
         """Start the thread, unless it works already."""
@@ -195,7 +198,7 @@ class Uploads:
         step = step_of(name)
         plan = planned_copy(self._near, self._far, steps="newest" if step is None else [step], replaces=True)
         check_copy(plan)
-        self._logs.send()  # before: a resume from there finds the log of the steps before it
+        self.logs.send()  # before: a resume from there finds the log of the steps before it
         for error in carry_out(plan, self._near, self._far).values():
             raise error
         with self._mutex:

@@ -12,16 +12,24 @@ from kit.laws.manager_machine_cases import GatedStore
 import trainfold
 from trainfold.adapters.guards.rehearsal import rehearsal_of
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.flight.flights import file_for_log
+from trainfold.backends.flight.flights import file_for_log, flight_name
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.compare_runs import planned_copy
 from trainfold.backends.tiers.copy_run import carry_out
+from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointForeign, CheckpointUnreadable, InvalidArgument, RunLocked, SaveFailed
+from trainfold.core.errors import (
+    CheckpointForeign,
+    CheckpointUnreadable,
+    InvalidArgument,
+    ResumeRefused,
+    RunLocked,
+    SaveFailed,
+)
 from trainfold.core.rehearsal.orders import VARIABLE, Orders, encode_orders
 from trainfold.core.save.retention import keep_last
 from trainfold.core.state.leaves import Leaves
@@ -206,6 +214,13 @@ class Unread(MemoryStore):
         return super().read(name, start=start, stop=stop)
 
 
+def fetch_only(near, far):
+    """A start whose reads of a log fail until it has begun; then a save."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        far.part = ""
+        manager.save(manager.load(LIKE).evolve(trainer=Progress(step=3)))
+
+
 @pytest.mark.parametrize("has_older", [False, True])
 @pytest.mark.parametrize("part", ["model-", "step-00000004/manifest", "manifest.json"])
 def test_a_far_tier_that_answers_and_cannot_be_read_is_not_taken_for_an_older_one(near, part, has_older):
@@ -355,6 +370,82 @@ def test_a_damaged_best_in_the_far_tier_keeps_no_newer_checkpoint_there(near, fa
     with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
         assert manager.load(LIKE).trainer.step == 2
     assert [(each.kind, each.step) for each in events] == [("not_fetched", 1), ("fetched", 2), ("restored", 2)]
+    shutil.rmtree(near.url)  # the best is in quarantine there now
+    events.clear()
+    with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
+        assert manager.load(LIKE).trainer.step == 2, "it was as if the far tier had nothing"
+    assert [(each.kind, each.step) for each in events] == [("fetched", 2), ("not_fetched", None), ("restored", 2)]
+
+
+def test_a_run_does_not_begin_again_where_all_of_the_far_tier_is_damaged(near, far):
+    """E02, A14: the disk is lost, and a start found nothing, as in a new run."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (1, 2):
+            manager.save(at(step))
+    shutil.rmtree(near.url)
+    for step in (1, 2):
+        flip(far, step)
+    for _ in range(2):
+        with pytest.raises(SaveFailed, match=r"expected a whole checkpoint of the run, found none.*step-00000002"):
+            CheckpointManager(TwoTiers(near, far)).__enter__()
+        assert steps_in(near) == []
+
+
+class Archived(Unread):
+    """One that knows when something was committed."""
+
+    def __init__(self):
+        self.ticks = itertools.count(1000)
+        super().__init__(clock=lambda: float(next(self.ticks)))
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_an_old_manifest_that_can_never_be_read_stops_no_run(near, step):
+    """E01, V03: an object that a rule has archived is read by nobody; what may be the newest is still not passed over."""
+    far = Archived()
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for each in (2, 4, 6):
+            manager.save(at(each))
+    shutil.rmtree(near.url)
+    far.part = f"step-0000000{step}/manifest.json"
+    if step == 6:
+        with pytest.raises(SaveFailed, match="503 SlowDown"):
+            CheckpointManager(TwoTiers(near, far)).__enter__()
+        with pytest.raises(ResumeRefused, match="may be the newest"):
+            trainfold.load(far, like=LIKE)
+        return
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        assert manager.load(LIKE).trainer.step == 6
+    with CheckpointManager(far) as manager, pytest.warns(CheckpointPassedOver, match="503 SlowDown"):
+        assert manager.load(LIKE).trainer.step == 6
+
+
+def test_a_far_tier_without_a_run_has_nothing_to_fetch_again(near, far):
+    """R09: it was "a far tier that cannot be read", to be waited for."""
+    with CheckpointManager(near) as manager:
+        for step in (1, 2):
+            manager.save(at(step))
+    flip(near, 2)
+    empty = MemoryStore()
+    tiers = TwoTiers(near, empty)
+    with tiers.near.lock():
+        fetches = tiers._fetches(SentLogs(near, empty))
+        assert fetches.fetched_again("step-00000002", or_older=False) is None
+
+
+def test_a_log_that_could_not_be_fetched_is_not_replaced_by_an_older_one_of_the_disk(near):
+    """E01: one failed read, and the next upload put the log that was left behind in its place."""
+    far = Unread()
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (1, 2):
+            manager.save(at(step))
+    log = flight_name(0)
+    far.write(log, [b"a" * 200], size_bytes=200)
+    near.write(log, [b"a" * 100], size_bytes=100)
+    near.delete("step-00000002/")
+    far.part = log
+    fetch_only(near, far)
+    assert far.read(log) == b"a" * 200
 
 
 def test_a_step_that_is_saved_again_replaces_the_one_there(near, far):
