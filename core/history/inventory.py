@@ -27,7 +27,7 @@ class Entry:
         manifest: the manifest, once it was read whole and proved; None before that.
         problem: why the checkpoint cannot be used; None if nothing is known against it.
         summary: what the first line of the manifest claims about the rest; None before version 3.
-        is_older: whether it is older than another one, as far as `with_older_known` can tell without its manifest.
+        is_older: whether it is older than another one, as far as `with_older_known` can say without its manifest.
     """
 
     name: str

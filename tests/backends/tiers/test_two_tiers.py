@@ -401,7 +401,7 @@ class Archived(Unread):
 
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_an_old_manifest_that_can_never_be_read_stops_no_run(near, step):
-    """E01, V03: an object that a rule has archived is read by nobody; what may be the newest is still not passed over."""
+    """E01, V03: an object that a rule has archived can never be read; what may be the newest is still not passed over."""
     far = Archived()
     with CheckpointManager(TwoTiers(near, far)) as manager:
         for each in (2, 4, 6):
