@@ -27,7 +27,8 @@ class StepDifference:
     Attributes:
         step: the step.
         parts: what differs, of ``samples``, ``epoch``, ``batch``, ``loss``, ``norm``, ``streams``, ``host_streams`` and ``state``. The
-            streams of python and numpy count only where other things differ, and they were the same before.
+            streams of python and numpy count only where other things differ, and they were the same before. Those of torch do not count where they
+            were elsewhere before, and results are the same: nothing depends on them.
         same: what is known in both, and the same.
         one: the record of the first flight; None if it has none, where only the state is compared.
         other: that of the second one.
@@ -73,7 +74,8 @@ class StepDifference:
 def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int | None = None) -> StepDifference | None:
     """The first step in which two flights differ, of those that both can have; None if they do not.
 
-    What only one of them knows is not compared: a field, or a step. A flight that ends earlier, or has lost steps, is not another one.
+    What only one of them knows is not compared: a field, or a step. A flight that ends earlier, or has lost steps, is not another one. Torch's
+    streams alone, where they were never seen to be the same, count only if no result after it is known.
 
     Args:
         one: a flight.
@@ -86,12 +88,15 @@ def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int |
     first = max(min(one.steps), min(other.steps), after + 1)
     last = min(max(one.steps), max(other.steps))
     last = last if until is None else min(last, until)
+    stray: StepDifference | None = None
     for step in sorted((one.steps.keys() & other.steps.keys()) | (one.states.keys() & other.states.keys())):
         if first <= step <= last:
             found = step_difference(one, other, step)
-            if found is not None:
+            if found is not None and (found.parts != ("streams",) or _alike(one, other, step - 1, "streams")):
                 return found
-    return None
+            is_known = found is None and _has_results(one, other, step)
+            stray = None if is_known else stray or found
+    return stray
 
 
 def steps_unrecorded(one: Flight, other: Flight) -> tuple[tuple[int, int], ...]:
@@ -117,16 +122,19 @@ def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | N
     mine, theirs = one.steps.get(step), other.steps.get(step)
     parts: list[str] = []
     same: list[str] = []
-    for name in (*_POSITION[::-1], "batch", *_NUMBERS, "streams"):
+    for name in (*_POSITION[::-1], "batch", *_NUMBERS):
         if mine is None or theirs is None or not mine.is_comparable(theirs, name):
             continue
         if getattr(mine, name) != getattr(theirs, name):
             parts.append(name)
-        elif mine.shows(theirs, name):
-            same.append(name)
         else:
-            same.append(f"{name} as far as samples of it show")
-    if parts and _came_apart(one, other, step):
+            same.append(name if mine.shows(theirs, name) else f"{name} as far as samples of it show")
+    streams = _alike(one, other, step, "streams")
+    if streams:
+        same.append("streams")
+    elif streams is False and not _is_adrift(one, other, step):
+        parts.append("streams")
+    if parts and _alike(one, other, step - 1, "host_streams") and _alike(one, other, step, "host_streams") is False:
         parts.append("host_streams")
     states = one.states.get(step, {}), other.states.get(step, {})
     components = tuple(name for name, digest in states[0].items() if digest != states[1].get(name, digest))
@@ -141,11 +149,24 @@ def steps_with_other_batch_digests(one: Flight, other: Flight) -> list[int]:
     return [a.step for a, b in both if None not in (a.batch, b.batch) and not a.is_comparable(b, "batch")]
 
 
-def _came_apart(one: Flight, other: Flight, step: int) -> bool:
-    """Whether the streams of python and numpy were the same before a step, and are not after it."""
-    before, after = ([flight.steps.get(at) for flight in (one, other)] for at in (step - 1, step))
-    known = [None if each is None else each.host_streams for each in (*before, *after)]
-    return None not in known and known[0] == known[1] and known[2] != known[3]
+def _alike(one: Flight, other: Flight, step: int, name: str) -> bool | None:
+    """Whether both have the same there; None if one of them does not know it."""
+    values = [getattr(flight.steps.get(step), name, None) for flight in (one, other)]
+    return None if None in values else values[0] == values[1]
+
+
+def _has_results(one: Flight, other: Flight, step: int) -> bool:
+    """Whether results of a step are known in both, and the same."""
+    states = [flight.states.get(step) for flight in (one, other)]
+    found = [_alike(one, other, step, name) for name in _NUMBERS] + [None if None in states else states[0] == states[1]]
+    return True in found and False not in found
+
+
+def _is_adrift(one: Flight, other: Flight, step: int) -> bool:
+    """Whether torch's streams were elsewhere before a step, and the results were the same in it or in the one before: nothing depends on them."""
+    if _alike(one, other, step - 1, "streams"):
+        return False
+    return any(_has_results(one, other, at) for at in (step - 1, step))
 
 
 def host_draws(one: Flight, other: Flight) -> HostDraws | None:

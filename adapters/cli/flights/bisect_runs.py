@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.adapters.cli.flights.log_checks import believed, uncompared
+from trainfold.adapters.cli.flights.log_checks import believed, ended_apart, replayed_otherwise, uncompared
 from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, log_warnings
-from trainfold.adapters.cli.flights.run_evidence import evidence_of, unlike_leaves
+from trainfold.adapters.cli.flights.run_evidence import evidence_of
 from trainfold.adapters.cli.flights.scratch_run import (
     Logs,
     ReplayRequest,
@@ -24,13 +24,15 @@ from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.flight.evidence import Evidence
-from trainfold.core.flight.parting import Parting, parting_of
+from trainfold.core.flight.causes.evidence import Evidence
+from trainfold.core.flight.causes.known_states import unlike_leaves
+from trainfold.core.flight.causes.parting import Parting, parting_of
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import leaf_texts
 
 _B: Final = "b"  # where the replay of B is
 _PLACE: Final = scratch_place("bisect", "bisection", _B)
+_SEEDED: Final = "they were seeded otherwise, and nothing that is known depends on it"
 _SHOWN: Final = 40
 _AGAIN: Final = "to know more, put the program after them, as in -- CMD {run}: both runs are run again, which shows a fault of one of them; "
 
@@ -63,10 +65,13 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
     if command and parting.step is not None:
         with _PLACE.prepared(directory):
             _PLACE.mark(directory, {"command": list(command), "command_b": list(theirs), "a": str(a), "b": str(b)})
-            evidence = _replayed(((a, mine), (b, others)), parting, (command, theirs), directory, patience_secs)
+            evidence, said_of_replays = _replayed(((a, mine), (b, others)), parting, (command, theirs), directory, patience_secs)  # fmt: skip
         parting = parting_of(evidence)
-    if parting.step is None and parting.evidence.same_at is None:
-        said += uncompared(flights)
+        said += said_of_replays
+    if parting.step is None:
+        said += uncompared(flights) if parting.evidence.same_at is None else []
+        said += ended_apart((a, b), flights)
+        said += [_SEEDED] if parting.evidence.seeds else []
     return _answer(a, b, parting, [*said, *said_too, *log_warnings((a, b), flights, ("A", "B"))])
 
 
@@ -88,19 +93,29 @@ def _replayed(
     commands: tuple[tuple[str, ...], tuple[str, ...]],
     directory: Path,
     patience_secs: float,
-) -> Evidence:
-    """The evidence, with what the programs do again from the last state that both have."""
+) -> tuple[Evidence, list[str]]:
+    """The evidence, with what the programs do again from the last state that both have; and in what the replays were not like the runs."""
     known, end = parting.evidence, parting.step
     assert end is not None
     begin = known.same_at if known.same_at is not None and known.same_at < end else 0
     (a, logs_of_a), (b, logs_of_b) = runs
     made = replay_program(directory, ReplayRequest(a, begin, end, commands[0], patience_secs=patience_secs))
+    said = [replayed_otherwise(a, made.run, "A", begin, end)]
     repeats = _repeated(a, logs_of_a, made, begin, end), _repeated(b, logs_of_b, made, begin, end)
     own_of_b = reached_by_b = None
     if commands[1]:
         other = replay_program(directory / _B, ReplayRequest(b, begin, end, commands[1], patience_secs=patience_secs))
+        said.append(replayed_otherwise(b, other.run, "B", begin, end))
         own_of_b, reached_by_b = _repeated(b, logs_of_b, other, begin, end), other.reached
-    return attrs.evolve(known, repeats=repeats, own=(repeats[0], own_of_b), reached=(made.reached, reached_by_b))
+    known = attrs.evolve(
+        known,
+        repeats=repeats,
+        own=(repeats[0], own_of_b),
+        reached=(made.reached, reached_by_b),
+        elsewhere=(said[0] != "", said[-1] != "" and len(said) > 1),
+        is_one_program=commands[0] == commands[1],
+    )
+    return known, [text for text in said if text]
 
 
 def _repeated(run: Path, flights: Logs, made: ScratchRun, begin: int, end: int) -> bool | None:
@@ -120,15 +135,16 @@ def _repeat_rows(parting: Parting) -> list[tuple[str, str]]:
     """Which program did again what which run has, as rows of a table."""
     known = parting.evidence
     of_a, of_b = known.reached
+    away_a, away_b = known.elsewhere
     asked = [
-        (*"AA", known.repeats[0], of_a, "put the program of A after --"),
-        (*"AB", known.repeats[1], of_a, "put the program of A after --"),
+        (*"AA", known.repeats[0], of_a, "put the program of A after --", away_a),
+        (*"AB", known.repeats[1], of_a, "put the program of A after --", False),
     ]
-    asked += [] if of_a is None else [(*"BB", known.own[1], of_b, "put {run} into the command, or name its program with --program-b")]  # fmt: skip
+    asked += [] if of_a is None else [(*"BB", known.own[1], of_b, "put {run} into the command, or name its program with --program-b", away_b)]  # fmt: skip
     rows = []
-    for program, run, repeats, reached, untried in asked:
+    for program, run, repeats, reached, untried, is_away in asked:
         if repeats is not None:
-            text = "yes" if repeats else "NO"
+            text = "yes" if repeats else f"NO{', in another environment: see the warning' if is_away else ''}"
         elif reached is None:
             text = f"not tried: {untried}"
         elif reached < (parting.step or 0):
@@ -191,7 +207,7 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
         "difference": difference_data(known.difference),
         "same_at": known.same_at,
         "apart_at": known.apart_at,
-        "leaves": [attrs.asdict(leaf) for leaf in known.leaves],
+        "leaves": [attrs.asdict(leaf, filter=lambda field, _: field.name != "ulps") for leaf in known.leaves],
         "absent": list(known.absent),
         "settings": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.settings],
         "environment": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.environment],

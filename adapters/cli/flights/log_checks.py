@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from trainfold.adapters.cli.flights.scratch_run import Logs, saved_steps
+from trainfold.adapters.cli.flights.scratch_run import Logs, last_step, saved_steps
 from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.stores.place import url_text
 from trainfold.core.flight.flight import Flight, state_digests
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import fingerprints
+from trainfold.core.resume.drift import ENVIRONMENT
 
 
 def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
@@ -61,3 +62,41 @@ def uncompared(flights: tuple[Logs, Logs]) -> list[str]:
     if any(one[rank].states.keys() & other[rank].states.keys() for rank in one.keys() & other.keys()):
         return []
     return ["there is no step of which both have a checkpoint: their states were not compared"]
+
+
+def ended_apart(runs: tuple[Path, Path], flights: tuple[Logs, Logs]) -> list[str]:
+    """What is to be said of two runs of which one did more steps, which nothing was compared with."""
+    ends = [last_step(run, logs) for run, logs in zip(runs, flights, strict=True)]
+    if ends[0] == ends[1]:
+        return []
+    names = "AB" if ends[0] < ends[1] else "BA"
+    return [
+        f"{names[0]} ends at step {min(ends)}, and {names[1]} at step {max(ends)}: nothing after step {min(ends)} was compared"
+    ]
+
+
+def replayed_otherwise(run: Path, replay: Path, name: str, begin: int, end: int) -> str:
+    """In which versions and which numerical environment a replay was not like the run that it repeats; empty if none is known.
+
+    Args:
+        run: the run.
+        replay: what its program wrote again.
+        name: of the run, in a sentence.
+        begin: the step of the checkpoint that the replay began with.
+        end: its last step.
+    """
+    made = max((step for step in saved_steps(replay) if step > begin), default=None)
+    saved = saved_steps(run)
+    if made is None or not saved:
+        return ""
+    there = min((step for step in saved if step >= end), default=max(saved))
+    found = [_surroundings(path, step) for path, step in ((run, there), (replay, made))]
+    unlike = [f"{key} {found[1][key]}, not {found[0][key]}" for key in found[0].keys() & found[1].keys() if found[0][key] != found[1][key]]  # fmt: skip
+    return f"{name} was run again in another environment, so that another result says nothing: {'; '.join(sorted(unlike))}" if unlike else ""  # fmt: skip
+
+
+def _surroundings(run: Path, step: int) -> dict[str, str]:
+    """The versions of libraries and the numerical environment of a checkpoint."""
+    manifest = open_checkpoint(run / directory_of(step)).manifest
+    drifts = {key: repr(value) for key, value in manifest.contract.items() if key.startswith(ENVIRONMENT)}
+    return {**drifts, **manifest.versions}

@@ -23,7 +23,7 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.flight.parting import steps_text
+from trainfold.core.flight.causes.parting import steps_text
 from trainfold.core.flight.step_difference import (
     StepDifference,
     first_step_apart,

@@ -2,32 +2,13 @@
 
 import shutil
 
-import pytest
-from kit.adapters.cli_cases import fits_its_schema
+from kit.adapters.manager import replay_cases
 from kit.adapters.manager.parting_cases import flip_a_bit, train
-
-from trainfold.adapters.cli.flights import bisect_runs as module
-from trainfold.adapters.cli.flights.scratch_run import ScratchRun, flights_of, last_step
 
 REPEATS = [f"the program of {program} repeats {run}" for program, run in ("AA", "AB", "BB")]
 
 
-@pytest.fixture
-def bisected(tmp_path, monkeypatch):
-    """Bisects ``a`` and ``b``; a replay is a run that is there already, by the name of the one that is replayed."""
-
-    def run(*command, **replays):
-        def replay(home, request):
-            there = tmp_path / replays[request.run.name]
-            return ScratchRun(there, flights_of(there), last_step(there, flights_of(there)), None, home / "output.txt")
-
-        monkeypatch.setattr(module, "replay_program", replay)
-        place = tmp_path / "replay"
-        answer = module.bisect_runs(tmp_path / "a", tmp_path / "b", command, directory=place, patience_secs=60)
-        fits_its_schema("bisect", answer.data)
-        return answer
-
-    return run
+bisected = replay_cases.bisected
 
 
 def test_a_program_that_ended_before_the_step_in_question_is_said_to_have_ended_there(bisected, tmp_path):

@@ -4,8 +4,11 @@ import subprocess
 
 import pytest
 
+from kit.adapters.cli_cases import fits_its_schema
 from kit.system.rehearse_cases import program
 from trainfold.adapters.cli import main
+from trainfold.adapters.cli.flights import bisect_runs as module
+from trainfold.adapters.cli.flights.scratch_run import ScratchRun, flights_of, last_step
 
 RECORDS = ('CheckpointManager("runs/mine", every=1000)', "CheckpointManager(sys.argv[1], every=4, record=4)")
 TWICE = ("epochs=100", "epochs=2")  # 12 steps
@@ -35,5 +38,23 @@ def replayed(capsys):
 
         code = main([*map(str, words), "--json", *(["--", *command] if command else [])])
         return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def bisected(tmp_path, monkeypatch):
+    """Bisects ``a`` and ``b``; a replay is a run that is there already, by the name of the one that is replayed."""
+
+    def run(*command, **replays):
+        def replay(home, request):
+            there = tmp_path / replays[request.run.name]
+            return ScratchRun(there, flights_of(there), last_step(there, flights_of(there)), None, home / "output.txt")
+
+        monkeypatch.setattr(module, "replay_program", replay)
+        place = tmp_path / "replay"
+        answer = module.bisect_runs(tmp_path / "a", tmp_path / "b", command, directory=place, patience_secs=60)
+        fits_its_schema("bisect", answer.data)
+        return answer
 
     return run

@@ -1,9 +1,10 @@
 """What the path of a leaf says about two runs that part: a seed, a random stream, a schedule, the position in the data."""
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
-from trainfold.core.flight.evidence import LeafApart
+from trainfold.core.flight.causes.evidence import LeafApart
 
 _RANK: Final = r"(?:@rank\d+)?"
 _SEED: Final = re.compile(rf"rng{_RANK}\.(value\['seed'\]|bits)")
@@ -50,7 +51,12 @@ def is_order(path: str) -> bool:
 
 def is_stream(path: str) -> bool:
     """Whether a leaf is of torch's random streams, or of those of a loader."""
-    return path.startswith(("rng.", "rng@")) or is_order(path)
+    return is_rng(path) or is_order(path)
+
+
+def is_rng(path: str) -> bool:
+    """Whether a leaf is of the random streams of the program."""
+    return path.startswith(("rng.", "rng@"))
 
 
 def is_position(path: str) -> bool:
@@ -81,9 +87,10 @@ def generators(paths: list[str], unlike: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for path in unlike if whole.get(name := path.partition(".")[0])))
 
 
-def scheduled(leaves: tuple[LeafApart, ...]) -> tuple[str, ...]:
+def scheduled(paths: Iterable[str]) -> tuple[str, ...]:
     """The leaves that a schedule sets, first those that explain the others; a learning rate is one of them."""
-    return tuple(leaf.path for kind in (_SCHEDULED, _COUNTS) for leaf in leaves if kind.match(leaf.path))
+    given = tuple(paths)
+    return tuple(path for kind in (_SCHEDULED, _COUNTS) for path in given if kind.match(path))
 
 
 def follows_results(leaves: tuple[LeafApart, ...]) -> bool:

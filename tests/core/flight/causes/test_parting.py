@@ -3,8 +3,8 @@
 import attrs
 import pytest
 
-from trainfold.core.flight.evidence import Evidence, LeafApart
-from trainfold.core.flight.parting import parting_of
+from trainfold.core.flight.causes.evidence import Evidence, LeafApart
+from trainfold.core.flight.causes.parting import parting_of
 from trainfold.core.flight.step_difference import StepDifference
 
 BUFFER, WEIGHT = LeafApart("model.buffers['n.mean']", differing=3), LeafApart("model.params['w']", differing=1)
@@ -13,6 +13,7 @@ LEARNS = LeafApart("optimizer.groups[0].hyper['lr']")
 COUNT = LeafApart("scheduler.value['last_epoch']")
 BEST = LeafApart("scheduler.value['best']")
 SAMPLES = LeafApart("dataset@rank1.value['samples']")
+LOSS = frozenset({"loss"})
 RATE = (("optimizer.groups[0].lr", "0.1", "0.2"),)
 
 
@@ -27,7 +28,10 @@ CASES = [
     (Evidence(difference=logs("loss", "streams", step=21), unrecorded=(16, 20), environment=ENV), 21, "unrecorded"),
     (Evidence(difference=logs("loss", step=21), unrecorded=(16, 20), settings=RATE), 21, "setting"),
     (Evidence(apart_at=8, unrecorded=(4, 8), leaves=(BUFFER, WEIGHT)), 8, "unrecorded"),
-    (Evidence(apart_at=8, unrecorded=(4, 8), leaves=(WEIGHT,)), 8, "bit"),
+    (Evidence(apart_at=8, unrecorded=(4, 8), leaves=(WEIGHT,), is_settled=True), 8, "unrecorded"),
+    (Evidence(apart_at=8, leaves=(WEIGHT,), is_settled=True, environment=ENV), 8, "environment"),
+    (Evidence(apart_at=8, leaves=(attrs.evolve(WEIGHT, ulps=2),), is_settled=True), 8, "state"),
+    (Evidence(apart_at=8, leaves=(WEIGHT,)), 8, "state"),
     (Evidence(difference=logs("batch", "loss", "streams"), seeds=("1", "2"), environment=ENV), 5, "seed"),
     (Evidence(difference=logs("batch", "loss"), settings=RATE), 5, "batch"),
     (Evidence(difference=logs("loss"), absent=("scheduler",), settings=RATE), 5, "component"),
@@ -45,8 +49,8 @@ CASES = [
     (Evidence(difference=logs("loss"), settings=RATE, own=(False, False)), 5, "setting"),
     (Evidence(same_at=4, apart_at=8, leaves=(BUFFER,)), 8, "buffer"),
     (Evidence(same_at=4, apart_at=8, leaves=(BUFFER, WEIGHT)), 8, "state"),
-    (Evidence(same_at=4, apart_at=8, leaves=(WEIGHT,)), 8, "bit"),
-    (Evidence(difference=logs("loss", step=9), same_at=4, apart_at=8, leaves=(WEIGHT,)), 8, "bit"),
+    (Evidence(same_at=7, apart_at=8, leaves=(WEIGHT,), is_settled=True), 8, "bit"),
+    (Evidence(difference=logs("loss", step=9), same_at=4, apart_at=8, leaves=(WEIGHT,), alike=LOSS), 8, "bit"),
     (Evidence(difference=logs("loss", step=5), same_at=4, apart_at=8, leaves=(WEIGHT,)), 5, "arithmetic"),
     (
         Evidence(
@@ -92,29 +96,40 @@ def test_a_fault_names_the_run_that_does_not_repeat():
 
 
 def test_where_they_part_is_said_as_closely_as_it_is_known():
-    late = Evidence(same_at=4, apart_at=8, leaves=(WEIGHT,))
+    late = Evidence(same_at=4, apart_at=8, leaves=(WEIGHT,), alike=LOSS)
     assert str(parting_of(late)).startswith("part after step 4, at step 8 at the latest: one element")
     assert str(parting_of(attrs.evolve(late, same_at=None))).startswith("part at step 8 at the latest: ")
-    assert str(parting_of(Evidence(difference=logs("batch")))).startswith("part in step 5: they read other data")
+    read = Evidence(difference=logs("batch"))
+    assert str(parting_of(read)).startswith("part in step 5 at the latest: they read other data")
+    assert str(parting_of(attrs.evolve(read, is_whole=True))).startswith("part in step 5: they read other data")
+    result = Evidence(difference=logs("loss"), is_whole=True)
+    assert str(parting_of(result)).startswith("part in step 5 at the latest: ")
+    assert str(parting_of(attrs.evolve(result, is_settled=True))).startswith("part in step 5: ")
     assert str(parting_of(Evidence())) == "nothing that is known differs"
 
 
-KNOWN = frozenset({"samples", "batch", "streams"})
-COMPARED = Evidence(is_compared=True, shown=KNOWN, difference=logs("loss"), same_at=4, is_settled=True)
+READ = frozenset({"samples", "batch", "streams", "loss", "order", "generators", "host_streams"})
+SAVED = READ | {"seed", "component", "settings", "schedule", "environment", "buffers", "start"}
+KNOWN = Evidence(alike=SAVED - {"loss"}, is_whole=True, difference=logs("loss"), same_at=4, apart_at=5, is_settled=True)
+ALL = {"position", "seed", "batch", "component", "setting", "streams", "buffer", "bit", "environment"}
 OPEN = [
-    (COMPARED, {"bit"}),
-    (attrs.evolve(COMPARED, is_settled=False, same_at=3, apart_at=8), {"buffer", "bit"}),
-    (attrs.evolve(COMPARED, own=(True, True)), set()),
-    (attrs.evolve(COMPARED, shown=KNOWN - {"batch"}), {"batch", "bit"}),
-    (attrs.evolve(COMPARED, shown=KNOWN - {"streams"}), {"streams", "bit"}),
-    (attrs.evolve(COMPARED, apart_at=8, leaves=(LEARNS, BEST)), {"setting", "bit"}),
-    (attrs.evolve(COMPARED, draws="both", host=("numpy",)), {"seed", "streams", "bit"}),
-    (Evidence(difference=logs("loss"), shown=KNOWN), {"seed", "component", "setting", "buffer", "bit", "environment"}),
-    (Evidence(difference=logs("batch", "streams")), {"seed", "streams"}),
-    (Evidence(difference=logs("batch", "streams"), before=KNOWN), set()),
-    (Evidence(difference=logs("batch"), is_compared=True), set()),
-    (Evidence(same_at=4, apart_at=8, leaves=(LeafApart("model.buffers['n.mean']", differing=1),)), {"bit"}),
-]
+    (KNOWN, {"bit"}),
+    (attrs.evolve(KNOWN, is_settled=False), {"buffer", "setting", "bit"}),
+    (attrs.evolve(KNOWN, own=(True, True)), set()),
+    (attrs.evolve(KNOWN, alike=SAVED - {"batch"}), {"batch", "bit"}),
+    (attrs.evolve(KNOWN, alike=SAVED - {"streams"}), {"streams", "bit"}),
+    (attrs.evolve(KNOWN, alike=SAVED - {"schedule"}), {"setting", "bit"}),
+    (attrs.evolve(KNOWN, alike=SAVED - {"host_streams"}), {"seed", "streams", "bit"}),
+    (attrs.evolve(KNOWN, alike=SAVED - {"environment"}), {"environment", "bit"}),
+    (Evidence(difference=logs("loss")), ALL),
+    (Evidence(difference=logs("loss"), alike=READ), ALL - {"position", "seed", "batch", "streams"}),
+    (Evidence(difference=logs("batch", "loss"), alike=SAVED - {"batch"}, is_whole=True), set()),
+    (Evidence(difference=logs("batch", "loss"), alike=SAVED - {"batch"}), {"buffer", "bit", "arithmetic", "setting"}),
+    (Evidence(difference=logs("batch", "loss"), alike=frozenset({"samples"}), is_whole=True), {"seed", "component", "setting", "streams"}),
+    (Evidence(difference=logs("streams", "loss"), alike=SAVED - {"streams"} | {"streams before"}, is_whole=True), set()),
+    (Evidence(difference=logs("streams", "loss"), alike=SAVED - {"streams", "start", "seed"}, is_whole=True), {"seed", "setting", "buffer", "bit", "arithmetic"}),
+    (attrs.evolve(KNOWN, difference=None, leaves=(LeafApart("model.buffers['n.mean']", differing=1),), alike=SAVED - {"buffers"}), {"setting", "bit", "arithmetic"}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("evidence", "may_be"), OPEN)

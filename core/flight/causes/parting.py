@@ -4,9 +4,9 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.flight.doubts import Cause, doubts, in_words
-from trainfold.core.flight.evidence import Evidence
-from trainfold.core.flight.leaf_kinds import follows_results, is_position, scheduled
+from trainfold.core.flight.causes.doubts import Cause, doubts, in_words
+from trainfold.core.flight.causes.evidence import Evidence
+from trainfold.core.flight.causes.leaf_kinds import follows_results, is_position, scheduled
 from trainfold.core.flight.step_difference import StepDifference
 
 _WORDS: Final[dict[Cause, str]] = {
@@ -27,6 +27,10 @@ _WORDS: Final[dict[Cause, str]] = {
     "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, such as other values at the start or a generator that is not attached, or results that do not repeat",
 }
 
+_READ: Final = frozenset({"samples", "epoch", "batch", "streams"})
+_RESULTS: Final = frozenset({"loss", "norm", "state"})
+_SLIGHT_ULPS: Final = 16  # as sums in another order differ
+
 
 @final
 @attrs.frozen
@@ -38,12 +42,13 @@ class Parting:
         cause: the one that explains it, if one does.
         names: what it concerns: keys, leaves, components, streams.
         evidence: what was known.
-        may_be: the causes that it may be instead, as nothing that is known excludes them.
+        may_be: the causes that it may be instead, as nothing that is known excludes them. Empty where the cause is certain.
 
     Examples:
-        >>> from trainfold.core.flight.evidence import LeafApart
-        >>> print(parting_of(Evidence(apart_at=8, same_at=4, leaves=(LeafApart("model.buffers['n.mean']"),))))
-        part after step 4, at step 8 at the latest: only buffers of modules differ: they were updated or restored otherwise, and no loss has shown it yet: model.buffers['n.mean']
+        >>> from trainfold.core.flight.causes.evidence import LeafApart
+        >>> found = parting_of(Evidence(apart_at=8, same_at=4, leaves=(LeafApart("model.buffers['n.mean']"),)))
+        >>> str(found).partition("; it may also be")[0]
+        "part after step 4, at step 8 at the latest: only buffers of modules differ: they were updated or restored otherwise, and no loss has shown it yet: model.buffers['n.mean']"
     """
 
     step: int | None
@@ -63,7 +68,9 @@ class Parting:
         if self.step is None:
             return ""
         if known.difference is not None and self.step == known.difference.step:
-            return f"part in step {self.step}{f' on rank {known.rank}' if known.rank else ''}: "
+            is_read = known.is_whole and {*known.difference.parts} & _READ
+            late = "" if self.step == 1 or known.is_settled or is_read else " at the latest"
+            return f"part in step {self.step}{late}{f' on rank {known.rank}' if known.rank else ''}: "
         since = "" if known.same_at is None else f"after step {known.same_at}, "
         return f"part {since}at step {self.step} at the latest: "
 
@@ -83,8 +90,7 @@ def parting_of(evidence: Evidence) -> Parting:
     step = at if difference is None else min(difference.step, at or difference.step)
     parts = frozenset[str]() if by_state or difference is None else frozenset(difference.parts)
     cause, names = _cause(evidence, parts, by_state=by_state)
-    is_guess = names != () and names == _host_streams(evidence)
-    return Parting(step, cause, names, evidence, doubts(evidence, cause, parts, is_guess=is_guess))
+    return Parting(step, cause, names, evidence, doubts(evidence, cause, parts))
 
 
 def steps_text(first: int, last: int) -> str:
@@ -107,21 +113,22 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
     paths, keys = tuple(leaf.path for leaf in known.leaves), tuple(key for key, *_ in known.settings)
     components = () if known.difference is None else known.difference.components
     drifts = tuple(key for key, *_ in known.environment)
-    schedule = () if follows_results(known.leaves) else scheduled(known.leaves)[:1]
+    schedule = () if follows_results(known.leaves) else scheduled(paths)[:1]
     schedule = schedule or (components if by_state and {*components} == {"scheduler"} else ())
-    is_counted = known.unrecorded is None or "samples" in known.shown
+    is_counted = known.unrecorded is None or "samples" in known.alike
     moved = () if is_counted else tuple(path for path in paths if is_position(path))
     only_buffers = by_state and bool(paths) and all(".buffers[" in path for path in paths)
-    one_element = by_state and len(paths) == 1 and known.leaves[0].differing == 1
+    is_first = known.same_at is None and not known.before & _RESULTS
     hole = () if known.unrecorded is None else (steps_text(*known.unrecorded),)
     drawn = not hole and {"streams", "host_streams"} & parts
     host = _host_streams(known)
-    own = known.own[0], True if known.repeats[1] else known.own[1]  # what repeats B is the program of B, too
+    one_element = by_state and not hole and not drifts and _is_one_element(known)
+    own = known.repeat_themselves
     is_fault = {*own} == {True, False} and not drifts
     chance = own[0] is False and own[1] in (False, None)
     rules: tuple[tuple[object, Cause, tuple[str, ...]], ...] = (
         ({"samples", "epoch"} & parts or moved, "position", moved),
-        (known.seeds, "seed", known.seeds or ()),
+        (known.seeds and is_first, "seed", known.seeds or ()),
         ("batch" in parts, "batch", ()),
         (known.absent, "component", known.absent),
         (keys, "setting", keys),
@@ -140,13 +147,16 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
     return next(((cause, names) for holds, cause, names in rules if holds), ("arithmetic", paths))
 
 
+def _is_one_element(known: Evidence) -> bool:
+    """Whether one element alone differs, by more than sums in another order do, where the step is known to have begun from one state or to have had one loss."""
+    if len(known.leaves) != 1 or not (known.is_settled or "loss" in known.alike):
+        return False
+    leaf = known.leaves[0]
+    return leaf.differing == 1 and (leaf.ulps is None or leaf.ulps > _SLIGHT_ULPS)
+
+
 def _host_streams(known: Evidence) -> tuple[str, ...]:
     """The streams of python and numpy that were elsewhere from the first step on, and are used, if no results before are the same."""
-    if (
-        known.draws in (None, "no")
-        or known.unrecorded
-        or known.same_at is not None
-        or known.before & {"loss", "norm", "state"}
-    ):
+    if known.draws in (None, "no") or known.unrecorded or known.same_at is not None or known.before & _RESULTS:
         return ()
     return known.host or ("python or numpy",)
