@@ -1,7 +1,6 @@
 """`NonFiniteEnd`: ends a program in a replay at the first step that a NaN or an infinity has reached, and writes down which module made it."""
 
 import json
-import math
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ import torch
 
 from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch, uncompiled
 from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, end_replay
-from trainfold.core.flight.step_record import LogLine, StepRecord, float_of_bits
+from trainfold.core.flight.step_record import LogLine, StepRecord, is_finite
 from trainfold.core.rehearsal.orders import Orders
 
 _WAITED_SECS: Final = 1.0  # for a rank that has the module, where this one has a mean over the ranks alone
@@ -66,7 +65,7 @@ class NonFiniteEnd:
             loss: bits of what was recorded; None for nothing.
             norm: of the gradients; one that is not finite counts only if the optimizer took the step.
         """
-        bad = [name for name, bits in (("loss", loss), ("grad_norm", norm)) if not _is_finite(bits)]
+        bad = [name for name, bits in (("loss", loss), ("grad_norm", norm)) if not is_finite(bits)]
         is_broken = bool(self._watch.broken())
         if loss is not None and "loss" not in bad and not self._watch.has_nan:
             self._watch.harmless()  # infinities that did not reach the loss: then a gradient or the optimizer broke the parameters
@@ -80,7 +79,7 @@ class NonFiniteEnd:
         """Judge a pure step, which takes no step that it leaves out, by its records."""
         for line in lines:
             if isinstance(line, StepRecord):
-                bad = [name for name, bits in (("loss", line.loss), ("norm", line.norm)) if not _is_finite(bits)]
+                bad = [name for name, bits in (("loss", line.loss), ("norm", line.norm)) if not is_finite(bits)]
                 if bad:
                     self._end(line.step, f"the recorded {bad[0]}")
                 self._watch.harmless()
@@ -115,7 +114,3 @@ class NonFiniteEnd:
             being_written.write_text(json.dumps(about), encoding="utf-8")
             being_written.replace(notes / NONFINITE_NAME)
         end_replay(self._orders, step or 0, "not finite")
-
-
-def _is_finite(bits: bytes | None) -> bool:
-    return bits is None or math.isfinite(float_of_bits(bits))

@@ -12,7 +12,9 @@ LONGEST_LINE: Final = 2**16  # bytes; a longer one is not of this program
 _MOST_TEXT: Final = 4000  # characters of a detail
 MOST_LINES: Final = 200_000  # of a journal, that are kept; each takes some 300 bytes of memory
 _START: Final = b'"kind":"started"'  # as it is written; in a text, quotes are escaped
-_KEPT: Final = (_START, *(b'"kind":"%s"' % kind for kind in (b"closed", b"reopened", b"restored")))
+ALWAYS_KEPT: Final = ("started", "closed", "reopened", "restored")
+"""Kinds of lines that are read of a long journal, however old they are."""
+_KEPT: Final = tuple(f'"kind":"{kind}"'.encode() for kind in ALWAYS_KEPT)
 _MOST_DRIFTS: Final = 40
 _DRIFT_TEXT: Final = 120  # ASCII characters, so that 40 of five texts fit a line
 

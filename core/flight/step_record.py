@@ -1,5 +1,6 @@
 """`StepRecord`: what a run did in one optimizer step; `StateDigest`: the bits of one component after it."""
 
+import math
 import struct
 from typing import Final, TypeAlias, final
 
@@ -101,3 +102,13 @@ def float_of_bits(bits: bytes) -> float:
     """The number of these bits."""
     found: float = _FLOAT.unpack(bits)[0]
     return found
+
+
+def is_finite(bits: bytes | None) -> bool:
+    """Whether the number of these bits is finite, or not known.
+
+    Examples:
+        >>> is_finite(float_bits_of(0.5)), is_finite(None), is_finite(float_bits_of(float("nan")))
+        (True, True, False)
+    """
+    return bits is None or math.isfinite(float_of_bits(bits))

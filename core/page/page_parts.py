@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from trainfold.core.flight.journal_line import ALWAYS_KEPT
 from trainfold.core.markup.html_table import html_table, safe
 from trainfold.core.markup.texts import count_text, moment_text
 from trainfold.core.page.run_page import RunPage
@@ -49,8 +50,6 @@ def left_out_note(page: RunPage, what: str) -> str:
     """
     if not page.left_out:
         return ""
-    first = next(
-        (line for line in page.journal if line.kind not in ("started", "closed", "reopened", "restored")), None
-    )
+    first = next((line for line in page.journal if line.kind not in ALWAYS_KEPT), None)
     since = "" if first is None else f" before {moment_text(first.at, with_secs=True)}"
     return note(f"The journal has {page.left_out:,} more lines than are read here: {what}{since} are not shown.")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from kit.adapters.manager import replay_cases
-from kit.backends.buckets.s3_cases import KEYS, S3Server
+from kit.backends.buckets.s3_cases import S3Server, settings_at
 from kit.system.rehearse_cases import program
 
 from trainfold.adapters.cli import main
@@ -23,7 +23,7 @@ DIES = ("    manager.step(live)", "    manager.step(live)\n    if live.progress.
 @pytest.fixture
 def bucket(monkeypatch):
     server = S3Server()
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}", "AWS_ALLOW_HTTP": "true"}.items():  # fmt: skip
+    for name, value in settings_at(server.port).items():
         monkeypatch.setenv(name, value)
     yield "s3://bucket/runs"
     server.close()

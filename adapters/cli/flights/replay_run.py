@@ -68,7 +68,7 @@ def replay_run(  # noqa: PLR0913 - one for each option
     command = check_command(command)
     check_outside(directory, run)
     _, inventory = open_run(run)
-    flights = flights_of(run)
+    flights = flights_of(run, inventory.current_steps)
     begin, end = replayed_steps(inventory, flights, begin, end, until_nonfinite=until_nonfinite)
     with _PLACE.prepared(directory):
         _PLACE.mark(directory, {"command": list(command), "run": str(run), "from": begin, "to": end})

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from trainfold.adapters.cli.flights.scratch_run import Logs
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
-from trainfold.core.flight.step_record import float_of_bits
+from trainfold.core.flight.step_record import is_finite
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.history.inventory import Inventory
 
@@ -46,7 +46,7 @@ def replayed_steps(
 def _first_nonfinite(flights: Logs) -> float:
     """The first step with a loss or a norm that is not finite on any rank; infinite without one."""
     records = (record for flight in flights.values() for record in flight.steps.values())
-    bad = (record.step for record in records for bits in (record.loss, record.norm) if bits is not None and not math.isfinite(float_of_bits(bits)))  # fmt: skip
+    bad = (record.step for record in records for bits in (record.loss, record.norm) if not is_finite(bits))  # fmt: skip
     return min(bad, default=math.inf)
 
 

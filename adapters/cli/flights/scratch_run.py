@@ -149,13 +149,18 @@ def check_outside(directory: Path, *runs: Path) -> None:
                                   fix="name another one, such as --dir runs/scratch")  # fmt: skip
 
 
-def flights_of(run: Path) -> dict[int, Flight]:
-    """The logs of a run by rank, without what a resume that recorded nothing may have undone; empty if it has none."""
+def flights_of(run: Path, saved: Mapping[int, int] | None = None) -> dict[int, Flight]:
+    """The logs of a run by rank, without what a resume that recorded nothing may have undone; empty if it has none.
+
+    Args:
+        run: the run.
+        saved: its `saved_steps`, if they were read already.
+    """
     try:
         found = read_flights(str(run))
     except CheckpointMissing:
         return {}
-    saved = saved_steps(run)
+    saved = saved_steps(run) if saved is None else saved
     return {rank: flight.run_alone(saved) for rank, flight in found.items()}
 
 

@@ -158,8 +158,7 @@ def _is_default_configured() -> bool:
     """Whether the default profile of AWS's file of settings says how to log in; a region alone does not."""
     file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
     found = ConfigParser(interpolation=None, strict=False)
-    with suppress(
-        OSError, ValueError, ParsingError
-    ):  # boto3 names a file that it cannot read, where a profile is asked for
+    # boto3 names a file that it cannot read, where a profile is asked for
+    with suppress(OSError, ValueError, ParsingError):
         found.read_string(file.read_text(encoding="utf-8"))
     return found.has_section("default") and not _LOGINS.isdisjoint(found["default"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from kit.backends.buckets.proxy import Proxy
-from kit.backends.buckets.s3_cases import KEYS, S3Server, store_at
+from kit.backends.buckets.s3_cases import S3Server, settings_at, store_at
 
 import trainfold
 from trainfold.core.format.fingerprint import fingerprint
@@ -69,7 +69,7 @@ class Machine:
     """A program of two ranks, in a session of its own: all of its processes are lost at once."""
 
     def __init__(self, program, proxy, near, far, steps=STEPS):
-        environ = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}
+        environ = {**os.environ, **settings_at(proxy.port)}
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, *launcher, str(program), str(near), far, str(steps)], env=environ, text=True,

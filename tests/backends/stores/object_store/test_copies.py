@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from kit.backends.buckets.proxy import one_in_four
-from kit.backends.buckets.s3_cases import KEYS, store_at
+from kit.backends.buckets.s3_cases import settings_at, store_at
 from kit.backends.tier_cases import lose_machines, state_at
 
 import trainfold
@@ -50,7 +50,7 @@ def test_a_command_that_is_killed_at_any_request_is_continued(proxy, run, tmp_pa
     bucket = store_at(proxy.port)
     if not is_up:
         copy_run(run, bucket)
-    environ = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}
+    environ = {**os.environ, **settings_at(proxy.port)}
     places = [run.url, bucket.url] if is_up else [bucket.url, str(tmp_path / "back")]
     began, at, was_killed, kills = 0, 1, True, 0
     while was_killed:
@@ -89,6 +89,6 @@ def test_a_command_that_is_killed_at_any_request_is_continued(proxy, run, tmp_pa
 def test_a_machine_that_is_lost_loses_only_what_was_not_said_to_be_uploaded(proxy, tmp_path, first):
     """SIGKILL at some request, and the disk is gone; the next program, in another place, goes on from what was said to be uploaded, or from a later one that was."""
     far = store_at(proxy.port)
-    environ = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}
+    environ = settings_at(proxy.port)
     name = far.url.removeprefix("s3://bucket/")
     lose_machines(proxy, far.url, environ, lambda: store_at(proxy.port, run=name), tmp_path, first=25 + first * 7)

@@ -32,6 +32,11 @@ class S3Server(Server):
             return answer.read()
 
 
+def settings_at(port):
+    """What the environment has where a program uses that server."""
+    return {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true"}
+
+
 def store_at(port, *, run=None, retries=12, lease_secs=30.0):
     """A run in the bucket of a server, by default one of its own; its client tries again at once, and often."""
     run = new_name() if run is None else run

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit.adapters import cli_cases
-from kit.backends.buckets.s3_cases import KEYS, store_at
+from kit.backends.buckets.s3_cases import settings_at, store_at
 
 import trainfold
 from trainfold.backends.stores.local import open_store
@@ -21,7 +21,7 @@ NEWEST = "step-00000003/manifest.json"
 @pytest.fixture
 def url(proxy, monkeypatch):
     """A run of three steps, behind the proxy."""
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}.items():
+    for name, value in settings_at(proxy.port).items():
         monkeypatch.setenv(name, value)
     store = store_at(proxy.port)
     for step in (1, 2, 3):

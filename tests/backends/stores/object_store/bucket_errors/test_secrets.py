@@ -4,7 +4,7 @@ import traceback
 
 import pytest
 import torch
-from kit.backends.buckets.s3_cases import KEYS, store_at
+from kit.backends.buckets.s3_cases import settings_at, store_at
 
 import trainfold
 from trainfold.backends.stores.object_store.bucket_errors import without_secrets
@@ -43,7 +43,7 @@ CALLS = {
 def test_no_traceback_shows_what_an_answer_repeats_and_the_advice_is_about_its_cause(proxy, monkeypatch, answer):
     """C03: the message was reduced, and the whole answer stood in its cause."""
     status, text, advice = ANSWERS[answer]
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}.items():
+    for name, value in settings_at(proxy.port).items():
         monkeypatch.setenv(name, value)
     proxy.fault = lambda number, verb, path: (status, text.encode())
     for doing in CALLS.values():
@@ -58,7 +58,7 @@ def test_no_traceback_shows_what_an_answer_repeats_and_the_advice_is_about_its_c
 def test_no_log_of_a_save_in_the_background_shows_it(proxy, monkeypatch, caplog, capfd, answer):
     """C03: its failure is logged with the traceback where the loop's own error is raised."""
     status, text, _ = ANSWERS[answer]
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}.items():
+    for name, value in settings_at(proxy.port).items():
         monkeypatch.setenv(name, value)
     url = store_at(proxy.port).url
 
