@@ -105,8 +105,8 @@ def test_a_log_that_only_its_step_holds_is_written_to_its_end():
         state, _ = recorded(state, batch)
     del recorded
     gc.collect()
-    for _ in range(200):  # it is put in a thread of its own
-        if store.list():
+    for _ in range(200):  # it is put in a thread of its own, where a first put may be done, and its end not yet
+        if store.list() and 8 in read_flights(store)[0].steps:
             break
         time.sleep(0.05)
     assert list(read_flights(store)[0].steps) == [*range(1, 9)]
