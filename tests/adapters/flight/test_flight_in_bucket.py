@@ -96,6 +96,12 @@ def counting(state, batch):
     return state.evolve(trainer=counted), {"loss": batch / 2}
 
 
+def until(condition):
+    late = time.monotonic() + 10
+    while not condition() and time.monotonic() < late:
+        time.sleep(0.01)
+
+
 def test_a_log_that_only_its_step_holds_is_written_to_its_end():
     """P32: as the page has it, `FlightLog(run).recorded(step)`: the log lives as long as the step, and its end is put when that goes."""
     store = ObjectStore(Bucket(), url="memory://pure")
@@ -103,12 +109,10 @@ def test_a_log_that_only_its_step_holds_is_written_to_its_end():
     gc.collect()
     for batch in range(1, 9):
         state, _ = recorded(state, batch)
+        until(store.list)  # the first put, in a thread of its own; the next one would be a minute later
     del recorded
     gc.collect()
-    for _ in range(200):  # it is put in a thread of its own, where a first put may be done, and its end not yet
-        if store.list() and 8 in read_flights(store)[0].steps:
-            break
-        time.sleep(0.05)
+    until(lambda: 8 in read_flights(store)[0].steps)
     assert list(read_flights(store)[0].steps) == [*range(1, 9)]
 
 
