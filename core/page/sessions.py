@@ -114,9 +114,7 @@ def _session(
     reached, reached_at = _reached(after, flight, own[-1].at)
     at_end = max(step for _, step in moments[back:])
     if (
-        reached is not None
-        and reached >= moments[back][1]
-        and not _is_before(reached_at, start)
+        reached is not None and reached >= moments[back][1] and not _is_before(reached_at, start)
     ):  # else the log of a process before
         latest = next(
             (line.at for line in (closed, after) if line is not None), reached_at

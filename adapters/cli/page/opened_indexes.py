@@ -48,7 +48,9 @@ class OpenedIndexes:
                 break
             key = manifest.head, manifest.indexes
             try:
-                self._known[key] = known[key] if key in known else _whole(store, entry.name, manifest, roots[entry.name])
+                self._known[key] = (
+                    known[key] if key in known else _whole(store, entry.name, manifest, roots[entry.name])
+                )
             except TrainfoldError as error:
                 inventory = inventory.with_entry(attrs.evolve(entry, problem=problem_of(error)))
             else:

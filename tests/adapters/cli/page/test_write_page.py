@@ -163,7 +163,9 @@ def test_a_damaged_line_of_the_flight_log_is_named_and_costs_no_other(recorded, 
 
 def test_losses_that_a_resume_has_undone_are_not_drawn(recorded, tmp_path, answered):
     """W22: steps of a process that was killed stood in the curve, and one of them was the loss of the overview, where the resume that undid them recorded nothing."""
-    lines = [StepRecord(step, loss=float_bits_of(step)) for step in (1, 2, 3, 4, 5)]  # step 6 was saved by another process
+    lines = [
+        StepRecord(step, loss=float_bits_of(step)) for step in (1, 2, 3, 4, 5)
+    ]  # step 6 was saved by another process
     for rank in (0, 1):
         (recorded / flight_name(rank)).write_bytes(encode_lines(lines))
     found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
