@@ -9,11 +9,12 @@ from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 
-from trainfold.backends.stores.object_store.bucket_errors import (
+from trainfold.backends.stores.object_store.errors.bucket_errors import (
     BucketErrors,
     NoCredentials,
     NotThere,
     Refused,
+    raise_alone,
 )
 from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
@@ -143,16 +144,16 @@ class Bucket:
                     start, tries = start + len(chunk), 0
                     yield memoryview(chunk)
             except FileNotFoundError:
-                raise missing(self.where(key)) from None
+                raise_alone(missing(self.where(key)))
             except self._errors.BaseError as error:
                 size = self.head(key)  # a range that begins behind the end is an error to some stores
                 if size is None:
-                    raise missing(self.where(key)) from None
+                    raise_alone(missing(self.where(key)))
                 if start >= size.size_bytes:
                     return
                 tries += 1
                 if tries >= _TRIES:
-                    raise self._named.unreadable(key, error) from None
+                    raise_alone(self._named.unreadable(key, error))
             else:
                 return
 

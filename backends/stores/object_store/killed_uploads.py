@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final, TypeAlias
 
-from trainfold.backends.stores.object_store.bucket_errors import without_secrets
+from trainfold.backends.stores.object_store.errors.shown_errors import without_secrets
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
 from trainfold.core.format.file_names import is_data_file, step_of
 

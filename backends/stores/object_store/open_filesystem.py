@@ -3,7 +3,8 @@
 import importlib.util
 from typing import Any
 
-from trainfold.backends.stores.object_store.bucket_errors import without_secrets
+from trainfold.backends.stores.object_store.errors.bucket_errors import raise_alone
+from trainfold.backends.stores.object_store.errors.shown_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
 from trainfold.backends.stores.object_store.over_fsspec.library import check_class
@@ -68,5 +69,5 @@ def open_foreign_url(scheme: str, path: str) -> ObjectStore:
     except InvalidArgument:
         raise
     except Exception as error:  # noqa: BLE001  # whatever its library says of settings
-        raise InvalidArgument("run", expected="a filesystem that the settings describe", found=without_secrets(error),
-                              fix=f"make the filesystem, and pass fsspec_store(filesystem, {path!r})") from None  # fmt: skip
+        raise_alone(InvalidArgument("run", expected="a filesystem that the settings describe", found=without_secrets(error),
+                                    fix=f"make the filesystem, whose own words are not shown here, and pass fsspec_store(filesystem, {path!r})"))  # fmt: skip

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from trainfold.backends.stores.object_store.bucket_errors import without_secrets
+from trainfold.backends.stores.object_store.errors.bucket_errors import raise_alone
+from trainfold.backends.stores.object_store.errors.shown_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
 from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url, url_parts, without_logins
@@ -77,8 +78,8 @@ def open_url(place: str) -> ObjectStore:
     try:
         store = _store(scheme, bucket, prefix)
     except (BaseError, ValueError) as error:
-        raise InvalidArgument("run", expected="a store that the provider's settings describe", found=without_secrets(error),
-                              fix=f"correct what its client reads in the environment, such as {_SETTING[scheme]}") from None  # fmt: skip
+        raise_alone(InvalidArgument("run", expected="a store that the provider's settings describe", found=without_secrets(error),
+                                    fix=f"correct what its client reads in the environment, such as {_SETTING[scheme]}"))  # fmt: skip
     return ObjectStore(store, url=f"{found[1].lower()}://{bucket}/{prefix}")
 
 

@@ -28,7 +28,7 @@ class Proxy:
         port: of the server.
 
     Attributes:
-        fault: (number of the request, method, path) -> one of `FAULTS`, None, or (status, body) of the answer; the body may be made of that of the request.
+        fault: (number of the request, method, path) -> one of `FAULTS`, None, a whole answer as bytes, or its (status, body); the body may be made of that of the request.
         dropped: names of headers, in lower case, that the server does not get: it is one that does not know them.
         requests: (method, path, bytes of the request, bytes of the answer, fault) of those so far.
     """
@@ -83,6 +83,10 @@ class Proxy:
             return False
         if fault in {"500", "503", "429"}:
             writer.write(b"HTTP/1.1 %s Fault\r\nContent-Length: 0\r\n\r\n" % fault.encode())
+            await writer.drain()
+            return True
+        if isinstance(fault, bytes):
+            writer.write(fault.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if method == "HEAD" else fault)
             await writer.drain()
             return True
         if isinstance(fault, tuple):

@@ -242,7 +242,9 @@ def test_an_upload_that_cannot_be_aborted_keeps_no_other(monkeypatch, caplog, wh
         if name == "list_multipart_uploads":
             return {"Uploads": [{"Key": f"r/{FILE}", "UploadId": str(number)} for number in range(5)]}
         if what["UploadId"] == "1":
-            raise RuntimeError(why)
+            error = RuntimeError(why)
+            error.response = {"Error": {"Code": why}}  # as botocore has it
+            raise error
         done.append(what["UploadId"])
         return {}
 

@@ -200,12 +200,14 @@ def test_a_bucket_that_is_not_there_is_not_an_empty_run(monkeypatch):
     """S3fs says the same of a bucket and of a prefix: `list()` was [], and the error of a save named the device."""
 
     def missing(*args, **kwargs):
-        raise FileNotFoundError("The specified bucket does not exist") from RuntimeError("(NoSuchBucket) when calling")
+        error = RuntimeError("(NoSuchBucket) when calling")
+        error.response = {"Error": {"Code": "NoSuchBucket"}}  # as botocore has it
+        raise FileNotFoundError("The specified bucket does not exist") from error
 
     store = fsspec_store(MemoryFileSystem(), new_name())
     assert store.list() == []
     for verb in ("ls", "find"):
         monkeypatch.setattr(MemoryFileSystem, verb, missing)
     for call in (store.list, lambda: trainfold.save(STATE, store)):
-        with pytest.raises(TrainfoldError, match="a bucket, found The specified bucket does not exist; create it"):
+        with pytest.raises(TrainfoldError, match=r"a bucket, found .*: NoSuchBucket …; create it"):
             call()

@@ -66,7 +66,8 @@ def test_commands_say_of_a_denied_manifest_what_is_denied(url, proxy, answered, 
     _, error = answered("copy", url, tmp_path / "a", code=code)
     assert error["where"].endswith(NEWEST)
     assert "s3:ListBucket" in error["fix"]
-    assert "AccessDenied: Access Denied" in error["found"]
+    assert error["found"].endswith("manifest.json: 403 Forbidden: AccessDenied …")
+    assert "`aws s3` prints them" in error["fix"]
     answered("plan", url, code=code)
     _, error = answered("verify", url, code=code)
     assert f"such as {url}/step-00000002" in error["fix"]

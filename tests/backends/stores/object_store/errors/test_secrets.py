@@ -1,16 +1,15 @@
 """What a provider repeats of a request in its answer is shown nowhere: it may be a session token or what was signed."""
 
-import traceback
-
 import pytest
 import torch
+from kit.backends.buckets.planted import SECRET, answer, said_by
 from kit.backends.buckets.s3_cases import settings_at, store_at
 
 import trainfold
-from trainfold.backends.stores.object_store.bucket_errors import without_secrets
-from trainfold.core.errors import CheckpointError
+from trainfold.adapters.cli import main
+from trainfold.backends.tiers.two_tiers import TwoTiers
+from trainfold.core.errors import CheckpointError, SaveFailed
 
-SECRET = "IQoJb3JpZ2luSESSIONTOKEN"
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=4))
 ANSWERS = {
     "signature": (403, f"<Error><Code>SignatureDoesNotMatch</Code><Message>not {SECRET}</Message><CanonicalRequest>GET\nx-amz-security-token:{SECRET}</CanonicalRequest></Error>", "renew"),
@@ -49,7 +48,7 @@ def test_no_traceback_shows_what_an_answer_repeats_and_the_advice_is_about_its_c
     for doing in CALLS.values():
         with pytest.raises(CheckpointError) as failed:
             doing(store_at(proxy.port).url)
-        shown = "".join(traceback.format_exception(failed.value))
+        shown = said_by(failed.value)
         assert SECRET not in shown
         assert advice in shown
 
@@ -79,9 +78,71 @@ def test_no_log_of_a_save_in_the_background_shows_it(proxy, monkeypatch, caplog,
     assert SECRET not in shown
 
 
-def test_a_plain_text_is_kept():
-    """R09: what a gateway says in words is what is known."""
-    assert (
-        without_secrets(OSError("503 Service Unavailable: no healthy upstream"))
-        == "503 Service Unavailable: no healthy upstream"
-    )
+VERBS = (
+    ["ls", "{url}"],
+    ["inspect", "{url}"],
+    ["verify", "{url}"],
+    ["plan", "{url}"],
+    ["copy", "{url}", "{here}"],
+    ["copy", "{run}", "{new}"],
+)
+
+
+def at(where, given):
+    """An answer to some requests."""
+    return lambda number, verb, path: given if where in f"{verb} {path}" else None
+
+
+USUAL = (("", "json"), ("manifest.json", "html"))
+
+
+@pytest.mark.parametrize(
+    ("where", "body"),
+    [
+        pytest.param(where, body, id=f"{where}-{body}", marks=[] if (where, body) in USUAL else [pytest.mark.long])
+        for where in ("", "manifest.json", "PUT")
+        for body in ("xml", "json", "html", "plain")
+    ],
+)
+def test_no_command_shows_what_an_answer_repeats(proxy, monkeypatch, capfd, caplog, tmp_path, where, body):
+    """C03, U05: neither on the terminal nor in a log, whichever request it is that is answered so. A page with 200 is what a gateway has for everything."""
+    for name, value in settings_at(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    url = store_at(proxy.port).url
+    trainfold.save(STATE, url)
+    trainfold.save(STATE, tmp_path / "run")
+    for status in (200, 400, 401, 403, 404, 409, 412):
+        given = answer(status, body, headers=("Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT", 'ETag: "1"'))
+        proxy.fault = at(where, given)
+        for number, verb in enumerate(VERBS):
+            names = {
+                "url": url,
+                "here": tmp_path / f"{status}-{number}",
+                "run": tmp_path / "run",
+                "new": f"{url}-{status}",
+            }
+            main([*(part.format(**names) for part in verb), "--json"])  # the text goes to stderr
+    shown = caplog.text + "".join(capfd.readouterr())
+    assert "403 Forbidden" in shown
+    assert SECRET not in shown
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_no_file_of_a_run_shows_it(proxy, tmp_path, caplog):
+    """U05: the journal on the disk says why an upload failed, and so does a warning."""
+    far = store_at(proxy.port)
+
+    def run():
+        live = trainfold.attach(torch.nn.Linear(2, 2))
+        with trainfold.CheckpointManager(TwoTiers(tmp_path / "near", far), record=1) as manager:
+            manager.restore(live)
+            live.advance()
+            proxy.fault = lambda number, verb, path: answer(403, "xml") if verb in {"PUT", "POST"} else None
+            manager.save(live)
+
+    with pytest.raises(SaveFailed) as failed:
+        run()
+    files = {path: path.read_bytes() for path in (tmp_path / "near").rglob("*") if path.is_file()}
+    assert any(b"403 Forbidden: InvalidRequest" in data for data in files.values())
+    assert not [path for path, data in files.items() if SECRET.encode() in data]
+    assert SECRET not in said_by(failed.value) + caplog.text
