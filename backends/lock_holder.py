@@ -18,24 +18,24 @@ def myself() -> str:
 
 def has_ended(holder: str) -> bool:
     """Whether a process on this machine is gone, or on its way: then nothing but time is needed. A process of another machine cannot be seen."""
-    named = re.fullmatch(r"process (\d+) on (.+)", holder)
-    return named is not None and named[2] == socket.gethostname() and is_dead(int(named[1]))
+    named = re.fullmatch(r"process (\d{1,9}) on (.+)", holder)
+    return named is not None and named[2] == socket.gethostname() and is_dead(int(named[1])) is True
 
 
-def is_dead(pid: int, started: str = "") -> bool:
-    """Whether the process of this number is gone, or on its way.
+def is_dead(pid: int, started: str = "") -> bool | None:
+    """Whether the process of this number is gone, or on its way; None if that cannot be seen.
 
     Args:
-        pid: the number, among the processes that this one can see.
+        pid: the number, above 0, among the processes of this namespace.
         started: what `start_of` said of it; "" if that is not known. Numbers are used again, so another start is another process.
     """
-    if not Path("/proc/self/stat").exists():
-        return False
+    if not _is_seen_here():
+        return None
     try:
         fields = _fields(pid)
         status = Path("/proc", str(pid), "status").read_text(encoding="utf-8")
     except OSError:
-        return True
+        return None if _exists(pid) else True  # a machine may hide the processes of other users (hidepid)
     pending = "".join(re.findall(r"ShdPnd:\s*(\w+)", status)) or "0"
     is_another = bool(started) and fields[_START] != started
     return is_another or fields[0] in "ZX" or bool(int(fields[6]) & _EXITING or int(pending, 16) & _KILLED)
@@ -44,9 +44,27 @@ def is_dead(pid: int, started: str = "") -> bool:
 def start_of(pid: int) -> str:
     """When a process started, in ticks since the boot; "" if that cannot be seen."""
     try:
-        return _fields(pid)[_START]
+        return _fields(pid)[_START] if _is_seen_here() else ""
     except OSError:
         return ""
+
+
+def _is_seen_here() -> bool:
+    """Whether /proc shows the namespace of this process: that of another one has the same numbers for other processes."""
+    try:
+        return str(Path("/proc/self").readlink()) == str(os.getpid())
+    except OSError:
+        return False
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _fields(pid: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,10 @@ from trainfold.adapters.cli.terminal.duration import duration_text
 from trainfold.adapters.cli.terminal.output import Answer, Table
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.scan import examine
+from trainfold.backends.runs.scan import examine, read_root
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store
-from trainfold.core.errors import CheckpointError
+from trainfold.core.errors import CheckpointError, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.format.manifest import Summary
@@ -132,17 +133,27 @@ def _with(listed: list[Listed], components: Sequence[str] | None) -> list[Listed
     return [each for each in listed if held.get(each.entry.name, set()) >= set(names) & known and each.summary]
 
 
-def proved(store: Store, inventory: Inventory) -> Inventory:
-    """Prove the newest checkpoints: their manifests, and that their files are there. The others stay what their first lines claim."""
+def proved(store: Store, inventory: Inventory, *, roots: dict[str, bytes] | None = None) -> Inventory:
+    """Prove the newest checkpoints: their manifests, and that their files are there. The others stay what their first lines claim.
+
+    Args:
+        store: the run.
+        inventory: what `read_inventory` has found there.
+        roots: gets the contents of their manifest files, for a caller that needs them too.
+    """
+    roots = {} if roots is None else roots
     bytes_left, files_left = _MOST_BYTES, _MOST_FILES
     newest = sorted(inventory.entries, key=lambda each: (0, 0) if each.head is None else head_order(each.head))
     for entry in [each for each in reversed(newest) if each.is_candidate][:_MOST]:
-        inventory = examine(store, inventory, entry.name, needs=nothing_needed(most_files=files_left))
+        with suppress(TrainfoldError):  # then there is a problem, which `examine` notes
+            roots[entry.name] = read_root(store, entry.name)
+        needs = nothing_needed(most_files=files_left)
+        inventory = examine(store, inventory, entry.name, root=roots.get(entry.name), needs=needs)
         found = inventory.entry(entry.name)
         manifest = None if found is None else found.manifest
         if manifest is None:
             continue
-        bytes_left -= store.size(f"{entry.name}/{MANIFEST}") or 0
+        bytes_left -= len(roots.get(entry.name, b""))
         files_left -= len(manifest.names) + len(manifest.references)
         if bytes_left < 0 or files_left < 0:
             break

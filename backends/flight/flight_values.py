@@ -1,13 +1,16 @@
 """`FlightValues`: the losses and norms of a flight log that may still grow, each read once."""
 
 from array import array
-from typing import final
+from typing import TypeAlias, final
 
 from trainfold.backends.flight.log_pieces import Sizes, read_pieces, sizes_of
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.flight.damage import Damage
 from trainfold.core.flight.line_scanner import LineScanner
 from trainfold.core.flight.log_lines import LINE_BYTES, line_numbers
+
+Values: TypeAlias = "tuple[array[int], array[float]]"
+"""Steps, and the value of each."""
 
 
 @final
@@ -20,6 +23,7 @@ class FlightValues:
         name: of the log.
 
     Attributes:
+        steps: those of which it has a record.
         loss: (steps, values) of the losses.
         norm: the same of the norms.
         first: the first step; None of an empty log.
@@ -35,6 +39,7 @@ class FlightValues:
     def _forget(self) -> None:
         self._lines = LineScanner(line_numbers)
         self.damage = Damage()
+        self.steps = array("Q")
         self.loss = array("Q"), array("d")
         self.norm = array("Q"), array("d")
         self.first: int | None = None
@@ -80,6 +85,7 @@ class FlightValues:
             if is_step:
                 self.first = step if self.first is None else self.first
                 self.last = step
+                self.steps.append(step)
                 if loss is not None:
                     self.loss[0].append(step)
                     self.loss[1].append(loss)

@@ -5,7 +5,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.format.file_names import step_of
+from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import Head, Manifest, Summary
 from trainfold.core.problem import Problem
 
@@ -41,6 +41,11 @@ class Entry:
     def is_candidate(self) -> bool:
         """Whether it may be usable: it has a head, and nothing is known against it."""
         return self.head is not None and self.problem is None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it has no manifest: a save that did not finish, or is under way."""
+        return self.head is None and self.problem is not None and self.problem.expected == MANIFEST
 
     @property
     def is_unreadable(self) -> bool:

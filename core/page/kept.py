@@ -17,6 +17,7 @@ from trainfold.core.state.contract_kinds import contract_kind
 from trainfold.core.state.notes import CONVERTED, NOTES, RATES
 
 _WRITTEN: Final = "just written"
+_UNUSABLE: Final = "no rule of the retention counts it, because it cannot be used"
 NEWEST: Final = "the newest"
 _FEW: Final = 2  # names that are shown; each checkpoint may refer to all before it
 
@@ -51,10 +52,10 @@ def policy_of(journal: Sequence[JournalLine]) -> Policy | None:
 
 
 def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
-    """The reasons for which each complete checkpoint is there: rules, names, references; empty if none of these is known.
+    """The reasons for which each checkpoint with a manifest is there: rules, names, references; empty if none of these is known.
 
     The rules are asked as a manager would ask them now. A checkpoint without a reason is one that the next save would delete, or one of a run
-    whose rules are not recorded.
+    whose rules are not recorded. No rule counts one that cannot be used, so none deletes it.
     """
     policy = policy_of(page.journal)
     present = [entry for entry in lineage(page.inventory) if entry.head is not None]
@@ -77,11 +78,13 @@ def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
         found |= plan_left_behind(left, policy=None if policy is None else policy.left_behind, protected=protected).kept
     else:
         found |= {each.name: ("left behind by a rewind",) for each in left}
+    unusable = {each.name for each in page.inventory.entries if each.problem is not None and not each.is_unfinished}
+    found |= dict.fromkeys(unusable, (_UNUSABLE,))
     for name, why in protected.items():
-        if name in saved and why not in found.get(name, ()):
+        if name in saved.keys() | unusable and why not in found.get(name, ()):
             found[name] = (*found.get(name, ()), why)
     for name, whose in _referrers(page).items():
-        if name in saved:
+        if name in saved.keys() | unusable:
             verb = "refers" if len(whose) == 1 else "refer"
             found[name] = (*found.get(name, ()), f"{few_names(whose)} {verb} to it")
     return found

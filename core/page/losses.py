@@ -19,6 +19,8 @@ def _recorded(page: RunPage) -> list[str]:
     if page.flight is None:
         return [note(f"This run has no flight log, so its losses are not known. {RECORD} and <code>live.record(loss=loss)</code> record them.")]  # fmt: skip
     drawn = [note(f"Not read: {safe(page.flight.damage)}.")] if page.flight.damage else []
+    logs = [page.flight, *page.flight.others.values()]
+    drawn += [note(f"Not drawn: {safe(text)}.") for facts in logs for text in facts.undone]
     for title, name, curve in (("Loss", "loss", page.flight.loss), ("Norm of the gradient", "norm", page.flight.norm)):
         if curve.points:
             others = [getattr(facts, name) for facts in page.flight.others.values()]

@@ -25,6 +25,7 @@ class FlightFacts:
         others: the logs of other ranks that are shown, by rank.
         not_shown: how many other ranks have a log that is not shown.
         damage: what of the log cannot be read, in words; empty if all can.
+        undone: which steps of the log a resume has undone, in words; they are not in the curves.
     """
 
     loss: Curve = attrs.field(factory=Curve)
@@ -35,6 +36,7 @@ class FlightFacts:
     others: Mapping[int, "FlightFacts"] = attrs.field(factory=dict)
     not_shown: int = 0
     damage: str = ""
+    undone: tuple[str, ...] = ()
 
 
 @final

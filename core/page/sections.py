@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from trainfold.core.flight.journal_line import drifts_of
-from trainfold.core.format.file_names import MANIFEST, step_of
+from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Entry, lineage
 from trainfold.core.markup.chart import chart_html
@@ -120,8 +120,7 @@ def lineage_section(page: RunPage) -> str:
 def _under_way(page: RunPage) -> set[str]:
     """The checkpoints that have no manifest because they are being written, as far as the journal knows."""
     steps = steps_under_way(page.journal, page.flight)
-    begun = [each for each in page.inventory.entries if each.head is None and each.problem is not None and each.problem.expected == MANIFEST]  # fmt: skip
-    return {entry.name for entry in begun if step_of(entry.name) in steps}
+    return {each.name for each in page.inventory.entries if each.is_unfinished and step_of(each.name) in steps}
 
 
 def _age(entry: Entry) -> tuple[int, int, str]:

@@ -114,9 +114,7 @@ def _session(
     reached, reached_at = _reached(after, flight, own[-1].at)
     at_end = max(step for _, step in moments[back:])
     if (
-        reached is not None
-        and reached >= moments[back][1]
-        and reached_at >= start.at - (1.0 if reached_at.is_integer() else _COARSE_SECS)
+        reached is not None and reached >= moments[back][1] and not _is_before(reached_at, start)
     ):  # else the log of a process before
         latest = next(
             (line.at for line in (closed, after) if line is not None), reached_at
@@ -173,6 +171,26 @@ def _reached(after: JournalLine | None, flight: FlightFacts | None, last_at: flo
     if flight is None or flight.last is None:
         return None, 0.0
     return flight.last, last_at if flight.written_at is None else flight.written_at
+
+
+def _is_before(written_at: float, start: JournalLine) -> bool:
+    """Whether a log was written before a process began."""
+    return written_at < start.at - (1.0 if written_at.is_integer() else _COARSE_SECS)
+
+
+def undone_after(journal: Sequence[JournalLine], written_at: float | None) -> int | None:
+    """The step from which on a flight log has what the last process has undone, as it was written before that process; None if it was not, or that is not known.
+
+    Args:
+        journal: its lines, in their order.
+        written_at: when the last line of the log was written.
+
+    Examples:
+        >>> undone_after([JournalLine(10.0, "started", 0), JournalLine(40.0, "started", 4)], 30.5)
+        4
+    """
+    start = next((line for line in reversed(journal) if line.kind == "started" and line.step is not None), None)
+    return None if start is None or written_at is None or not _is_before(written_at, start) else start.step
 
 
 def steps_under_way(journal: Sequence[JournalLine], flight: FlightFacts | None) -> frozenset[int]:

@@ -10,6 +10,7 @@ import attrs
 from trainfold.adapters.cli.locate import open_run
 from trainfold.adapters.cli.ls import committed_at, pointed_names, proved
 from trainfold.adapters.cli.page.opened_indexes import OpenedIndexes
+from trainfold.adapters.cli.page.undone_steps import Resumed, without
 from trainfold.adapters.cli.plan import planned_resume
 from trainfold.backends.flight.flight_values import FlightValues
 from trainfold.backends.flight.flights import flight_name, ranks_with_log
@@ -79,7 +80,9 @@ class PageReader:
     def _read(self) -> RunPage:
         now = time.time()
         store, inventory = open_run(self._run, begun=JOURNAL)
-        inventory = with_quarantined(self._indexes.of(store, proved(store, inventory)), quarantined(store))
+        roots: dict[str, bytes] = {}
+        inventory = proved(store, inventory, roots=roots)
+        inventory = with_quarantined(self._indexes.of(store, inventory, roots), quarantined(store))
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []
         journal = self._journal(store, unread)
@@ -91,7 +94,7 @@ class PageReader:
             pointed_names(store),
             _best(store, unread),
             journal.lines,
-            _own_times(self._flight(store, unread), is_copied=is_copied),
+            _own_times(self._flight(store, Resumed(inventory, journal, is_copied), unread), is_copied=is_copied),
             _resume(store, inventory),
             tuple(unread),
             journal.left_out,
@@ -111,7 +114,7 @@ class PageReader:
             )
         return found
 
-    def _flight(self, store: Store, unread: list[str]) -> FlightFacts | None:
+    def _flight(self, store: Store, resumed: Resumed, unread: list[str]) -> FlightFacts | None:
         """The log of rank 0, and those of the others that fit."""
         names, left, shown = store.list(), _MOST_FLIGHT, dict[int, FlightFacts]()
         ranks = ranks_with_log(names)
@@ -119,7 +122,7 @@ class PageReader:
             left -= sum(size for _, size in sizes_of(store, flight_name(rank), names))
             if left < 0 and shown:
                 break
-            facts = self._log(store, rank, unread)
+            facts = self._log(store, rank, resumed, unread)
             if facts is not None:
                 shown[rank] = facts
         own = shown.pop(0, None)
@@ -127,7 +130,7 @@ class PageReader:
             return None
         return attrs.evolve(own or FlightFacts(), others=shown, not_shown=len(ranks) - len(shown) - (0 in ranks))
 
-    def _log(self, store: Store, rank: int, unread: list[str]) -> FlightFacts | None:
+    def _log(self, store: Store, rank: int, resumed: Resumed, unread: list[str]) -> FlightFacts | None:
         log = self._logs.setdefault(rank, FlightValues(flight_name(rank)))
         try:
             log.read(store)
@@ -140,7 +143,16 @@ class PageReader:
             unread.append(damage)
         if log.last is None and not damage:
             return None
-        return FlightFacts(curve_of(*log.loss), curve_of(*log.norm), log.first, log.last, log.written_at, damage=damage)
+        spans, undone = resumed.undone(log, flight_name(rank))
+        return FlightFacts(
+            curve_of(*without(log.loss, spans)),
+            curve_of(*without(log.norm, spans)),
+            log.first,
+            log.last,
+            log.written_at,
+            damage=damage,
+            undone=undone,
+        )
 
 
 def _is_copied(store: Store, journal: JournalLines) -> bool:

@@ -56,7 +56,7 @@ class LeaseRecord:
     @property
     def pid(self) -> int:
         """The number of the process; 0 if the holder has none."""
-        named = re.match(r"process (\d+) on ", self.holder)
+        named = re.match(r"process (\d{1,9}) on ", self.holder)
         return 0 if named is None else int(named[1])
 
     def committing(self, name: str, tag: str = "") -> "LeaseRecord":
@@ -143,8 +143,13 @@ class WriterLease:
         while True:
             found = self._bucket.get(LEASE)
             record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
-            if found is not None and record is not None and record.holder and not self._is_over(record, found):
-                if _is_seen(record) or (first is not None and first.version != found.version):
+            if (
+                found is not None
+                and record is not None
+                and record.holder
+                and not (over := self._is_over(record, found))
+            ):
+                if over is False or (first is not None and first.version != found.version):
                     raise _locked(where, record)
                 first = found
                 time.sleep(min(_LOOK_SECS, self._lasts_secs / 10))
@@ -153,12 +158,12 @@ class WriterLease:
                 return record is not None and record.holder != ""
             first = None
 
-    def _is_over(self, record: LeaseRecord, found: Stored) -> bool:
-        if _is_seen(record):
-            if record.pid == os.getpid() and record.started == start_of(record.pid):
-                return record.token not in _HELD  # it could not be given back, or its taker had no answer
-            return is_dead(record.pid, record.started)
-        return self._now() - found.modified > record.lasts_secs + _TIME_STEP_SECS
+    def _is_over(self, record: LeaseRecord, found: Stored) -> bool | None:
+        """Whether the holder is gone; None if only its next renewal can show it."""
+        over = _is_gone(record)
+        if over is None and self._now() - found.modified > record.lasts_secs + _TIME_STEP_SECS:
+            return True
+        return over
 
     def _now(self) -> float:
         """The time of the store: that of an object put now."""
@@ -312,9 +317,13 @@ def _process(holder: str) -> str:
     return holder.partition(" (")[0]
 
 
-def _is_seen(record: LeaseRecord) -> bool:
-    """Whether this process can see whether the holder lives: the numbers of processes are those of one boot and namespace, and are used again."""
-    return bool(record.started and record.pid) and record.holder.endswith(f" ({_machine()})")
+def _is_gone(record: LeaseRecord) -> bool | None:
+    """Whether the holder lives no more; None if this process cannot see it: numbers of processes are those of one boot and namespace, and are used again."""
+    if not (record.started and record.pid and record.holder.endswith(f" ({_machine()})")):
+        return None
+    if record.pid == os.getpid() and record.started == start_of(record.pid):
+        return record.token not in _HELD  # it could not be given back, or its taker had no answer
+    return is_dead(record.pid, record.started)
 
 
 def _machine() -> str:

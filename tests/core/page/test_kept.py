@@ -1,13 +1,17 @@
 """Why a checkpoint is kept, and what changed: the page asks the rules that the manager has."""
 
+import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.flight.journal_line import JournalLine, decode_journal, encode_journal_line
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Entry, Inventory
+from trainfold.core.history.quarantine import Tried, quarantine_problem, with_quarantined
+from trainfold.core.history.recognise import no_manifest
 from trainfold.core.page.kept import policy_of, why_kept
 from trainfold.core.page.run_page import RunPage
+from trainfold.core.problem import problem_of
 from trainfold.core.save.retention import (
     Retention,
     keep_all,
@@ -54,6 +58,17 @@ def test_a_rule_of_a_program_is_named_and_not_asked():
     page = run_of({10, 20}, Retention((Own(),)))
     assert str(policy_of(page.journal)) == "those of Mondays"
     assert why_kept(page) == {"step-00000020": ("the newest",)}
+
+
+def test_of_a_checkpoint_that_cannot_be_used_it_is_said_why_it_is_there():
+    """W22: of one in quarantine, the page had no word about why it stays."""
+    page = run_of({10, 20, 30}, keep_last(1))
+    quarantined = {"step-00000010": quarantine_problem(Tried("step-00000010", "d", 3), "runs/a")}
+    torn = Entry("step-00000005", None, problem=problem_of(no_manifest("runs/a/step-00000005")))
+    inventory = with_quarantined(attrs.evolve(page.inventory, entries=(torn, *page.inventory.entries)), quarantined)
+    found = why_kept(attrs.evolve(page, inventory=inventory, pointers={"step-00000010": ("mine",)}))
+    unused = "no rule of the retention counts it, because it cannot be used"
+    assert found == {"step-00000010": (unused, "the pointer mine"), "step-00000030": ("the newest", "the last one")}
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["last", "best", "own", "min", "newer", "all"]), lambda inner: st.lists(inner, max_size=4), max_leaves=8))  # fmt: skip

@@ -81,6 +81,22 @@ def test_ranks_whose_index_is_not_read_have_a_bar_of_their_own(tmp_path, monkeyp
     assert "1 of 2 ranks" in SECTIONS["sizes"][2](PageReader(run).read())
 
 
+def test_each_manifest_is_read_whole_once(tmp_path, monkeypatch):
+    """W22: that of each checkpoint of several ranks was read twice, for the list and for the bytes of all ranks."""
+    run, read = tmp_path / "run", []
+    Chain(2, cut=True, store=LocalStore(run)).save(1, VERSIONS)
+    original = LocalStore.read
+
+    def noted(self, name, *, start=0, stop=None):
+        read.append((name, stop))
+        return original(self, name, start=start, stop=stop)
+
+    monkeypatch.setattr(LocalStore, "read", noted)
+    PageReader(run).read()
+    name = "step-00000001/manifest.json"
+    assert read.count((name, (run / name).stat().st_size)) == 1, "of the first lines, less is asked for"
+
+
 def test_an_index_that_is_damaged_is_a_problem_of_its_checkpoint(tmp_path):
     """W22: the page reads it, and names it."""
     run = tmp_path / "run"

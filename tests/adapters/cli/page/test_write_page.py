@@ -161,6 +161,35 @@ def test_a_damaged_line_of_the_flight_log_is_named_and_costs_no_other(recorded, 
     assert shown.count("flight-00000.log: 1 line cannot be read") == 2, "with the losses, and among the findings"
 
 
+def test_losses_that_a_resume_has_undone_are_not_drawn(recorded, tmp_path, answered):
+    """W22: steps of a process that was killed stood in the curve, and one of them was the loss of the overview, where the resume that undid them recorded nothing."""
+    lines = [
+        StepRecord(step, loss=float_bits_of(step)) for step in (1, 2, 3, 4, 5)
+    ]  # step 6 was saved by another process
+    for rank in (0, 1):
+        (recorded / flight_name(rank)).write_bytes(encode_lines(lines))
+    found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
+    assert found["losses"] == 4
+    shown = text_of(tmp_path / "run.html")
+    assert "Loss, steps 1 to 4: from 1 to 4" in (tmp_path / "run.html").read_text()
+    assert shown.count("step 5 is not used: it has no record of step 6, which the run has saved") == 2, "of each rank"
+
+
+def test_losses_after_the_step_that_the_last_process_began_from_are_not_drawn_before_its_first_step(
+    recorded, tmp_path, answered
+):
+    """W22: a log is cut with the first step after a resume; until then, and if the process dies before it, it has the steps that the resume has undone."""
+    written = (recorded / flight_name(0)).stat().st_mtime
+    lines = [JournalLine(written + 60, "started", 4), JournalLine(written + 61, "warned", detail="late")]
+    JournalFile(recorded / JOURNAL).append(lines)
+    os.utime(recorded / JOURNAL, (written + 61, written + 61))
+    found, _ = answered("page", recorded, "-o", tmp_path / "run.html")
+    assert found["losses"] == 4
+    assert "steps 5 to 6 are undone: the last process began from step 4" in text_of(tmp_path / "run.html")
+    os.utime(recorded / flight_name(0), (written + 61, written + 61))
+    assert answered("page", recorded, "-o", tmp_path / "run.html")[0]["losses"] == 6, "its own"
+
+
 def test_a_copied_run_lasts_no_longer_than_its_journal(run, tmp_path, call):
     """W22: the last process of a killed run lasted until its directory was copied, six days later, by the time of the copied log."""
     now = time.time()

@@ -294,6 +294,23 @@ def test_a_holder_of_which_nothing_is_known_is_followed_when_it_does_not_renew(h
     assert bucket.now - began > 10.0
 
 
+def test_a_living_holder_that_cannot_be_seen_is_watched(held_by, living, monkeypatch):
+    """C03: with hidepid, a second user of the machine took the run of a holder that renewed."""
+    bucket = held_by(living, start_of(living))
+    record = writer_lease.LeaseRecord.decoded(bucket.get(writer_lease.LEASE).data, "")
+    monkeypatch.setattr(writer_lease, "is_dead", lambda pid, started: None)
+
+    def renewed(secs):
+        bucket.now += secs
+        bucket.put_if(writer_lease.LEASE, record.encoded(1), bucket.get(writer_lease.LEASE).version)
+
+    monkeypatch.setattr(time, "sleep", renewed)
+    with pytest.raises(RunLocked, match=f"process {living} on pod-1"):
+        WriterLease(bucket, 10.0).acquire()
+    monkeypatch.setattr(time, "sleep", lambda secs: setattr(bucket, "now", bucket.now + secs))
+    assert WriterLease(bucket, 10.0).acquire()
+
+
 def test_a_forked_child_does_not_write_for_its_parent():
     """C03: as with a lock of a file."""
     store = ObjectStore(MemoryStore(), url="memory://run")
