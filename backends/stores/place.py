@@ -23,6 +23,10 @@ _ALIKE: Final = {**PROVIDERS, "gcs": "gs"}
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(//?)")
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*:.*?(?<=::)[A-Za-z][A-Za-z0-9+._-]+:/", re.DOTALL)
+# A URL that is not written as one, and would be the name of a directory: with something before it, such as a blank, or without a slash.
+_MISWRITTEN: Final = re.compile(
+    rf"[^\w/.~]+([A-Za-z][A-Za-z0-9+._-]+):/|({'|'.join((*_ALIKE, 'file'))}):(?!/)", re.IGNORECASE
+)
 _LOGIN: Final = re.compile(r"(?<=:/)(/?)[^\s\"']*@")
 
 
@@ -51,10 +55,10 @@ def shown_url(url: str) -> str:
     """A URL that is refused, as an error shows it: without a name, a password or a query.
 
     Examples:
-        >>> shown_url("ftp://user:secret@host/run?key=secret"), shown_url("hdfs://host/run")
-        ('ftp://…@host/run?…', 'hdfs://host/run')
+        >>> shown_url("ftp://user:secret@host/run?key=secret"), shown_url("hdfs://host/run"), shown_url("user:sec ret@host")
+        ('ftp://…@host/run?…', 'hdfs://host/run', '…@host')
     """
-    return re.sub(r"[?#].*", "?…", without_logins(url), flags=re.DOTALL)
+    return re.sub(r"[?#].*", "?…", re.sub(r"^([^/@]*:/{1,2})?.*@", r"\1…@", url, flags=re.DOTALL), flags=re.DOTALL)
 
 
 def without_logins(text: str) -> str:
@@ -126,6 +130,10 @@ or mounted directory; for a run, pass a store of your own
         raise InvalidArgument(argument, expected="a path or a file:// URL", found=shown(place), fix="pass a str or a pathlib.Path")  # fmt: skip
     found = _SCHEME.match(text)
     if found is None and not is_chain(text):
+        if wrong := _MISWRITTEN.match(text):
+            scheme = wrong[1] or wrong[2]
+            raise InvalidArgument(argument, expected="a path or a URL", found=f"{scheme}: and what it names, which is neither; it is not shown, as it may hold a password",
+                                  fix=f"begin with {scheme}:// and nothing before it, without a name and a password; or with ./ for a directory of that name")  # fmt: skip
         return text
     scheme, rest = ("", "") if found is None else (found[1].lower(), text[found.end() :])
     if found is None or scheme != "file" or is_chain(text):

@@ -15,7 +15,7 @@ from trainfold.backends.stores.object_store.errors.bucket_errors import raise_al
 from trainfold.backends.stores.object_store.errors.shown_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
-from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url, url_parts, without_logins
+from trainfold.backends.stores.place import PROVIDERS, is_chain, shown_url, url_parts
 from trainfold.core.errors import InvalidArgument
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]+)/*(.*)", re.DOTALL)
@@ -106,7 +106,7 @@ def _check_endpoints(scheme: str) -> None:
     for name in _ENDPOINTS.get(scheme, ()):
         value = os.environ.get(name)
         if value is not None and not _is_address(value):
-            raise InvalidArgument(name, expected="an address such as http://127.0.0.1:9000", found=repr(without_logins(value)),
+            raise InvalidArgument(name, expected="an address such as http://127.0.0.1:9000", found=repr(shown_url(value)),
                                   fix=f"write it with http:// or https://, a machine, and a port of at most 65535, or unset {name}")  # fmt: skip
 
 

@@ -55,6 +55,47 @@ def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["s3:user:pa55@b", "S3:user:pa55@b/run", " s3://user:pa55@b/run", "\ts3://b/run?sig=pa55", "'gs://user:pa55@b'", "\ufeffaz://user:pa55@b", "file:user:pa55@b", " hdfs://user:pa55@b"],
+)  # fmt: skip
+def test_what_was_meant_as_a_url_is_no_directory_and_its_password_is_not_shown(
+    url, tmp_path, monkeypatch, capfd, caplog
+):
+    """U05: each was the name of a directory, and stood with its password in messages."""
+    monkeypatch.chdir(tmp_path)
+    trainfold.save(STATE, "run")
+    for run in (url, Path(url)):
+        for call in (
+            lambda run=run: trainfold.save(STATE, run),
+            lambda run=run: trainfold.load(run, like=STATE),
+            lambda run=run: trainfold.plan(run, like=STATE),
+            lambda run=run: trainfold.CheckpointManager(run),
+            lambda run=run: trainfold.StopFile(run),
+        ):
+            with pytest.raises(InvalidArgument, match="which is neither") as refused:
+                call()
+            assert "pa55" not in str(refused.value)
+    for command in (
+        ["ls", url], ["plan", url], ["inspect", url], ["verify", url], ["diff", url, "run"], ["diff", "run", url], ["files", url], ["best", url], ["prune", url, "--keep-last", "1"],
+        ["copy", "run", url], ["copy", url, "copy"], ["link", "run", url], ["convert", "run", url, "--to", "native"], ["convert", url, "new", "--to", "native"], ["page", url, "-o", "a.html"],
+        ["page", "run", "-o", url], ["bisect", "run", url], ["replay", url, "--from", "1", "--", "true"], ["demo", "--run", url],
+    ):  # fmt: skip
+        try:
+            code = main([*command, "--json"] if "--" not in command else command)  # the text goes to stderr
+        except SystemExit as end:  # of the parser
+            code = end.code
+        assert code, command
+    assert "pa55" not in "".join(capfd.readouterr()) + caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_path_may_have_colons(tmp_path, monkeypatch):
+    """W22: only what begins as a URL is one."""
+    for path in ("a:b@c", "runs/s3:a", "./s3:a", "2026-11-28T12:00", " a", "exp:user:x@y"):
+        assert local_path(path) == path
+
+
 def test_a_file_url_is_the_path_that_it_names(tmp_path, capsys):
     """W22: ``file://`` is local, with and without a host, and even after pathlib has removed a slash."""
     run = tmp_path / "run 1"

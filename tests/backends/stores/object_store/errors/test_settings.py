@@ -42,9 +42,19 @@ def test_an_endpoint_that_is_no_address_is_refused_with_its_variable(keys, answe
     assert variable in error["fix"]
 
 
-def test_an_endpoint_with_a_login_is_refused_without_it(keys):
+@pytest.mark.parametrize(
+    "value",
+    [
+        "http://user:secret@host:99999",
+        "user:secret@host:9000",
+        "user:a secret@host",
+        "http:user:#secret@host",
+        "host?key=secret",
+    ],
+)
+def test_an_endpoint_with_a_login_is_refused_without_it(keys, value):
     """U05: no text shows a password."""
-    keys.setenv("AWS_ENDPOINT_URL", "http://user:secret@host:99999")
+    keys.setenv("AWS_ENDPOINT_URL", value)
     with pytest.raises(InvalidArgument) as failed:
         open_store("s3://bucket/a")
     assert "secret" not in str(failed.value)
