@@ -37,14 +37,15 @@ class SmallReads:
         Raises:
             CheckpointMissing: if it has been deleted since.
         """
-        stop = found.size_bytes if stop is None else min(stop, found.size_bytes)
         begin = found.size_bytes if found.size_bytes <= _WHOLE_BYTES else _HEAD_BYTES
-        if stop > begin or not found.tag:
+        if min(found.size_bytes, found.size_bytes if stop is None else stop) > begin or not found.tag:
             return self._read(key, start, stop)[0]
         with self._mutex:
             known = self._known.get((key, found.tag))
         if known is None:
             known, tag = self._read(key, 0, begin)
+            if tag != found.tag:  # replaced since, and it may be larger now
+                return self._read(key, start, stop)[0]
             self.put(key, tag, known)
         return known[start:stop]
 
@@ -59,7 +60,7 @@ class SmallReads:
             while self._size_bytes > _LIMIT_BYTES:  # the oldest first
                 self._size_bytes -= len(self._known.pop(next(iter(self._known))))
 
-    def _read(self, key: str, start: int, stop: int) -> tuple[bytes, str]:
+    def _read(self, key: str, start: int, stop: int | None) -> tuple[bytes, str]:
         found = self._bucket.get(key, start=start, stop=stop)
         if found is None:
             raise missing(self._bucket.where(key))
