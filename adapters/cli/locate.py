@@ -112,9 +112,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise _no_checkpoint(path)
         store, inventory = open_run(real.parent)
         name = real.name
+    return checkpoint_of(store, inventory, name, path)
+
+
+def checkpoint_of(store: Store, inventory: Inventory, name: str, path: Path | None = None) -> Checkpoint:
+    """Read the manifest of a checkpoint of a run that is open.
+
+    Args:
+        store: the run.
+        inventory: what it holds.
+        name: of the checkpoint.
+        path: as the user has named it, for messages; None for its place in the run.
+
+    Raises:
+        CheckpointMissing: if the run has no such checkpoint.
+        CheckpointError: the matching subclass, if its manifest is not valid or files are missing.
+    """
     entry = examine(store, inventory, name).entry(name)
     if entry is None:
-        raise _no_checkpoint(path)
+        raise _no_checkpoint(Path(store.url, name) if path is None else path)
     if entry.problem is not None:
         raise error_from(entry.problem)
     assert entry.manifest is not None

@@ -7,27 +7,21 @@ from typing import Any, Final
 import attrs
 
 from trainfold.adapters.cli.flights.log_checks import believed, ended_apart, replayed_otherwise, uncompared
+from trainfold.adapters.cli.flights.read_run import ReadRun, read_run
 from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, log_warnings
 from trainfold.adapters.cli.flights.run_evidence import evidence_of
 from trainfold.adapters.cli.flights.scratch_run import (
-    Logs,
     ReplayRequest,
-    ScratchRun,
     check_command,
-    flights_of,
-    has_checkpoint,
     replay_program,
     scratch_place,
     serves_any_run,
 )
-from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
-from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.causes.evidence import Evidence
 from trainfold.core.flight.causes.known_states import unlike_leaves
 from trainfold.core.flight.causes.parting import Parting, parting_of
-from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import leaf_texts
 
 _B: Final = "b"  # where the replay of B is
@@ -58,21 +52,21 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
     """
     theirs = _program_of_b(command, command_b)
     command = check_command(command) if command or theirs else command
-    logs = flights_of(a), flights_of(b)
-    (mine, said), (others, said_too) = believed(a, *logs), believed(b, *logs[::-1])
-    flights = mine, others
-    parting = parting_of(evidence_of((a, b), flights))
+    read = read_run(a), read_run(b)
+    (mine, said), (other, said_too) = believed(read[0], read[1].flights), believed(read[1], read[0].flights)
+    runs = mine, other
+    parting = parting_of(evidence_of(runs))
     if command and parting.step is not None:
         with _PLACE.prepared(directory):
             _PLACE.mark(directory, {"command": list(command), "command_b": list(theirs), "a": str(a), "b": str(b)})
-            evidence, said_of_replays = _replayed(((a, mine), (b, others)), parting, (command, theirs), directory, patience_secs)  # fmt: skip
+            evidence, said_of_replays = _replayed(runs, parting, (command, theirs), directory, patience_secs)
         parting = parting_of(evidence)
         said += said_of_replays
     if parting.step is None:
-        said += uncompared(flights) if parting.evidence.same_at is None else []
-        said += ended_apart((a, b), flights)
+        said += uncompared(runs) if parting.evidence.same_at is None else []
+        said += ended_apart(runs)
         said += [_SEEDED] if parting.evidence.seeds else []
-    return _answer(a, b, parting, [*said, *said_too, *log_warnings((a, b), flights, ("A", "B"))])
+    return _answer((mine.where, other.where), parting, [*said, *said_too, *log_warnings(runs, ("A", "B"))])
 
 
 def _program_of_b(command: tuple[str, ...], given: str | None) -> tuple[str, ...]:
@@ -88,7 +82,7 @@ def _program_of_b(command: tuple[str, ...], given: str | None) -> tuple[str, ...
 
 
 def _replayed(
-    runs: tuple[tuple[Path, Logs], tuple[Path, Logs]],
+    runs: tuple[ReadRun, ReadRun],
     parting: Parting,
     commands: tuple[tuple[str, ...], tuple[str, ...]],
     directory: Path,
@@ -98,37 +92,35 @@ def _replayed(
     known, end = parting.evidence, parting.step
     assert end is not None
     begin = known.same_at if known.same_at is not None and known.same_at < end else 0
-    (a, logs_of_a), (b, logs_of_b) = runs
+    a, b = runs
     made = replay_program(directory, ReplayRequest(a, begin, end, commands[0], patience_secs=patience_secs))
     said = [replayed_otherwise(a, made.run, "A", begin, end)]
-    repeats = _repeated(a, logs_of_a, made, begin, end), _repeated(b, logs_of_b, made, begin, end)
+    repeats = _repeated(a, made.run, begin, end), _repeated(b, made.run, begin, end)
     own_of_b = reached_by_b = None
     if commands[1]:
         other = replay_program(directory / _B, ReplayRequest(b, begin, end, commands[1], patience_secs=patience_secs))
         said.append(replayed_otherwise(b, other.run, "B", begin, end))
-        own_of_b, reached_by_b = _repeated(b, logs_of_b, other, begin, end), other.reached
+        own_of_b, reached_by_b = _repeated(b, other.run, begin, end), other.run.last
     known = attrs.evolve(
         known,
         repeats=repeats,
         own=(repeats[0], own_of_b),
-        reached=(made.reached, reached_by_b),
+        reached=(made.run.last, reached_by_b),
         elsewhere=(said[0] != "", said[-1] != "" and len(said) > 1),
         is_one_program=commands[0] == commands[1],
     )
     return known, [text for text in said if text]
 
 
-def _repeated(run: Path, flights: Logs, made: ScratchRun, begin: int, end: int) -> bool | None:
+def _repeated(run: ReadRun, made: ReadRun, begin: int, end: int) -> bool | None:
     """Whether a program did again what a run has; None if the last step is in neither their logs nor their checkpoints, as of a program that ended before it."""
-    if first_of_ranks(flights, made.flights, after=begin, until=end) is not None:
+    logs = run.flights, made.flights
+    if first_of_ranks(*logs, after=begin, until=end) is not None:
         return False
-    if all(has_checkpoint(each, end) for each in (run, made.run)):
-        folders = [each / directory_of(end) for each in (run, made.run)]
-        return not unlike_leaves(*(leaf_texts(open_checkpoint(each).manifest) for each in folders))
-    ranks = flights.keys() & made.flights.keys()
-    return (
-        True if ranks and all(end in each[rank].steps for each in (flights, made.flights) for rank in ranks) else None
-    )
+    if end in run.saved and end in made.saved:
+        return not unlike_leaves(*(leaf_texts(each.checkpoint(end).manifest) for each in (run, made)))
+    ranks = run.flights.keys() & made.flights.keys()
+    return True if ranks and all(end in each[rank].steps for each in logs for rank in ranks) else None
 
 
 def _repeat_rows(parting: Parting) -> list[tuple[str, str]]:
@@ -164,7 +156,7 @@ def _next_move(parting: Parting) -> str:
     return _AGAIN if parting.may_be and None in known.own else ""
 
 
-def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
+def _answer(names: tuple[str, str], parting: Parting, warnings: list[str]) -> Answer:
     known = parting.evidence
     facts = [
         ("they", str(parting)),
@@ -173,7 +165,6 @@ def _answer(a: Path, b: Path, parting: Parting, warnings: list[str]) -> Answer:
         ("other state at", "no step that both have saved" if known.apart_at is None else f"step {known.apart_at}"),
         *_repeat_rows(parting),
     ]
-    names = [url_text(str(run)) for run in (a, b)]
     tables = [
         Table(
             f"A = {names[0]}, B = {names[1]}",

@@ -1,29 +1,23 @@
 """Whether the flight logs of two runs can be believed, and how far they go: before they are compared."""
 
-from pathlib import Path
+import attrs
 
-from trainfold.adapters.cli.flights.scratch_run import Logs, last_step, saved_steps
-from trainfold.adapters.cli.locate import open_checkpoint
+from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, environment_of
 from trainfold.backends.flight.flights import flight_name
-from trainfold.backends.stores.place import url_text
 from trainfold.core.flight.flight import Flight, state_digests
-from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import fingerprints
-from trainfold.core.resume.drift import ENVIRONMENT
 
 
-def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
-    """The logs of a run as far as they count, and what is to be said of the rest.
+def believed(run: ReadRun, other: Logs) -> tuple[ReadRun, list[str]]:
+    """A run with its logs as far as they count, and what is to be said of the rest.
 
     A log that knows another state than a checkpoint of its own run is not of this run from there on.
 
     Args:
         run: the run.
-        flights: its logs by rank.
-        other: those of the run that it is compared with.
+        other: the logs of the run that it is compared with.
     """
-    saved = {*saved_steps(run)}
-    where = url_text(str(run))
+    saved, where, flights = {*run.saved}, run.where, run.flights
     warnings = [] if flights else [f"{where} has no flight log: what its steps did is not known"]
     warnings += [f"{where} has no {flight_name(rank)}, and the other run has one" for rank in sorted(other.keys() - flights.keys()) if flights]  # fmt: skip
     counted = {}
@@ -37,14 +31,14 @@ def believed(run: Path, flights: Logs, other: Logs) -> tuple[Logs, list[str]]:
             warnings.append(f"{name} is empty, or not a file: what the steps did is not known")
         elif last and last < max(saved, default=0):
             warnings.append(f"{name} ends at step {last}, and the run has a checkpoint of step {max(saved)}")
-    return counted, warnings
+    return attrs.evolve(run, flights=counted), warnings
 
 
-def _own(run: Path, flight: Flight, saved: set[int]) -> tuple[Flight, str]:
+def _own(run: ReadRun, flight: Flight, saved: set[int]) -> tuple[Flight, str]:
     """A log up to the last state before it contradicts a checkpoint, and how it does; of several ranks each may have a part of the state, and none is compared."""
     known = 0
     for step in sorted(saved & flight.states.keys()):
-        manifest = open_checkpoint(run / directory_of(step)).manifest
+        manifest = run.checkpoint(step).manifest
         if manifest.world_size > 1:
             return flight, ""
         digests = state_digests(step, fingerprints(manifest))
@@ -56,17 +50,17 @@ def _own(run: Path, flight: Flight, saved: set[int]) -> tuple[Flight, str]:
     return flight, ""
 
 
-def uncompared(flights: tuple[Logs, Logs]) -> list[str]:
+def uncompared(runs: tuple[ReadRun, ReadRun]) -> list[str]:
     """What is to be said of two runs whose steps are the same, and of which no state was saved that both have."""
-    one, other = flights
+    one, other = (run.flights for run in runs)
     if any(one[rank].states.keys() & other[rank].states.keys() for rank in one.keys() & other.keys()):
         return []
     return ["there is no step of which both have a checkpoint: their states were not compared"]
 
 
-def ended_apart(runs: tuple[Path, Path], flights: tuple[Logs, Logs]) -> list[str]:
+def ended_apart(runs: tuple[ReadRun, ReadRun]) -> list[str]:
     """What is to be said of two runs of which one did more steps, which nothing was compared with."""
-    ends = [last_step(run, logs) for run, logs in zip(runs, flights, strict=True)]
+    ends = [run.last for run in runs]
     if ends[0] == ends[1]:
         return []
     names = "AB" if ends[0] < ends[1] else "BA"
@@ -75,7 +69,7 @@ def ended_apart(runs: tuple[Path, Path], flights: tuple[Logs, Logs]) -> list[str
     ]
 
 
-def replayed_otherwise(run: Path, replay: Path, name: str, begin: int, end: int) -> str:
+def replayed_otherwise(run: ReadRun, replay: ReadRun, name: str, begin: int, end: int) -> str:
     """In which versions and which numerical environment a replay was not like the run that it repeats; empty if none is known.
 
     Args:
@@ -85,18 +79,11 @@ def replayed_otherwise(run: Path, replay: Path, name: str, begin: int, end: int)
         begin: the step of the checkpoint that the replay began with.
         end: its last step.
     """
-    made = max((step for step in saved_steps(replay) if step > begin), default=None)
-    saved = saved_steps(run)
-    if made is None or not saved:
+    made = max((step for step in replay.saved if step > begin), default=None)
+    if made is None or not run.saved:
         return ""
-    there = min((step for step in saved if step >= end), default=max(saved))
-    found = [_surroundings(path, step) for path, step in ((run, there), (replay, made))]
+    there = min((step for step in run.saved if step >= end), default=max(run.saved))
+    manifests = run.checkpoint(there).manifest, replay.checkpoint(made).manifest
+    found = [{**environment_of(each), **each.versions} for each in manifests]
     unlike = [f"{key} {found[1][key]}, not {found[0][key]}" for key in found[0].keys() & found[1].keys() if found[0][key] != found[1][key]]  # fmt: skip
     return f"{name} was run again in another environment, so that another result says nothing: {'; '.join(sorted(unlike))}" if unlike else ""  # fmt: skip
-
-
-def _surroundings(run: Path, step: int) -> dict[str, str]:
-    """The versions of libraries and the numerical environment of a checkpoint."""
-    manifest = open_checkpoint(run / directory_of(step)).manifest
-    drifts = {key: repr(value) for key, value in manifest.contract.items() if key.startswith(ENVIRONMENT)}
-    return {**drifts, **manifest.versions}

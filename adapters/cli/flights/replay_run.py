@@ -5,23 +5,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainfold.adapters.cli.diff import diff_checkpoints
+from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, read_run
 from trainfold.adapters.cli.flights.replayed_steps import replayed_steps
 from trainfold.adapters.cli.flights.scratch_run import (
-    Logs,
     ReplayRequest,
     ScratchRun,
     check_command,
     check_outside,
-    flights_of,
-    has_checkpoint,
-    last_step,
     replay_program,
     scratch_place,
 )
-from trainfold.adapters.cli.locate import open_checkpoint, open_run
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
-from trainfold.backends.stores.place import url_text
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.causes.parting import steps_text
 from trainfold.core.flight.step_difference import (
@@ -67,17 +62,15 @@ def replay_run(  # noqa: PLR0913 - one for each option
     """
     command = check_command(command)
     check_outside(directory, run)
-    _, inventory = open_run(run)
-    flights = flights_of(run, inventory.current_steps)
-    begin, end = replayed_steps(inventory, flights, begin, end, until_nonfinite=until_nonfinite)
+    read = read_run(run)
+    begin, end = replayed_steps(read.inventory, read.flights, begin, end, until_nonfinite=until_nonfinite)
     with _PLACE.prepared(directory):
         _PLACE.mark(directory, {"command": list(command), "run": str(run), "from": begin, "to": end})
-        request = ReplayRequest(run, begin, end, command, until_nonfinite, patience_secs)
+        request = ReplayRequest(read, begin, end, command, until_nonfinite, patience_secs)
         made = replay_program(directory, request)
     if made.nonfinite is not None:
         return _nonfinite(request, made, made.nonfinite)
-    is_left_behind = begin and begin not in inventory.current_steps
-    return _uncompared(request, made) if is_left_behind else _compared(request, flights, made)
+    return _uncompared(request, made) if begin and begin not in read.saved else _compared(request, made)
 
 
 def first_of_ranks(
@@ -94,7 +87,7 @@ def first_of_ranks(
 
 def _uncompared(request: ReplayRequest, made: ScratchRun) -> Answer:
     """What is said of a replay from a checkpoint that was left behind, in which all was finite."""
-    run, begin, reached = request.run, request.begin, min(made.reached, request.end)
+    begin, reached = request.begin, min(made.run.last, request.end)
     warning = f"step {begin} was left behind by a rewind: what followed it is in no log, and nothing was compared"
     rows = (
         ("replayed", steps_text(begin + 1, reached) if reached > begin else "no step"),
@@ -102,7 +95,7 @@ def _uncompared(request: ReplayRequest, made: ScratchRun) -> Answer:
         ("what it said", str(made.output)),
         ("warning", warning),
     )
-    table = Table(f"{url_text(str(run))}, and its replay", ("", ""), rows)
+    table = Table(f"{request.run.where}, and its replay", ("", ""), rows)
     return Answer(_data(request, reached, warnings=[warning]), (table,))
 
 
@@ -127,7 +120,7 @@ def _start_warnings(request: ReplayRequest) -> list[str]:
     from trainfold.adapters.cli.formats.leaf_values import first_nonfinite  # late: it imports torch
 
     begin = request.begin
-    path = first_nonfinite(open_checkpoint(request.run / directory_of(begin))) if begin else None
+    path = first_nonfinite(request.run.checkpoint(begin)) if begin else None
     return [] if path is None else [f"the state of step {begin} is not finite itself, as in {path}: what made it so came before; pass an earlier --from"]  # fmt: skip
 
 
@@ -142,12 +135,11 @@ def _data(request: ReplayRequest, reached: int | None, **found: Any) -> dict[str
         "nonfinite": None,
         "warnings": [],
     }
-    return {"run": url_text(str(request.run)), "from": request.begin, "to": request.end, **known, **found}
+    return {"run": request.run.where, "from": request.begin, "to": request.end, **known, **found}
 
 
 def log_warnings(
-    runs: tuple[Path, Path],
-    flights: tuple[Logs, Logs],
+    runs: tuple[ReadRun, ReadRun],
     names: tuple[str, str],
     *,
     after: int = 0,
@@ -157,25 +149,21 @@ def log_warnings(
 
     Args:
         runs: the runs.
-        flights: their logs by rank.
         names: of the runs, in a sentence.
         after: name holes after this step.
         until: and up to this one; None for all.
     """
     found = []
-    for run, own, other, name in zip(runs, flights, flights[::-1], names, strict=True):
-        found += [
-            flight.damage.text_of(url_text(str(run / flight_name(rank))))
-            for rank, flight in own.items()
-            if flight.damage
-        ]
-        found += [each.text_of(url_text(str(run / flight_name(rank)))) for rank, flight in own.items() for each in flight.left_out
+    for run, beside, name in zip(runs, runs[::-1], names, strict=True):
+        own, other = run.flights, beside.flights
+        found += [flight.damage.text_of(f"{run.where}/{flight_name(rank)}") for rank, flight in own.items() if flight.damage]  # fmt: skip
+        found += [each.text_of(f"{run.where}/{flight_name(rank)}") for rank, flight in own.items() for each in flight.left_out
                   if each.last > after and (until is None or each.first <= until)]  # fmt: skip
         for rank in sorted(own.keys() & other.keys()):
             where = f" of rank {rank}" if rank else ""
             holes = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in steps_unrecorded(own[rank], other[rank]))  # fmt: skip
             found += [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record in {name}{where}" for hole in holes if hole[0] <= hole[1]]  # fmt: skip
-    one, other = flights
+    one, other = (run.flights for run in runs)
     for rank in sorted(one.keys() & other.keys()):
         steps = [each for each in steps_with_other_batch_digests(one[rank], other[rank]) if after < each <= (each if until is None else until)]  # fmt: skip
         if steps:
@@ -191,18 +179,18 @@ def difference_data(difference: StepDifference | None) -> dict[str, Any] | None:
     return {"step": difference.step, **lists, "text": str(difference)}
 
 
-def _compared(request: ReplayRequest, flights: Logs, made: ScratchRun) -> Answer:
-    run, begin, end, there = request.run, request.begin, request.end, made.flights
+def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
+    run, begin, end = request.run, request.begin, request.end
+    flights, there = run.flights, made.run.flights
     found = first_of_ranks(flights, there, after=begin, until=end)
     steps = (
         sum(begin < step <= end and step in flights[0].steps for step in there[0].steps)
         if 0 in there and 0 in flights
         else 0
     )
-    pair = run / directory_of(end), made.run / directory_of(end)
-    both = all(has_checkpoint(each, end) for each in (run, made.run))
-    states = diff_checkpoints(*pair, values=True) if both else None
-    last, reached = last_step(run, flights), min(made.reached, end)
+    both = end in run.saved and end in made.run.saved
+    states = diff_checkpoints(*(each.path / directory_of(end) for each in (run, made.run)), values=True) if both else None  # fmt: skip
+    last, reached = run.last, min(made.run.last, end)
     is_short = reached < min(end, last)
     if not steps and states is None and not is_short:
         raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}",
@@ -210,8 +198,8 @@ def _compared(request: ReplayRequest, flights: Logs, made: ScratchRun) -> Answer
                               fix="pass --to with a step that has a checkpoint" if last > begin else "pass an earlier --from")  # fmt: skip
     state = "the same" if states is not None and states.error is None else "other bits"
     if states is None:
-        state = f"not compared: the {'replay' if has_checkpoint(run, end) else 'run'} has no checkpoint there"
-    warnings = log_warnings((run, made.run), (flights, there), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
+        state = f"not compared: the {'replay' if end in run.saved else 'run'} has no checkpoint there"
+    warnings = log_warnings((run, made.run), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
     if end > last:
         warnings.append(f"--to is step {end}, and the run ends at step {last}: nothing after that is compared")
     rank, difference = (None, None) if found is None else found
@@ -226,12 +214,12 @@ def _compared(request: ReplayRequest, flights: Logs, made: ScratchRun) -> Answer
         *(("warning", text) for text in warnings),
     ]
     is_same = difference is None and not is_short and (states is None or states.error is None)
-    tables = [Table(f"{url_text(str(run))}, and its replay", ("", ""), tuple(rows))]
+    tables = [Table(f"{run.where}, and its replay", ("", ""), tuple(rows))]
     tables += [] if states is None or states.error is None else states.tables
     error = None
     if not is_same:
         error = Different(
-            f"the replay of {url_text(str(run))}",
+            f"the replay of {run.where}",
             expected="what the run did",
             found=shown
             if difference is not None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 
-from trainfold.adapters.cli.flights.scratch_run import Logs
+from trainfold.adapters.cli.flights.read_run import Logs
 from trainfold.core.errors import CheckpointMissing, InvalidArgument
 from trainfold.core.flight.step_record import is_finite
 from trainfold.core.format.file_names import directory_of

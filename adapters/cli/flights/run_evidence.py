@@ -1,32 +1,23 @@
 """What the checkpoints and the logs of two runs show about where they part."""
 
-from pathlib import Path
-
 import attrs
 
+from trainfold.adapters.cli.flights.read_run import ReadRun, environment_of
 from trainfold.adapters.cli.flights.replay_run import first_of_ranks
-from trainfold.adapters.cli.flights.scratch_run import Logs, saved_steps
-from trainfold.adapters.cli.locate import open_checkpoint
 from trainfold.core.flight.causes.evidence import Evidence, LeafApart
 from trainfold.core.flight.causes.known_states import SavedState, of_states
 from trainfold.core.flight.causes.known_steps import of_steps, only_rank
-from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.leaf_texts import leaf_texts
-from trainfold.core.resume.drift import ENVIRONMENT
 from trainfold.core.state.notes import CONVERTED, FROZEN_LIST, LINEAGE
 
 
-def evidence_of(runs: tuple[Path, Path], flights: tuple[Logs, Logs]) -> Evidence:
+def evidence_of(runs: tuple[ReadRun, ReadRun]) -> Evidence:
     """What is known of two runs without running them again.
 
     Args:
-        runs: the runs.
-        flights: their logs by rank, as far as they count.
-
-    Raises:
-        CheckpointMissing: if one of them has neither a checkpoint nor a log.
+        runs: the runs, with their logs as far as they count.
     """
-    mine, theirs = ({*saved_steps(run, has_log=bool(flight))} for run, flight in zip(runs, flights, strict=True))
+    (mine, theirs), flights = ({*run.saved} for run in runs), (runs[0].flights, runs[1].flights)
     found = first_of_ranks(*flights, after=0)
     known = Evidence()
     if mine and theirs:
@@ -39,24 +30,24 @@ def evidence_of(runs: tuple[Path, Path], flights: tuple[Logs, Logs]) -> Evidence
     return of_steps(*flights, known)
 
 
-def _saved(run: Path, step: int) -> SavedState:
-    manifest = open_checkpoint(run / directory_of(step)).manifest
-    contract = {key: repr(value) for key, value in manifest.contract.items() if key not in (CONVERTED, LINEAGE, FROZEN_LIST)}  # fmt: skip
-    environment = {key: text for key, text in contract.items() if key.startswith(ENVIRONMENT)}
-    settings = {key: text for key, text in contract.items() if key not in environment}
+def _saved(run: ReadRun, step: int) -> SavedState:
+    manifest = run.checkpoint(step).manifest
+    environment = environment_of(manifest)
+    unset = {*environment, CONVERTED, LINEAGE, FROZEN_LIST}
+    settings = {key: repr(value) for key, value in manifest.contract.items() if key not in unset}
     names = frozenset(each.name for each in manifest.components)
     return SavedState(
         step, leaf_texts(manifest), settings, environment, names, manifest.world_size, bool(manifest.omitted)
     )
 
 
-def _sized(runs: tuple[Path, Path], known: Evidence) -> tuple[LeafApart, ...]:
+def _sized(runs: tuple[ReadRun, ReadRun], known: Evidence) -> tuple[LeafApart, ...]:
     """The leaves that differ, the largest difference first; then those whose difference has no size."""
     if known.apart_at is None:
         return ()
     from trainfold.adapters.cli.formats.leaf_values import leaf_distances  # late: it imports torch
 
-    a, b = (open_checkpoint(run / directory_of(known.apart_at)) for run in runs)
+    a, b = (run.checkpoint(known.apart_at) for run in runs)
     apart = leaf_distances(a, b, [leaf.path for leaf in known.leaves])
     leaves = (
         LeafApart(path, str(apart[path]), apart[path].differing, apart[path].max_abs, apart[path].max_ulps)

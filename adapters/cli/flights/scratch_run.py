@@ -6,32 +6,28 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import attrs
 
-from trainfold.adapters.cli.locate import Checkpoint, open_checkpoint, open_run
+from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, read_run
+from trainfold.adapters.cli.locate import Checkpoint
 from trainfold.adapters.cli.rehearse.errors import NeverResumed, ProgramFailed
 from trainfold.adapters.cli.rehearse.options import PLACEHOLDER
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.starts import environment_of_programs
 from trainfold.adapters.cli.terminal.workplace import Workplace
 from trainfold.adapters.flight.replay_orders import NONFINITE_NAME
-from trainfold.backends.flight.flights import read_flights
 from trainfold.backends.flight.replay_place import location_of
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import local_store, open_store
 from trainfold.backends.stores.place import is_object_url, local_path
 from trainfold.backends.tiers.copy_run import copy_run
-from trainfold.core.errors import CheckpointMissing, InvalidArgument
-from trainfold.core.flight.flight import Flight
+from trainfold.core.errors import InvalidArgument
 from trainfold.core.format.file_names import RUN_FILE, directory_of, step_of
 from trainfold.core.printable import quoted
 from trainfold.core.rehearsal.entry import RecordedLine
 from trainfold.core.rehearsal.orders import RECORD_NAME, VARIABLE, Orders, ReplayOrders, encode_orders
-
-Logs: TypeAlias = Mapping[int, Flight]
-"""The flight logs of a run by rank."""
 
 _GRACE_SECS: Final = 60.0
 _SHOWN_CHARACTERS: Final = 4000
@@ -52,7 +48,7 @@ class ReplayRequest:
         patience_secs: how long it may be silent before it counts as hanging.
     """
 
-    run: Path
+    run: ReadRun
     begin: int
     end: int
     command: tuple[str, ...]
@@ -66,16 +62,12 @@ class ScratchRun:
     """What a program did in a replay.
 
     Attributes:
-        run: the directory of the replay, with its log and its last checkpoint.
-        flights: its log by rank; empty if it recorded nothing.
-        reached: the last step that it ran, by its logs and checkpoints; that of its start if it ran none.
+        run: the directory of the replay, with its log, if it recorded anything, and its last checkpoint.
         nonfinite: what was not finite, as it was written down; None if all was.
         output: the file with what the program said.
     """
 
-    run: Path
-    flights: Logs
-    reached: int
+    run: ReadRun
     nonfinite: Mapping[str, Any] | None
     output: Path
 
@@ -97,9 +89,9 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     notes.mkdir(parents=True)
     if request.begin:  # else it is not there, as when the program was started first
         run.mkdir()
-        _begin(run, open_checkpoint(request.run / directory_of(request.begin)))
+        _begin(run, request.run.checkpoint(request.begin))
     orders = Orders(str(home), str(notes), every=request.end, steps=request.end, linger_after=request.end,
-                    replay=ReplayOrders(location_of(request.run), request.until_nonfinite))  # fmt: skip
+                    replay=ReplayOrders(location_of(request.run.path), request.until_nonfinite))  # fmt: skip
     output = notes / "output.txt"
     program = Program(
         [word.replace(PLACEHOLDER, str(run)) for word in request.command],
@@ -115,9 +107,9 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     is_over = nonfinite is not None or any(entry.kind == "done" for entry in seen)
     if is_silent or not (is_over or program.code == 0):
         raise _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
-    flights = flights_of(run)
-    _check_resumed(request, seen, flights)
-    return ScratchRun(run, flights, last_step(run, flights), nonfinite, output)
+    made = read_run(run, may_be_empty=True)
+    _check_resumed(request, seen, made.flights)
+    return ScratchRun(made, nonfinite, output)
 
 
 def scratch_place(command: str, noun: str, *more: str) -> Workplace:
@@ -147,50 +139,6 @@ def check_outside(directory: Path, *runs: Path) -> None:
         if place.is_relative_to(real) or real.is_relative_to(place):
             raise InvalidArgument("--dir", expected="a directory apart from the run, which is only read", found=f"{directory}, and the run {run}",
                                   fix="name another one, such as --dir runs/scratch")  # fmt: skip
-
-
-def flights_of(run: Path, saved: Mapping[int, int] | None = None) -> dict[int, Flight]:
-    """The logs of a run by rank, without what a resume that recorded nothing may have undone; empty if it has none.
-
-    Args:
-        run: the run.
-        saved: its `saved_steps`, if they were read already.
-    """
-    try:
-        found = read_flights(str(run))
-    except CheckpointMissing:
-        return {}
-    saved = saved_steps(run) if saved is None else saved
-    return {rank: flight.run_alone(saved) for rank, flight in found.items()}
-
-
-def has_checkpoint(run: Path, step: int) -> bool:
-    """Whether a run, or a replay of one, has a complete checkpoint at a step, which no rewind left behind."""
-    return step in saved_steps(run)
-
-
-def _last_logged(flights: Logs) -> int:
-    """The last step of which every rank has a record; 0 without a log."""
-    return min((max(flight.steps, default=0) for flight in flights.values()), default=0)
-
-
-def saved_steps(run: Path, *, has_log: bool = True) -> dict[int, int]:
-    """The steps of the complete checkpoints of a run, without those that a rewind left behind; with each, that of the one before.
-
-    Raises:
-        CheckpointMissing: if there is no run, and no log that stands for it.
-    """
-    try:
-        return open_run(run)[1].current_steps
-    except CheckpointMissing:
-        if has_log:
-            return {}
-        raise
-
-
-def last_step(run: Path, flights: Logs) -> int:
-    """The last step that a run has a record or a checkpoint of; 0 if it has neither."""
-    return max(_last_logged(flights), *saved_steps(run), 0)
 
 
 def serves_any_run(command: Sequence[str]) -> bool:
@@ -252,7 +200,7 @@ def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights
         places = sorted({str(entry.data["place"]) for entry in starts})
         raise NeverResumed(
             "the program",
-            expected=f"one that goes on from {request.run}/{directory_of(request.begin)}",
+            expected=f"one that goes on from {request.run.path}/{directory_of(request.begin)}",
             found=f"one whose managers save into {', '.join(places)}"
             if places
             else "one that makes no manager, and records no step with FlightLog"

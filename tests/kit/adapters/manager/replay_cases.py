@@ -8,7 +8,8 @@ from kit.adapters.cli_cases import fits_its_schema
 from kit.system.rehearse_cases import program
 from trainfold.adapters.cli import main
 from trainfold.adapters.cli.flights import bisect_runs as module
-from trainfold.adapters.cli.flights.scratch_run import ScratchRun, flights_of, last_step
+from trainfold.adapters.cli.flights.read_run import read_run
+from trainfold.adapters.cli.flights.scratch_run import ScratchRun
 
 RECORDS = ('CheckpointManager("runs/mine", every=1000)', "CheckpointManager(sys.argv[1], every=4, record=4)")
 TWICE = ("epochs=100", "epochs=2")  # 12 steps
@@ -48,8 +49,8 @@ def bisected(tmp_path, monkeypatch):
 
     def run(*command, **replays):
         def replay(home, request):
-            there = tmp_path / replays[request.run.name]
-            return ScratchRun(there, flights_of(there), last_step(there, flights_of(there)), None, home / "output.txt")
+            there = tmp_path / replays[request.run.path.name]
+            return ScratchRun(read_run(there), None, home / "output.txt")
 
         monkeypatch.setattr(module, "replay_program", replay)
         place = tmp_path / "replay"
