@@ -162,6 +162,19 @@ def _has_results(one: Flight, other: Flight, step: int) -> bool:
     return True in found and False not in found
 
 
+def last_result(one: Flight, other: Flight) -> int:
+    """The last step of which both know a loss, a norm or a state that is the same; 0 without one.
+
+    Examples:
+        >>> from trainfold.core.flight.flight import flight_of
+        >>> log = flight_of([StepRecord(1, loss=bytes(8)), StepRecord(2, batch=bytes(8))])
+        >>> last_result(log, log)
+        1
+    """
+    steps = (one.steps.keys() & other.steps.keys()) | (one.states.keys() & other.states.keys())
+    return max((step for step in steps if _has_results(one, other, step)), default=0)
+
+
 def _is_adrift(one: Flight, other: Flight, step: int) -> bool:
     """Whether torch's streams were elsewhere before a step, and the results were the same in it or in the one before: nothing depends on them."""
     if _alike(one, other, step - 1, "streams"):

@@ -63,8 +63,7 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
         parting = parting_of(evidence)
         said += said_of_replays
     if parting.step is None:
-        said += uncompared(runs) if parting.evidence.same_at is None else []
-        said += ended_apart(runs)
+        said += [*uncompared(runs), *ended_apart(runs)]
         said += [_SEEDED] if parting.evidence.seeds else []
     return _answer((mine.where, other.where), parting, [*said, *said_too, *log_warnings(runs, ("A", "B"))])
 

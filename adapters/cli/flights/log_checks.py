@@ -2,9 +2,11 @@
 
 import attrs
 
-from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, environment_of
+from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, recorded_environment
 from trainfold.backends.flight.flights import flight_name
+from trainfold.core.flight.causes.parting import steps_text
 from trainfold.core.flight.flight import Flight, state_digests
+from trainfold.core.flight.step_difference import last_result
 from trainfold.core.format.leaf_texts import fingerprints
 
 
@@ -51,11 +53,15 @@ def _own(run: ReadRun, flight: Flight, saved: set[int]) -> tuple[Flight, str]:
 
 
 def uncompared(runs: tuple[ReadRun, ReadRun]) -> list[str]:
-    """What is to be said of two runs whose steps are the same, and of which no state was saved that both have."""
+    """What is to be said of two runs that are the same as far as they are known, and of which results are not known."""
     one, other = (run.flights for run in runs)
-    if any(one[rank].states.keys() & other[rank].states.keys() for rank in one.keys() & other.keys()):
-        return []
-    return ["there is no step of which both have a checkpoint: their states were not compared"]
+    ranks, saved = one.keys() & other.keys(), runs[0].saved.keys() & runs[1].saved.keys()
+    known = max([*saved, *(last_result(one[rank], other[rank]) for rank in ranks)], default=0)
+    end = min(run.last for run in runs)
+    found = [] if known >= end else [f"no loss, norm or state {f'after step {known} ' if known else ''}is known of both: the results of {steps_text(known + 1, end)} were not compared"]  # fmt: skip
+    if saved or any(one[rank].states.keys() & other[rank].states.keys() for rank in ranks):
+        return found
+    return [*found, "there is no step of which both have a checkpoint: their states were not compared"]
 
 
 def ended_apart(runs: tuple[ReadRun, ReadRun]) -> list[str]:
@@ -84,6 +90,6 @@ def replayed_otherwise(run: ReadRun, replay: ReadRun, name: str, begin: int, end
         return ""
     there = min((step for step in run.saved if step >= end), default=max(run.saved))
     manifests = run.checkpoint(there).manifest, replay.checkpoint(made).manifest
-    found = [{**environment_of(each), **each.versions} for each in manifests]
+    found = [{**recorded_environment(each), **each.versions} for each in manifests]
     unlike = [f"{key} {found[1][key]}, not {found[0][key]}" for key in found[0].keys() & found[1].keys() if found[0][key] != found[1][key]]  # fmt: skip
     return f"{name} was run again in another environment, so that another result says nothing: {'; '.join(sorted(unlike))}" if unlike else ""  # fmt: skip

@@ -96,6 +96,6 @@ def read_run(path: Path, *, may_be_empty: bool = False) -> ReadRun:
     return ReadRun(path, {rank: flight.run_alone(saved) for rank, flight in flights.items()}, listed)
 
 
-def environment_of(manifest: Manifest) -> dict[str, str]:
+def recorded_environment(manifest: Manifest) -> dict[str, str]:
     """The numerical environment in which a checkpoint was made, by the keys of its contract, in words."""
     return {key: repr(value) for key, value in manifest.contract.items() if key.startswith(ENVIRONMENT)}

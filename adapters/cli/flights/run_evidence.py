@@ -2,7 +2,7 @@
 
 import attrs
 
-from trainfold.adapters.cli.flights.read_run import ReadRun, environment_of
+from trainfold.adapters.cli.flights.read_run import ReadRun, recorded_environment
 from trainfold.adapters.cli.flights.replay_run import first_of_ranks
 from trainfold.core.flight.causes.evidence import Evidence, LeafApart
 from trainfold.core.flight.causes.known_states import SavedState, of_states
@@ -32,7 +32,7 @@ def evidence_of(runs: tuple[ReadRun, ReadRun]) -> Evidence:
 
 def _saved(run: ReadRun, step: int) -> SavedState:
     manifest = run.checkpoint(step).manifest
-    environment = environment_of(manifest)
+    environment = recorded_environment(manifest)
     unset = {*environment, CONVERTED, LINEAGE, FROZEN_LIST}
     settings = {key: repr(value) for key, value in manifest.contract.items() if key not in unset}
     names = frozenset(each.name for each in manifest.components)

@@ -68,7 +68,7 @@ class Parting:
         if self.step is None:
             return ""
         if known.difference is not None and self.step == known.difference.step:
-            is_read = known.is_whole and {*known.difference.parts} & _READ
+            is_read = known.is_whole and known.before & _RESULTS and {*known.difference.parts} & _READ
             late = "" if self.step == 1 or known.is_settled or is_read else " at the latest"
             return f"part in step {self.step}{late}{f' on rank {known.rank}' if known.rank else ''}: "
         since = "" if known.same_at is None else f"after step {known.same_at}, "
