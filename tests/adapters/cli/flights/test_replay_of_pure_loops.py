@@ -84,6 +84,14 @@ def test_a_start_from_nothing_is_replayed_too(ran, replayed, tmp_path):
     assert seen(tmp_path / "runs/a") == before
 
 
+def test_a_log_without_a_checkpoint_is_replayed_from_the_start(ran, replayed, tmp_path):
+    """It was no run for replay, and one for bisect."""
+    command = [*ran("a", ("state.trainer.step % 3", "state.trainer.step % 100"))[:-1], "{run}"]
+    before = seen(tmp_path / "runs/a")
+    code, found = replayed("replay", "runs/a", "--from", 0, command=command)
+    assert (code, found["same"], found["steps"], seen(tmp_path / "runs/a")) == (0, True, 12, before)
+
+
 def test_bisect_only_reads_both_runs(ran, replayed, tmp_path):
     command = ran("a")
     ran("b", ("float(state.trainer.step))", "float(state.trainer.step) + (state.trainer.step == 7))"))
