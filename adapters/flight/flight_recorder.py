@@ -95,6 +95,8 @@ class FlightRecorder:
         if self._watched is None or self._watched() is not run:
             self._begin(run.progress.step)
             run.take_logged()
+            if self._nonfinite is not None:
+                self._nonfinite.attached(run.attached())
             self._watched, self._under_way = weakref.ref(run), run.progress.step + 1
             run.recorders = with_recorder(run.recorders, self)
 

@@ -25,7 +25,8 @@ class NonFiniteOutput:
     """A module whose output has a NaN or an infinity.
 
     Attributes:
-        module: its name below the outermost module that was called, without wrappers; empty for that one.
+        module: its name in what is attached, without wrappers, after its component if that is not the model; else below the outermost module that was
+            called. Empty for the whole model.
         kind: its class.
         outputs: the tensors of its output that are not finite.
         inputs: the tensors that it got.
@@ -78,13 +79,19 @@ class NonFiniteWatch:
 
     Attributes:
         missed: what could not be looked at, in words.
+        attached: component -> what is attached, to name modules by.
     """
 
     def __init__(self) -> None:
         self.missed: list[str] = []
+        self.attached: Mapping[str, Any] = {}
         self._kept: list[_Seen] = []
+        self._known: dict[torch.nn.Module, frozenset[str]] = {}
         self._harmless: weakref.WeakKeyDictionary[torch.nn.Module, set[frozenset[str]]] = weakref.WeakKeyDictionary()
         self._called: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._infinite: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[str, ...]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @property
     def found(self) -> NonFiniteOutput | None:
@@ -107,33 +114,45 @@ class NonFiniteWatch:
         return any(each.with_grad for each in self._kept)
 
     @property
-    def has_harmless(self) -> bool:
-        """Whether any output was not finite in a step that went well."""
-        return bool(self._harmless)
+    def known(self) -> list[str]:
+        """The modules whose output is not finite in this step, and was the same in a step that went well, in words."""
+        return [f"{self._name(each) or type(each).__qualname__} ({', '.join(sorted(what))})" for each, what in self._known.items()]  # fmt: skip
+
+    @property
+    def has_known_nan(self) -> bool:
+        """Whether one of these has a NaN."""
+        return any("nan" in what for what in self._known.values())
 
     def harmless(self) -> None:
         """Take what is kept as by design, since the step went well."""
         for each in self._kept:
             self._harmless.setdefault(each.module, set()).add(each.what)
         self._kept.clear()
+        self._known.clear()
 
     def broken(self) -> list[LeafText]:
-        """The trainable parameters that are not finite, of modules that were called."""
-        own = [(name, each) for module in self._modules() for name, each in module.named_parameters(recurse=False) if each.requires_grad]  # fmt: skip
-        return [leaf for name, each in own for leaf in looked_at(name, each, lambda _: None) if leaf.bad]
+        """The trainable parameters that are not finite, of modules that were called. One with infinities alone, which it had when it was first seen, is so by design."""
+        return [leaf for module in self._modules() for leaf in self._broken(module)]
+
+    def _broken(self, module: torch.nn.Module) -> list[LeafText]:
+        by_design = self._infinite.get(module, {})
+        return [leaf for leaf in _not_finite(module) if by_design.get(leaf.path) != leaf.what]
 
     def begin(self, module: torch.nn.Module, inputs: Any) -> None:
         """A forward hook: note that a module was called. A part of it may be called again alone, as a checkpoint of activations does."""
         del inputs
-        if not torch.compiler.is_compiling():
-            self._called[id(module)] = weakref.ref(module)
+        if torch.compiler.is_compiling():
+            return
+        self._called[id(module)] = weakref.ref(module)
+        if module not in self._infinite and not _is_captured():
+            self._infinite[module] = {leaf.path: leaf.what for leaf in _not_finite(module) if "nan" not in leaf.what}
 
     def look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         """A forward hook: look at an output."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # noqa: SLF001
             return
         try:
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            if _is_captured():
                 self._miss(module, "output: it goes into a CUDA graph")  # to wait for it would end the capture
             else:
                 self._look(module, inputs, named, output)
@@ -143,17 +162,18 @@ class NonFiniteWatch:
     def _look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         outputs = [leaf for leaf in looked_at("output", output, lambda text: self._miss(module, text)) if leaf.bad]
         what = frozenset(each for leaf in outputs for each in leaf.what)
-        is_known = what in self._harmless.get(module, ()) or any(each.module is module and each.what == what for each in self._kept)  # fmt: skip
-        if not outputs or is_known or len(self._kept) >= _MOST_OUTPUTS:
+        if outputs and what in self._harmless.get(module, ()):
+            self._known[module] = what
+            return
+        is_kept = any(each.module is module and each.what == what for each in self._kept)
+        if not outputs or is_kept or len(self._kept) >= _MOST_OUTPUTS:
             return
         values = [("inputs", tuple(inputs)), *named.items()]
         given = [leaf for name, each in values for leaf in looked_at(name, each, lambda _: None)]
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         broken = [leaf for name, each in own for leaf in looked_at(name, each, lambda _: None) if leaf.bad]
         seen = NonFiniteOutput(self._name(module), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
-        trained = {name for name, each in own if each.requires_grad}
-        is_broken = any(leaf.path in trained for leaf in broken)
-        self._kept.append(_Seen(seen, module, not any(leaf.bad for leaf in given), is_broken, torch.is_grad_enabled()))
+        self._kept.append(_Seen(seen, module, not any(leaf.bad for leaf in given), bool(self._broken(module)), torch.is_grad_enabled()))  # fmt: skip
 
     def _first(self) -> _Seen | None:
         """The first one may have infinities by design. So if it has no NaN, and a later module made one of finite inputs and parameters, it is the first one in that."""
@@ -165,6 +185,11 @@ class NonFiniteWatch:
         return self._kept[0] if self._kept else None
 
     def _name(self, module: torch.nn.Module) -> str:
+        for component, root in self.attached.items():
+            paths = root.named_modules() if isinstance(root, torch.nn.Module) else ()
+            path = next((name for name, each in paths if each is module), None)
+            if path is not None:
+                return ".".join(filter(None, (component if component != "model" else "", path_in(root, path))))
         around = [each for each in self._modules() if any(inner is module for inner in each.modules())]
         outermost = max(around, key=lambda each: sum(1 for _ in each.modules()), default=module)
         return path_in(outermost, next((name for name, each in outermost.named_modules() if each is module), ""))
@@ -184,6 +209,17 @@ class NonFiniteWatch:
             hooks.register_module_forward_pre_hook(self.begin),
             hooks.register_module_forward_hook(self.look, with_kwargs=True),
         ]
+
+
+def _not_finite(module: torch.nn.Module) -> list[LeafText]:
+    """The trainable parameters of its own that are not finite."""
+    own = [(name, each) for name, each in module.named_parameters(recurse=False) if each.requires_grad]
+    return [leaf for name, each in own for leaf in looked_at(name, each, lambda _: None) if leaf.bad]
+
+
+def _is_captured() -> bool:
+    """Whether operations go into a CUDA graph, which a look at their values would end."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Final, final
@@ -18,6 +18,7 @@ from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, end_replay
 from trainfold.core.flight.step_record import LogLine, StepRecord, is_finite
 from trainfold.core.rehearsal.orders import Orders
 
+_SHOWN: Final = 12
 _WAITED_SECS: Final = 1.0  # for a rank that has the module, where this one has a mean over the ranks alone
 
 
@@ -65,11 +66,12 @@ class NonFiniteEnd:
             loss: bits of what was recorded; None for nothing.
             norm: of the gradients; one that is not finite counts only if the optimizer took the step.
         """
-        bad = [name for name, bits in (("loss", loss), ("grad_norm", norm)) if not is_finite(bits)]
+        bad = _not_finite(loss, norm)
         is_broken = bool(self._watch.broken())
         if loss is not None and "loss" not in bad and not self._watch.has_nan:
             self._watch.harmless()  # infinities that did not reach the loss: then a gradient or the optimizer broke the parameters
-        if "loss" in bad or (is_broken and (bad or self._watch.found is not None)):
+        is_made = self._watch.found is not None or (loss is None and self._watch.has_known_nan)
+        if "loss" in bad or (is_broken and (bad or is_made)):
             self._end(step, f"the recorded {bad[0]}" if bad else "a parameter")
         self._watch.harmless()
         if is_broken and self._broke_in is None:
@@ -79,10 +81,17 @@ class NonFiniteEnd:
         """Judge a pure step, which takes no step that it leaves out, by its records."""
         for line in lines:
             if isinstance(line, StepRecord):
-                bad = [name for name, bits in (("loss", line.loss), ("norm", line.norm)) if not is_finite(bits)]
-                if bad:
+                if bad := _not_finite(line.loss, line.norm):
                     self._end(line.step, f"the recorded {bad[0]}")
                 self._watch.harmless()
+
+    def attached(self, objects: Mapping[str, object]) -> None:
+        """Name modules as checkpoints do.
+
+        Args:
+            objects: component -> what is attached.
+        """
+        self._watch.attached = objects
 
     def over(self) -> None:
         """Note that the loop is over: what comes is not of its steps."""
@@ -101,7 +110,8 @@ class NonFiniteEnd:
     def _end(self, step: int | None, what: str, why: str = "") -> None:
         """Write down what was found, and end this process at once: what it would train from here on is worthless."""
         found, notes = self._watch.found, Path(self._orders.notes)
-        but = ", but for those that were not in steps that went well" if self._watch.has_harmless else ""
+        known = "; ".join(self._watch.known[:_SHOWN])
+        but = f", but for those that gave the same in steps that went well: {known}" if known else ""
         text = f"{what} is not finite, and the output of every module is{but}" if found is None else str(found)
         if self._watch.is_broken and self._broke_in is not None:
             why = f"\nparameters became so in step {self._broke_in}, by their gradients or the optimizer{why}"
@@ -114,3 +124,8 @@ class NonFiniteEnd:
             being_written.write_text(json.dumps(about), encoding="utf-8")
             being_written.replace(notes / NONFINITE_NAME)
         end_replay(self._orders, step or 0, "not finite")
+
+
+def _not_finite(loss: bytes | None, norm: bytes | None) -> list[str]:
+    """Which recorded numbers are not finite, by the names under which they are recorded."""
+    return [name for name, bits in (("loss", loss), ("grad_norm", norm)) if not is_finite(bits)]

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from trainfold import Progress, attach
 from trainfold.adapters.flight import nonfinite_end as room
+from trainfold.adapters.flight.flight_recorder import FlightRecorder
 from trainfold.adapters.flight.nonfinite import NonFiniteWatch
+from trainfold.backends.flight.flight_file import FlightFile
 from trainfold.core.flight.step_record import float_bits_of
 from trainfold.core.rehearsal.orders import Orders, ReplayOrders
 
@@ -224,6 +227,62 @@ def test_parameters_that_a_gradient_broke_are_said_to_be_of_the_step_before(begu
     with pytest.raises(Ended):
         watch.stepped(3, float_bits_of(loss.item()))
     assert found()["text"].splitlines()[-1] == "parameters became so in step 2, by their gradients or the optimizer"
+
+
+def test_a_module_that_gave_the_same_in_a_step_that_went_well_is_named_with_the_step(begun):
+    """The step was that after it, and the module another one, where a loop records only losses that are finite, as one with a scaler may do."""
+    watch, found = begun
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Scale())
+    for step in range(1, 5):
+        model[1].factor = torch.nan if step in (2, 4) else 1.0
+        loss = model(torch.ones(1, 2)).sum()
+        model.zero_grad()
+        loss.backward()
+        if step != 2:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        bits = float_bits_of(loss.item()) if loss.isfinite() else None
+        if step < 4:
+            watch.stepped(step, bits)
+    with pytest.raises(Ended):
+        watch.stepped(4, None)
+    assert (found()["step"], found()["output"]) == (4, None)
+    assert found()["text"].endswith(
+        "but for those that gave the same in steps that went well: 1 (nan); Sequential (nan)"
+    )
+
+
+def test_a_parameter_with_infinities_by_design_ends_no_step(begun):
+    """One that never lets an option be chosen, in a loop that records no loss."""
+    watch, found = begun
+    layer = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.bias[1] = -torch.inf
+    for step in (1, 2):
+        layer(torch.ones(1, 2)).softmax(-1).sum().backward()
+        watch.stepped(step)
+    with torch.no_grad():
+        layer.weight[0, 0] = torch.nan
+    layer(torch.ones(1, 2))
+    with pytest.raises(Ended):
+        watch.stepped(3)
+    assert found()["output"]["kind"] == "Linear"
+
+
+@pytest.mark.parametrize(("part", "name"), [("critic", "critic.0"), ("average", "ema.0")])
+def test_a_module_is_named_as_in_the_attached_model(begun, tmp_path, part, name):
+    """Of two models that are called by themselves both have a module "0"."""
+    watch, found = begun
+    both = torch.nn.ModuleDict({each: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for each in ("generator", "critic")})  # fmt: skip
+    average = torch.optim.swa_utils.AveragedModel(both["critic"])
+    live = attach(both, extra={"ema": average})
+    recorder = FlightRecorder(FlightFile(tmp_path / "flight-00000.log"), 0, orders=watch._orders)
+    recorder.watch(live)
+    both["generator"](torch.ones(1, 2))
+    {"critic": both["critic"], "average": average}[part](torch.full((1, 2), torch.nan))
+    recorder.record(1, {"loss": torch.nan})
+    with pytest.raises(Ended):
+        recorder.advanced(Progress(1))
+    assert found()["output"]["module"] == name
 
 
 def test_a_norm_of_a_step_that_was_taken_counts(begun):
