@@ -101,7 +101,9 @@ def test_where_they_part_is_said_as_closely_as_it_is_known():
     assert str(parting_of(attrs.evolve(late, same_at=None))).startswith("part at step 8 at the latest: ")
     read = Evidence(difference=logs("batch"))
     assert str(parting_of(read)).startswith("part in step 5 at the latest: they read other data")
-    assert str(parting_of(attrs.evolve(read, is_whole=True))).startswith("part in step 5 at the latest: they read other")
+    assert str(parting_of(attrs.evolve(read, is_whole=True))).startswith(
+        "part in step 5 at the latest: they read other"
+    )
     seen = attrs.evolve(read, is_whole=True, before=LOSS)
     assert str(parting_of(seen)).startswith("part in step 5: they read other data")
     result = Evidence(difference=logs("loss"), is_whole=True)
