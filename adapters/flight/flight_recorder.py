@@ -96,7 +96,7 @@ class FlightRecorder:
             self._begin(run.progress.step)
             run.take_logged()
             if self._nonfinite is not None:
-                self._nonfinite.attached(run.attached())
+                self._nonfinite.begin(run.attached())
             self._watched, self._under_way = weakref.ref(run), run.progress.step + 1
             run.recorders = with_recorder(run.recorders, self)
 
@@ -143,6 +143,8 @@ class FlightRecorder:
 
     def close(self) -> None:
         """Close the log, and end the journal."""
+        if self._nonfinite is not None:
+            self._nonfinite.closed()
         self._file.close()
         if self.journal is not None:
             self.journal.ended()

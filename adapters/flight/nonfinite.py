@@ -80,11 +80,13 @@ class NonFiniteWatch:
     Attributes:
         missed: what could not be looked at, in words.
         attached: component -> what is attached, to name modules by.
+        is_looking: whether outputs are looked at.
     """
 
     def __init__(self) -> None:
         self.missed: list[str] = []
         self.attached: Mapping[str, Any] = {}
+        self.is_looking = True
         self._kept: list[_Seen] = []
         self._known: dict[torch.nn.Module, frozenset[str]] = {}
         self._harmless: weakref.WeakKeyDictionary[torch.nn.Module, set[frozenset[str]]] = weakref.WeakKeyDictionary()
@@ -149,7 +151,7 @@ class NonFiniteWatch:
 
     def look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         """A forward hook: look at an output."""
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # noqa: SLF001
+        if not self.is_looking or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # noqa: SLF001
             return
         try:
             if _is_captured():

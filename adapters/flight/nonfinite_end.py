@@ -85,13 +85,17 @@ class NonFiniteEnd:
                     self._end(line.step, f"the recorded {bad[0]}")
                 self._watch.harmless()
 
-    def attached(self, objects: Mapping[str, object]) -> None:
-        """Name modules as checkpoints do.
+    def begin(self, objects: Mapping[str, object]) -> None:
+        """Look at what a loop of these does, and name its modules as checkpoints do.
 
         Args:
             objects: component -> what is attached.
         """
-        self._watch.attached = objects
+        self._watch.attached, self._watch.is_looking = objects, True
+
+    def closed(self) -> None:
+        """Note that no step follows: what the program does from here on, as an evaluation, is of none. The step under way still counts, in which it may have given up."""
+        self._watch.is_looking = False
 
     def over(self) -> None:
         """Note that the loop is over: what comes is not of its steps."""

@@ -317,6 +317,25 @@ def test_a_program_that_ends_itself_in_the_step_is_judged_there(begun, monkeypat
     assert "the program ended in this step with FloatingPointError: planted" in found()["text"]
 
 
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_what_a_program_does_after_its_manager_is_of_no_step(begun, tmp_path, gives_up):
+    """An evaluation with gradients there was the step after the last one; a loop that breaks at its first loss that is not finite has its module named."""
+    watch, found = begun
+    recorder = FlightRecorder(FlightFile(tmp_path / "flight-00000.log"), 0, orders=watch._orders)
+    layer = torch.nn.Linear(1, 1)
+    recorder.watch(attach(layer))
+    if gives_up:
+        layer(torch.full((1, 1), torch.nan))
+    recorder.close()
+    torch.nn.Tanh()(layer(torch.full((1, 1), torch.nan)))
+    if not gives_up:
+        recorder._nonfinite._at_exit()
+        return
+    with pytest.raises(Ended):
+        recorder._nonfinite._at_exit()
+    assert (found()["output"]["kind"], found()["step"]) == ("Linear", 1)
+
+
 def test_an_output_that_was_not_looked_at_is_said_with_the_answer(begun):
     watch, found = begun
     Gives()(torch.ones(1))
