@@ -85,7 +85,7 @@ def test_a_start_from_nothing_is_replayed_too(ran, replayed, tmp_path):
 
 
 def test_a_log_without_a_checkpoint_is_replayed_from_the_start(ran, replayed, tmp_path):
-    """It was no run for replay, and one for bisect."""
+    """Replay refused it, and bisect took it for a run."""
     command = [*ran("a", ("state.trainer.step % 3", "state.trainer.step % 100"))[:-1], "{run}"]
     before = seen(tmp_path / "runs/a")
     code, found = replayed("replay", "runs/a", "--from", 0, command=command)
