@@ -203,9 +203,8 @@ def _newest(inventory: Inventory) -> str:
     if head is None:
         raise nothing_complete(inventory)
     newest = next(entry.name for entry in inventory.entries if entry.head == head)
-    for entry in inventory.entries:
-        problem = entry.problem
-        if problem is not None and entry.may_be_newest:
+    for entry in inventory.maybe_newer(head):
+        if (problem := entry.problem) is not None:
             fix = f"{problem.fix}; it may be the newest: to take another one, name it, such as {inventory.run}/{newest}"
             raise error_from(attrs.evolve(problem, fix=fix))
     return newest

@@ -252,10 +252,11 @@ def _with_fetched(  # noqa: PLR0913 - of one call
     """
     if not isinstance(store, HasFarTier):
         return without
-    fetched = on_rank_zero(world, lambda: store.refetch(name, or_older=without is not None), doing="fetch it again")
+    failed = None if without is None else without.entry(name)
+    or_older = failed is not None and not failed.is_unreadable
+    fetched = on_rank_zero(world, lambda: store.refetch(name, or_older=or_older), doing="fetch it again")
     if fetched == name:
         return inventory
-    failed = None if without is None else without.entry(name)
     return without if fetched is None or failed is None else look().inventory.with_entry(failed)
 
 

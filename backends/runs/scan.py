@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -18,7 +18,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     TrainfoldError,
 )
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, step_of
 from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.indexes.proved import ReadIndex
 from trainfold.core.format.manifest import (
@@ -30,7 +30,7 @@ from trainfold.core.format.manifest import (
 )
 from trainfold.core.format.manifest_reader import check_structures, decode_first_line, decode_manifest
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
-from trainfold.core.history.inventory import OLDER, Entry, Inventory, current_head, with_older_known
+from trainfold.core.history.inventory import OLDER, Entry, Inventory, head_order, heads_of, with_older_known
 from trainfold.core.history.recognise import (
     HEADER_LENGTH_BYTES,
     FileCheck,
@@ -44,6 +44,7 @@ from trainfold.core.history.recognise import (
 from trainfold.core.problem import Problem, problem_of
 
 _OLDER = f"{OLDER} of the run"
+_COMPARED: Final = 8  # so many of the newest may prove damaged before one that cannot be read stops a resume
 
 
 def read_inventory(run: Run) -> Inventory:
@@ -81,13 +82,16 @@ def read_inventory(run: Run) -> Inventory:
 
 
 def _with_older_known(store: Store, inventory: Inventory) -> Inventory:
-    """`with_older_known`, by what the store says; it is asked only where a manifest cannot be read."""
-    if not any(entry.may_be_newest for entry in inventory.entries):
+    """`with_older_known`, by what the store says; it is asked only where a manifest cannot be read, and of the newest ones that can."""
+    unread = [entry.name for entry in inventory.maybe_newer(None)]
+    if not unread:
         return inventory
-    head = current_head(inventory)
-    asked = [each.name for each in inventory.entries if each.may_be_newest or (head is not None and each.head is head)]
+    heads = sorted(heads_of(inventory), key=head_order, reverse=True)[:_COMPARED]
     try:
-        times = {name: store.committed_at(f"{name}/{MANIFEST}") for name in asked}
+        times = {
+            name: store.committed_at(f"{name}/{MANIFEST}")
+            for name in (*unread, *(directory_of(head.step) for head in heads))
+        }
         latest = store.pointers().get("latest")
     except (TrainfoldError, OSError):  # then nothing is known of them
         return inventory

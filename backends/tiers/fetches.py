@@ -1,7 +1,7 @@
 """`Fetches`: brings into the near tier what the far one alone has."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
 import attrs
@@ -29,7 +29,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.history.inventory import Inventory, head_order, lineage
+from trainfold.core.history.inventory import Entry, Inventory, current_head, head_order, lineage
 from trainfold.core.history.quarantine import outcome_of
 from trainfold.core.problem import error_from
 from trainfold.core.save.events import Event
@@ -101,10 +101,10 @@ class Fetches:
         Raises:
             SaveFailed: if one that may be newer cannot be read now: an older one is not taken for it.
         """
-        if unread := [entry.problem for entry in there.entries if entry.problem is not None and entry.may_be_newest]:
-            raise self._unread(error_from(unread[-1]))
+        self._check_read(there.maybe_newer(current_head(there)))
         has_best = best_bytes(self._near) is not None
         for entry in lineage(there):
+            self._check_read(there.maybe_newer(entry.head))
             if entry.head is None or _age(entry.head) <= mine:
                 return None
             if before is not None and _age(entry.head) >= before:
@@ -113,7 +113,13 @@ class Fetches:
             kept = [step_of(name) for name in (() if best is None else best.names) if there.entry(name) is not None]
             if self._has_fetched(entry.name, *(step for step in kept if step is not None)):
                 return entry.name
+        self._check_read([entry for entry in there.maybe_newer(None) if (step_of(entry.name) or 0) > mine[1]])
         return None
+
+    def _check_read(self, unread: Sequence[Entry]) -> None:
+        for entry in reversed(unread):
+            if entry.problem is not None:
+                raise self._unread(error_from(entry.problem))
 
     def fetched_again(self, name: str, *, or_older: bool) -> str | None:
         """See `HasFarTier.refetch`."""

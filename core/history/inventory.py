@@ -5,7 +5,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.format.file_names import MANIFEST, step_of
+from trainfold.core.format.file_names import MANIFEST, directory_of, step_of
 from trainfold.core.format.manifest import Head, Manifest, Summary
 from trainfold.core.problem import Problem
 
@@ -27,7 +27,7 @@ class Entry:
         manifest: the manifest, once it was read whole and proved; None before that.
         problem: why the checkpoint cannot be used; None if nothing is known against it.
         summary: what the first line of the manifest claims about the rest; None before version 3.
-        is_older: whether it is older than another one, as far as `with_older_known` can say without its manifest.
+        older_than: the checkpoints than which it is older, as far as `with_older_known` can say without its manifest.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Entry:
     manifest: Manifest | None = None
     problem: Problem | None = None
     summary: Summary | None = None
-    is_older: bool = False
+    older_than: tuple[str, ...] = ()
 
     @property
     def is_candidate(self) -> bool:
@@ -51,11 +51,6 @@ class Entry:
     def is_unreadable(self) -> bool:
         """Whether the store did not give it now, which proves nothing against it."""
         return self.problem is not None and self.problem.error == _UNREADABLE
-
-    @property
-    def may_be_newest(self) -> bool:
-        """Whether it may be the newest, for all that can be read now: a resume takes no other one for it."""
-        return self.is_unreadable and self.head is None and not self.is_older
 
     @property
     def refers(self) -> tuple[str, ...]:
@@ -150,6 +145,23 @@ class Inventory:
         """Whether a checkpoint refers to files of this directory, or may."""
         return any(name in entry.refers for entry in self.entries) or any(entry.name != name for entry in self.unread)
 
+    def maybe_newer(self, head: Head | None) -> tuple[Entry, ...]:
+        """The checkpoints that cannot be read now, and that may be newer than another one: that is not taken for them. Nothing proves damage, so to go on from it could part the run in two.
+
+        Args:
+            head: of the other one; None to find all that cannot be read now.
+        """
+        name = None if head is None else directory_of(head.step)
+        return tuple(
+            entry
+            for entry in self.entries
+            if entry.is_unreadable
+            and (
+                head is None
+                or (name not in entry.older_than if entry.head is None else head_order(entry.head) > head_order(head))
+            )
+        )
+
     def with_entry(self, entry: Entry) -> "Inventory":
         """The inventory with one entry replaced."""
         return attrs.evolve(self, entries=tuple(entry if old.name == entry.name else old for old in self.entries))
@@ -194,13 +206,13 @@ def current_head(inventory: Inventory) -> Head | None:
 
 
 def with_older_known(inventory: Inventory, committed_at: Mapping[str, float | None], latest: str | None) -> Inventory:
-    """Mark the checkpoints whose manifests cannot be read now, and that are older than the newest of those that can.
+    """Mark of the checkpoints whose manifests cannot be read now than which others they are older.
 
-    Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. One is older if its step is lower,
+    Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. One is older than another if its step is lower,
     if it was committed before, and if the hint does not name it. Each of these alone can deceive: a lower step is newer after a rewind, and then it was
     committed later and named by the hint; the times of a copy are those of the copying, which says nothing of their order, and its hint is that of the run.
     What is not marked stops a resume, so a wrong mark needs all three; where a time or the hint is not known, nothing is marked. A step that was saved again has
-    the time of its last commit.
+    the time of its last commit. That one is older than the newest says nothing of others: if that proves damaged, it may be the newest.
 
     Args:
         inventory: the run.
@@ -211,22 +223,22 @@ def with_older_known(inventory: Inventory, committed_at: Mapping[str, float | No
         >>> denied = Problem("CheckpointUnreadable", "runs/a", "bytes", "403", "wait")
         >>> found = Inventory("runs/a", "run", (Entry("step-00000002", None, problem=denied), Entry("step-00000007", Head("run", 7))))
         >>> times = {"step-00000002": 50.0, "step-00000007": 90.0}
-        >>> with_older_known(found, times, "step-00000007").entries[0].may_be_newest
-        False
+        >>> with_older_known(found, times, "step-00000007").entries[0].older_than
+        ('step-00000007',)
     """
-    head = current_head(inventory)
-    newest = next((entry.name for entry in inventory.entries if entry.head is head), "")
-    limit = committed_at.get(newest)
-    if head is None or limit is None or latest is None:
-        return inventory
 
-    def is_older(entry: Entry) -> bool:
-        at = committed_at.get(entry.name)
-        step = step_of(entry.name)
-        return step is not None and step < head.step and at is not None and at < limit and entry.name != latest
+    def others(entry: Entry) -> tuple[str, ...]:
+        at, step = committed_at.get(entry.name), step_of(entry.name)
+        if at is None or step is None or latest is None or entry.name == latest:
+            return ()
+        return tuple(
+            each.name
+            for each in inventory.entries
+            if each.head is not None and step < each.head.step and at < (committed_at.get(each.name) or at)
+        )
 
     marked = (
-        attrs.evolve(each, is_older=True) if each.may_be_newest and is_older(each) else each
+        attrs.evolve(each, older_than=others(each)) if each.is_unreadable and each.head is None else each
         for each in inventory.entries
     )
     return attrs.evolve(inventory, entries=tuple(marked))

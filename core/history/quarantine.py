@@ -40,9 +40,9 @@ class LoadOutcome:
     """How an attempt to load ended.
 
     Attributes:
-        ending: ``loaded``; ``interrupted``: by a user, or by a refusal for another reason than the checkpoint; ``failed``: for a
-            reason that may lie in the checkpoint or in the machine, which counts like a death; ``damaged``: its bytes are proved wrong,
-            and once is enough.
+        ending: ``loaded``; ``interrupted``: by a user, by a refusal for another reason than the checkpoint, or because the store does not
+            give it now; ``failed``: for a reason that may lie in the checkpoint or in the machine, which counts like a death; ``damaged``:
+            its bytes are proved wrong, and once is enough.
         reason: what happened, in words.
     """
 
@@ -100,7 +100,7 @@ def outcome_of(error: BaseException | None) -> LoadOutcome:
     if isinstance(error, _PROOFS) and not isinstance(error, CheckpointUnreadable):
         return LoadOutcome("damaged", reason)
     is_death = isinstance(error, RankFailed) and error.is_silent
-    explained = isinstance(error, TrainfoldError) and not isinstance(error, CheckpointUnreadable) and not is_death
+    explained = isinstance(error, TrainfoldError) and not is_death
     return LoadOutcome("interrupted" if explained or not isinstance(error, Exception) else "failed", reason)
 
 

@@ -13,6 +13,7 @@ from trainfold.core.resume.drift import verdict_of
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 
+_NO_PROOF: Final = "this does not prove damage"
 _ALWAYS_NEEDED: Final = frozenset({"model", "optimizer", "trainer"})  # without one of them a checkpoint is an export
 
 
@@ -107,24 +108,24 @@ def choose(inventory: Inventory, request: ResumeRequest, wanted: Collection[str]
     if request.step is not None:
         return _at_step(inventory, request.step)
     found = chosen_manifest(inventory, request, wanted)
-    return _nothing_usable(inventory) if found is None else _unread(inventory, found) or found
+    return _nothing_usable(inventory) if found is None else _unread(inventory, found, request, wanted) or found
 
 
-def _unread(inventory: Inventory, found: Manifest) -> tuple[Problem, ...]:
-    """The checkpoints that may be newer than a chosen one, and whose manifests could not be read now.
-
-    Nothing proves damage, so to go on from an older one could part the run in two. Without its first line, a lower step may be newer too.
-    """
+def _unread(
+    inventory: Inventory, found: Manifest, request: ResumeRequest, wanted: Collection[str]
+) -> tuple[Problem, ...]:
+    """The checkpoints that may be newer than a chosen one, and that could not be read now; not an export, which would not be chosen."""
     step = found.head.step
     fix = f"; it may be the newest, so no other one is taken unless you name its step: step={step} (on the command line: --step {step})"
     return tuple(
-        attrs.evolve(entry.problem, fix=f"{entry.problem.fix}{fix}")
-        for entry in inventory.entries
-        if entry.problem is not None
-        and entry.is_unreadable
-        and entry.manifest is None
-        and (entry.may_be_newest if entry.head is None else head_order(entry.head) > head_order(found.head))
+        attrs.evolve(entry.problem, fix=f"{_without_proof(entry.problem.fix)}{fix}")
+        for entry in inventory.maybe_newer(found.head)
+        if entry.problem is not None and (entry.manifest is None or not left_out(entry.manifest, request, wanted))
     )
+
+
+def _without_proof(fix: str) -> str:
+    return fix if _NO_PROOF in fix else f"{fix}; {_NO_PROOF}"
 
 
 def _at_step(inventory: Inventory, step: int) -> Manifest | tuple[Problem, ...]:
@@ -140,8 +141,10 @@ def _at_step(inventory: Inventory, step: int) -> Manifest | tuple[Problem, ...]:
 
 
 def _nothing_usable(inventory: Inventory) -> tuple[Problem, ...]:
-    bad = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is not None)
-    torn = tuple(entry.problem for entry in inventory.entries if entry.problem is not None and entry.head is None)
+    """Why there is none. What cannot be read now comes first: it may be whole, and then nothing else has to be done."""
+    found = sorted(inventory.entries, key=lambda entry: not entry.is_unreadable)
+    bad = tuple(each.problem for each in found if each.problem is not None and (each.head or each.is_unreadable))
+    torn = tuple(each.problem for each in found if each.problem is not None and each.head is None)
     empty = Problem("RunEmpty", inventory.run, "a complete checkpoint", "none",
                      "train from the start, or point at another run", 12)  # fmt: skip
     if inventory.lost is not None and not bad:

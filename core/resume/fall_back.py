@@ -161,7 +161,8 @@ def after_failure(
     """The inventory to plan with next, in which the checkpoint has the problem that was found, or None to raise the error.
 
     An older checkpoint is tried only if this step was not asked for, and if every rank that failed met a problem of the checkpoint. A failure
-    of anything else, such as a state that does not fit, would repeat itself with the older one.
+    of anything else, such as a state that does not fit, would repeat itself with the older one. If no rank has found it damaged, and some
+    could not read it now, its problem in the inventory is that: the plan is refused then, because it is still the newest.
 
     Args:
         inventory: what the plan was made from.
@@ -172,4 +173,5 @@ def after_failure(
     entry = inventory.entry(checkpoint)
     if request.step is not None or entry is None or not all(each.may_fall_back for each in failures):
         return None
-    return inventory.with_entry(attrs.evolve(entry, problem=failures[0].problem))
+    tried = [attrs.evolve(entry, problem=each.problem) for each in failures]
+    return inventory.with_entry(next((each for each in tried if not each.is_unreadable), tried[0]))

@@ -8,7 +8,7 @@ from kit.depth import IS_DEEP
 
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.history.inventory import Entry, Inventory, lineage, with_older_known
+from trainfold.core.history.inventory import Entry, Inventory, current_head, lineage, with_older_known
 from trainfold.core.history.next_checkpoint import next_head
 from trainfold.core.problem import Problem
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -273,9 +273,12 @@ def test_what_was_committed_last_is_never_taken_for_an_older_one(steps, unread, 
     known = {name: None if name in {directory_of(step) for step in timeless} else at for name, at in times.items()}
     last = directory_of(steps[-1])
     marked = with_older_known(found, known, last if has_hint else None)
-    assert marked.entry(last).may_be_newest == (steps[-1] in unread)
     for entry in marked.entries:
-        assert not entry.is_older or (entry.head is None and known[entry.name] is not None and has_hint)
+        assert not entry.older_than or (entry.head is None and known[entry.name] is not None and has_hint)
+        later = {directory_of(step) for step in unread if times.get(directory_of(step), -1.0) > times[entry.name]}
+        if entry.head is not None:
+            assert later <= {each.name for each in marked.maybe_newer(entry.head)}
+    assert (last in {each.name for each in marked.maybe_newer(current_head(marked))}) == (steps[-1] in unread)
 
 
 def test_an_old_manifest_that_cannot_be_read_is_older_by_step_time_and_hint():
@@ -284,7 +287,8 @@ def test_an_old_manifest_that_cannot_be_read_is_older_by_step_time_and_hint():
     old, new = directory_of(2), directory_of(7)
 
     def may_be_newest(run, times, latest, name=old):
-        return with_older_known(run, times, latest).entry(name).may_be_newest
+        marked = with_older_known(run, times, latest)
+        return marked.entry(name) in marked.maybe_newer(current_head(marked))
 
     assert not may_be_newest(found, {old: 1.0, new: 2.0}, new)
     assert may_be_newest(found, {old: 3.0, new: 2.0}, new), "it was committed later"
@@ -295,3 +299,14 @@ def test_an_old_manifest_that_cannot_be_read_is_older_by_step_time_and_hint():
     assert may_be_newest(found, {old: 1.0}, new)
     higher = run_of([Entry(new, Head("r", 7)), Entry(directory_of(9), None, problem=DENIED)])
     assert may_be_newest(higher, {new: 2.0, directory_of(9): 1.0}, new, directory_of(9)), "a higher step"
+
+
+def test_what_is_older_than_the_newest_may_be_newer_than_the_one_before_that():
+    """E01: the newest proved damaged, and the run went on from step 2 where step 4 could not be read for a moment."""
+    names = [directory_of(step) for step in (2, 4, 7)]
+    found = run_of(
+        [Entry(names[0], Head("r", 2)), Entry(names[1], None, problem=DENIED), Entry(names[2], Head("r", 7))]
+    )
+    marked = with_older_known(found, dict(zip(names, (1.0, 2.0, 3.0), strict=True)), names[2])
+    assert marked.maybe_newer(Head("r", 7)) == ()
+    assert [entry.name for entry in marked.maybe_newer(Head("r", 2))] == [names[1]]
