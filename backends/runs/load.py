@@ -403,8 +403,8 @@ def _attempt(  # noqa: PLR0913 - of one call
             raise  # of a call of the ranks, after which none makes another one
         if isinstance(error, TrainfoldError):
             return None, None if isinstance(error, RankFailed) else error  # that rank says why in the next call
-        where = f"{seen.url}/{outcome.checkpoint}"
-        fix = "check the device and its log, or load another checkpoint"
+        where = f"{seen.url}/{outcome.checkpoint}"  # of a store that names no error of its own
+        fix = "look at the store, and try again; this does not prove damage"
         return None, CheckpointUnreadable(where, expected="files that can be read", found=error, fix=fix)
     except BaseException as error:
         world.fail(error)  # or the others would wait for this rank

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias, final
 
 from trainfold.backends.stores import run_lock
 from trainfold.backends.stores.names import is_component, prefix_directory, split_name
-from trainfold.backends.stores.os_errors import named_failures, no_space, torn, wrong_size
+from trainfold.backends.stores.os_errors import named_failures, named_reads, no_space, torn, wrong_size
 from trainfold.backends.stores.place import free_bytes_at, is_object_url, local_path
 from trainfold.backends.stores.protocol import Buffer, Store
 from trainfold.backends.stores.staged_files import (
@@ -107,6 +107,10 @@ class LocalStore:
 
     def read(self, name: str, *, start: int = 0, stop: int | None = None) -> bytes:
         """See `Store.read`."""
+        with named_reads(self._where(name)):
+            return self._read(name, start, stop)
+
+    def _read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         with open_file(self._root, *split_name(name)) as (fd, size_bytes):
             count = (size_bytes if stop is None else min(stop, size_bytes)) - start  # never more than is there
             data = os.pread(fd, max(0, count), start)
@@ -122,12 +126,15 @@ class LocalStore:
     @contextmanager
     def opened(self, name: str) -> Iterator[Callable[[memoryview, int], None]]:
         """Open a file once for many reads: gives a function ``(buffer, start)`` like `read_into`."""
-        with open_file(self._root, *split_name(name)) as (fd, size_bytes):
+        with ExitStack() as held:
+            with named_reads(self._where(name)):  # not around what the caller does
+                fd, size_bytes = held.enter_context(open_file(self._root, *split_name(name)))
 
             def read_into(buffer: memoryview, start: int) -> None:
                 view, done = buffer.cast("B"), 0
-                while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
-                    done += count
+                with named_reads(self._where(name)):
+                    while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
+                        done += count
                 if done < len(view):
                     raise torn(
                         self._where(name), expected_bytes=start + len(view), found_bytes=min(size_bytes, start + done)
@@ -137,7 +144,8 @@ class LocalStore:
 
     def size(self, name: str) -> int | None:
         """See `Store.size`."""
-        found = self._stat(name)
+        with named_reads(self._where(name)):
+            found = self._stat(name)
         return None if found is None else found.st_size
 
     def committed_at(self, name: str) -> float | None:
@@ -382,7 +390,7 @@ class LocalStore:
                 os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
 
     def _check_replaced(self, name: str, replaces: str) -> None:
-        found = digest_of(self.read(name)) if self.size(name) is not None else "no such name"
+        found = digest_of(self._read(name)) if self._stat(name) is not None else "no such name"
         if found != replaces:
             raise self._conflict(name, replaces, found)
 

@@ -1,15 +1,18 @@
-"""What an `OSError` means for a save. Only this module turns errors of the machine into errors with a name and a fix; `locked` has the caller's fix."""
+"""What an `OSError` means for a save, and for a read. Only this module turns errors of the machine into errors with a name and a fix; `locked` has the caller's fix."""
 
 import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from trainfold.backends.stores.place import is_own_disk
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import (
+    CheckpointDamaged,
     CheckpointForeign,
     CheckpointMissing,
     CheckpointTorn,
+    CheckpointUnreadable,
     NoSpace,
     NotWritable,
     RankFailed,
@@ -19,6 +22,12 @@ from trainfold.core.errors import (
 )
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_LOST = {
+    errno.EIO,
+    errno.EUCLEAN,
+    errno.EBADMSG,
+    errno.ENODATA,
+}  # a bad sector, or wrong bytes that the filesystem has found
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 _MORE_ROOM = (
     "delete old step-* directories that you no longer need, keep fewer with keep_last=, or save on another disk"
@@ -51,6 +60,42 @@ def save_failure(error: OSError, where: str) -> SaveFailed:
     else:
         kind, fix = SaveFailed, "look at the device and its log; earlier checkpoints are intact"
     return kind(where, expected="the planned bytes to be written", found=error, fix=fix)
+
+
+def read_failure(error: OSError, where: str) -> CheckpointDamaged:
+    """The named error for an `OSError` that stopped a read.
+
+    What a disk of this machine has lost is damage, and will not pass. Everything else may pass: rights, a stale handle, no descriptors or no memory left; and on
+    a filesystem over a network the same error is that of a server that is away for a while.
+
+    Args:
+        error: the error of the operating system.
+        where: the file.
+
+    Examples:
+        >>> print(read_failure(OSError(errno.EACCES, "Permission denied"), "runs/a/run.json"))
+        runs/a/run.json: expected a file that can be read, found [Errno 13] Permission denied; give this user the right to read there; this does not prove damage
+    """
+    kind: type[CheckpointDamaged] = CheckpointUnreadable
+    if error.errno in _LOST and is_own_disk(where):
+        kind, fix = CheckpointDamaged, "look at the device and its log, or use an older checkpoint"
+    elif error.errno in _FORBIDDEN:
+        fix = "give this user the right to read there; this does not prove damage"
+    else:
+        fix = "look at the device, or at the server of the files, and try again; this does not prove damage"
+    found = (
+        f"[Errno {error.errno}] {error.strerror}" if error.errno else str(error)
+    )  # without the name, which is that in its directory
+    return kind(where, expected="a file that can be read", found=found, fix=fix)
+
+
+@contextmanager
+def named_reads(where: str) -> Iterator[None]:
+    """Turn each `OSError` of a block into a `CheckpointUnreadable`, or a `CheckpointDamaged`."""
+    try:
+        yield
+    except OSError as error:
+        raise read_failure(error, where) from error
 
 
 @contextmanager

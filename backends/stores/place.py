@@ -1,4 +1,4 @@
-"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` finds the URL of a bucket; `free_path` refuses the directory of a checkpoint; `free_bytes_at` is the room there.
+"""`local_path` turns a user's path or ``file://`` URL into a path of this machine; `is_object_url` finds the URL of a bucket; `free_path` refuses the directory of a checkpoint; `free_bytes_at` is the room there; `is_own_disk` says whether it is on a disk of this machine.
 
 Here a place is the location of a run, as in `Store.url`; a `Place` of `stores.protocol` is memory for bytes.
 """
@@ -19,6 +19,9 @@ PROVIDERS: Final = {
 """Scheme of a URL that names a bucket -> the name of its provider."""
 
 _ALIKE: Final = {**PROVIDERS, "gcs": "gs"}
+_DISK: Final = re.compile(
+    r"bcachefs|btrfs|exfat|ext[234]|f2fs|jfs|ntfs3|overlay|vfat|xfs|zfs"
+)  # kinds of filesystems, as Linux names them
 
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(//?)")
@@ -179,6 +182,30 @@ def free_bytes_at(path: str | Path) -> int:
         existing = os.path.dirname(existing)  # noqa: PTH120
     found = os.statvfs(existing)
     return found.f_bavail * found.f_frsize
+
+
+def is_own_disk(path: str | Path) -> bool:
+    """Whether a path is on a disk of this machine, whose errors are its own. Of a filesystem that is not known it is not.
+
+    Args:
+        path: it need not be there.
+    """
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines()]
+    except OSError:
+        return False
+    real = Path(os.path.realpath(path))
+    above = {str(each): len(each.parts) for each in (real, *real.parents)}
+    found = (0, "")
+    for fields in mounts:
+        depth = above.get(_unescaped(fields[4]), 0)
+        if depth >= found[0]:  # of two at one place the later one hides the other
+            found = depth, fields[fields.index("-") + 1]
+    return _DISK.fullmatch(found[1]) is not None
+
+
+def _unescaped(place: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place)
 
 
 def file_state(path: Path) -> tuple[int, int, int, int]:

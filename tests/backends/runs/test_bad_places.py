@@ -18,7 +18,7 @@ from kit.backends.bad_input_cases import names_of, refused, says_all, state_at
 import trainfold
 from trainfold import plans
 from trainfold.adapters.cli.verify import verify_checkpoint
-from trainfold.backends.ranks.in_process import run_threads
+from trainfold.backends.ranks.in_process import run_threads, thread_outcomes
 from trainfold.backends.runs import load as run_load
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.local import LocalStore
@@ -37,7 +37,7 @@ def listing(root):
 
 
 def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
-    """V05: a checkpoint that one rank cannot read counts as unreadable on all; no rank waits for one that has given up."""
+    """V05: what one rank finds damaged or cannot read is so on all; no rank waits for one that has given up."""
     resume = run_load.run_resume
 
     def failing(plan, like, **more):
@@ -53,10 +53,14 @@ def test_all_ranks_pass_over_what_one_of_them_cannot_use(run, monkeypatch):
 
     monkeypatch.setattr(run_load, "run_resume", failing)
     failing.threads = set()
-    for error in (errors.CheckpointHostile("x", expected="a", found="b", fix="c"), OSError(errno.EIO, "Input/output")):
-        failing.error = error
-        with pytest.warns(CheckpointPassedOver):
-            assert run_threads(2, body) == [1, 1]
+    failing.error = errors.CheckpointHostile("x", expected="a", found="b", fix="c")
+    with pytest.warns(CheckpointPassedOver):
+        assert run_threads(2, body) == [1, 1]
+    failing.error = OSError(errno.ESTALE, "Stale file handle")
+    for outcome in thread_outcomes(2, body):
+        assert isinstance(outcome.error, errors.ResumeRefused)
+        assert "Stale file handle" in str(outcome.error)
+        assert "step=1" in str(outcome.error)
     failing.error = errors.InvalidState("like", expected="a", found="b", fix="c")
     seen = []
 

@@ -114,7 +114,7 @@ def test_an_attempt_of_several_ranks_ended_as_for_the_worst(outcomes):
         (CheckpointDamaged("a", expected="b", found="c", fix="d"), "damaged"),
         (CheckpointTorn("a", expected="b", found="c", fix="d"), "damaged"),
         (CheckpointHostile("a", expected="b", found="c", fix="d"), "damaged"),
-        (CheckpointUnreadable("a", expected="b", found="c", fix="d"), "failed"),
+        (CheckpointUnreadable("a", expected="b", found="c", fix="d"), "interrupted"),
         (MemoryError(), "failed"),
         (RecursionError("deep"), "failed"),
         (FutureVersion("a", expected="b", found="c", fix="d"), "interrupted"),
@@ -127,7 +127,7 @@ def test_an_attempt_of_several_ranks_ended_as_for_the_worst(outcomes):
     ],
 )
 def test_only_what_speaks_against_a_checkpoint_counts_against_it(error, ending):
-    """P07: not a refusal, not a newer version, not Ctrl-C; a device that fails proves nothing about the bytes on it."""
+    """P07: not a refusal, not a newer version, not Ctrl-C; a store that does not answer proves nothing about the bytes in it."""
     assert outcome_of(error).ending == ending
 
 
