@@ -1,5 +1,6 @@
 """`Problem`: an error as a value, for plans, reports and other ranks."""
 
+from collections.abc import Sequence
 from typing import final
 
 import attrs
@@ -23,6 +24,11 @@ class Problem:
 
     def __str__(self) -> str:
         return self._printable(f"{self.difference}; {self.fix}")
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the store did not give something now, which proves nothing against it."""
+        return self.error == errors.CheckpointUnreadable.__name__
 
     @property
     def difference(self) -> str:
@@ -57,3 +63,17 @@ def error_from(problem: Problem) -> TrainfoldError:
     kind = getattr(errors, problem.error, errors.CheckpointError)
     made: TrainfoldError = kind(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
     return made
+
+
+def worst_problem(problems: Sequence[Problem]) -> Problem:
+    """What is wrong with something in which several ranks have found problems: what one has proved, before what another could not read now.
+
+    Args:
+        problems: at least one.
+
+    Examples:
+        >>> denied, torn = (Problem(error, "step-7", "bytes", "none", "wait") for error in ("CheckpointUnreadable", "CheckpointTorn"))
+        >>> worst_problem([denied, torn]) is torn, worst_problem([denied]) is denied
+        (True, True)
+    """
+    return min(problems, key=lambda each: each.is_unreadable)

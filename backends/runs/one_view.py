@@ -22,7 +22,7 @@ from trainfold.core.format.indexes.proved import compared_by_all, only_own, open
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.format.manifest_reader import opened_root
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.history.one_view import View, other_lists, other_views, unlisted
+from trainfold.core.history.one_view import View, other_lists, other_views, unlisted, with_unread
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.layout.world import Collectives
 from trainfold.core.problem import Problem, problem_of
@@ -260,7 +260,7 @@ def _seen(  # noqa: PLR0913 - private
     if error is not None:
         place(error, step=step_of(name))
         raise error
-    return mine[-1], views
+    return with_unread(mine[-1], inventory, name, views), views
 
 
 @without_collecting

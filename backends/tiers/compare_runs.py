@@ -1,6 +1,6 @@
 """`planned_copy`: reads what two stores hold, and decides which checkpoints of one go into the other."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
@@ -35,7 +35,9 @@ DELETED: Final = "deleted from the source meanwhile"
 Steps: TypeAlias = Literal["all", "newest"] | Sequence[int]
 
 
-def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool = False) -> CopyPlan:
+def planned_copy(
+    source: Store, target: Store, *, steps: Steps, replaces: bool = False, lost: Collection[str] = ()
+) -> CopyPlan:
     """Plan a copy between opened stores; writes nothing.
 
     Args:
@@ -43,6 +45,7 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
         target: the store that would be written.
         steps: ``"all"``, ``"newest"``, or steps.
         replaces: whether later revisions replace earlier ones, and ``best.json`` what is there.
+        lost: checkpoints of the target that have not loaded, so that each of their files is compared.
 
     Raises:
         InvalidArgument: for invalid steps.
@@ -59,7 +62,7 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
     present: dict[str, Present] = {}
     for name in order:
         try:
-            offered[name], found = _compared(source, here, target, there, name)
+            offered[name], found = _compared(source, here, target, there, name, is_lost=name in lost)
         except CheckpointError as error:
             problems[name] = problem_of(_deleted(source, here, name) or error)
         else:
@@ -85,8 +88,8 @@ def planned_copy(source: Store, target: Store, *, steps: Steps, replaces: bool =
     )
     more = {name: str(problem) for name, problem in passed.items()}
     more |= {} if best_problem is None else {BEST_FILE: best_problem}
-    lost = next(reversed(passed.values()), plan.newest_lost)
-    return attrs.evolve(plan, left_out={**plan.left_out, **more}, newest_lost=lost) if more else plan
+    newest = next(reversed(passed.values()), plan.newest_lost)
+    return attrs.evolve(plan, left_out={**plan.left_out, **more}, newest_lost=newest) if more else plan
 
 
 def unless_empty(plan: CopyPlan, *, fix: str) -> CopyPlan:
@@ -188,8 +191,8 @@ def _problem_at(inventory: Inventory, name: str) -> Problem | None:
     return problem_of(error)
 
 
-def _compared(
-    source: Store, here: Inventory, target: Store, there: Inventory, name: str
+def _compared(  # noqa: PLR0913 - private
+    source: Store, here: Inventory, target: Store, there: Inventory, name: str, *, is_lost: bool
 ) -> tuple[Offered, Present | None]:
     """A checkpoint of the source, and what the target has in its place.
 
@@ -205,9 +208,10 @@ def _compared(
     found = there.entry(name)
     if found is not None and target.size(f"{name}/{MANIFEST}") is not None:
         old = digest_of(read_root(target, name))
-        seen = examine(target, there, name).entry(name) if old == digest and found.problem is None else None
-        is_lost = old != digest and found.problem is not None and is_damaged(target, name, old)
-        present = Present(None if is_lost else found.head, old, seen is not None and seen.problem is None)
+        looks = old == digest and found.problem is None and not is_lost
+        seen = examine(target, there, name).entry(name) if looks else None
+        is_other = old != digest and found.problem is not None and is_damaged(target, name, old)
+        present = Present(None if is_other else found.head, old, seen is not None and seen.problem is None)
     files: tuple[CopiedFile, ...] = ()
     if present is None or not present.is_whole:
         proved = examine(source, here, name, root=root).entry(name)

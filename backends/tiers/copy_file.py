@@ -48,8 +48,8 @@ def copy_file(source: Store, target: Store, file: CopiedFile, advance: Callable[
 
 
 def _has(store: Store, file: CopiedFile) -> bool:
-    """Whether a store has a file with these bytes. What cannot be read is not there."""
+    """Whether a store has a file with these bytes. What cannot be read, for whatever reason, is not there: it is sent again, with the same bytes."""
     try:
         return store.size(file.path) == file.size_bytes and digest_in(store, file.path, file.size_bytes) == file.digest
-    except (CheckpointMissing, CheckpointTorn):
+    except (CheckpointMissing, CheckpointTorn, CheckpointDamaged):
         return False

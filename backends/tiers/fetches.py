@@ -130,7 +130,7 @@ class Fetches:
             raise self._unread(error) from error
         if there.entry(name) is None:
             self._report_lost(name, "the far tier does not have it either")
-        elif self._has_fetched(name):
+        elif self._has_fetched(name, lost=[name]):
             return name
         here = inventory_in(self._near)
         failed = here.entry(name)
@@ -140,7 +140,7 @@ class Fetches:
         mine = newest_whole(self._near, others)
         return self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine), before=_age(failed.head))
 
-    def _has_fetched(self, name: str, *best: int) -> bool:
+    def _has_fetched(self, name: str, *best: int, lost: Sequence[str] = ()) -> bool:
         """Copy a checkpoint into the near tier, and those that the best names; without these if they keep it back. Whether that succeeded.
 
         Raises:
@@ -149,7 +149,7 @@ class Fetches:
         began, step = time.monotonic(), step_of(name)
         assert step is not None  # of an entry
         try:
-            plan = planned_copy(self._far, self._near, steps=sorted({step, *best}), replaces=True)
+            plan = planned_copy(self._far, self._near, steps=sorted({step, *best}), replaces=True, lost=lost)
             check_copy(plan)
             self._look_at(carry_out(plan, self._far, self._near), name)
         except CheckpointError as error:

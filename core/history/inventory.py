@@ -11,7 +11,6 @@ from trainfold.core.problem import Problem
 
 # the first words of a fix for a problem that an older checkpoint does not have
 OLDER: Final = "use an older checkpoint"
-_UNREADABLE: Final = "CheckpointUnreadable"
 _NO_MANIFEST: Final = "CheckpointTorn"
 _WRONG_BYTES: Final = ("CheckpointDamaged", "CheckpointForeign", "CheckpointHostile")
 
@@ -50,7 +49,7 @@ class Entry:
     @property
     def is_unreadable(self) -> bool:
         """Whether the store did not give it now, which proves nothing against it."""
-        return self.problem is not None and self.problem.error == _UNREADABLE
+        return self.problem is not None and self.problem.is_unreadable
 
     @property
     def refers(self) -> tuple[str, ...]:

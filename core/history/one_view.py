@@ -8,7 +8,7 @@ import attrs
 from trainfold.core.errors import CheckpointMissing, RanksDisagree
 from trainfold.core.format.file_names import step_of
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.problem import Problem
+from trainfold.core.problem import Problem, worst_problem
 
 _FIX: Final = "let every rank see the same files (no node-local or stale copies)"
 
@@ -61,6 +61,8 @@ def other_lists(run: str, found: Sequence[Collection[str]]) -> RanksDisagree | N
 def other_views(checkpoint: str, views: Sequence[View]) -> RanksDisagree | None:
     """The error for ranks that see another checkpoint than rank 0, or that find something else against it; None if all see the same.
 
+    A rank that cannot read it now has found nothing against it; see `with_unread`.
+
     Args:
         checkpoint: its location.
         views: by rank.
@@ -69,11 +71,28 @@ def other_views(checkpoint: str, views: Sequence[View]) -> RanksDisagree | None:
     if other:
         found = f"on rank {', '.join(map(str, other))}, another one than on rank 0, or none"
         return RanksDisagree(checkpoint, expected="the same manifest on every rank", found=found, fix=_FIX)
-    odd = [rank for rank, view in enumerate(views) if _gist(view.problem) != _gist(views[0].problem)]
+    readers = [rank for rank, view in enumerate(views) if view.problem is None or not view.problem.is_unreadable]
+    odd = [rank for rank in readers if _gist(views[rank].problem) != _gist(views[readers[0]].problem)]
     if not odd:
         return None
-    told = [f"rank {rank}: {views[rank].problem or 'nothing is wrong'}" for rank in (0, *odd[:3])]
+    told = [f"rank {rank}: {views[rank].problem or 'nothing is wrong'}" for rank in (readers[0], *odd[:3])]
     return RanksDisagree(checkpoint, expected="the same files on every rank", found="; ".join(told), fix=_FIX)
+
+
+def with_unread(mine: Inventory, before: Inventory, name: str, views: Sequence[View]) -> Inventory:
+    """The inventory of a rank that has examined a checkpoint, with the same problem on every rank if some could not read it now.
+
+    Args:
+        mine: what the rank has found.
+        before: the inventory before that, which all ranks have.
+        name: the checkpoint.
+        views: of all ranks, of which `other_views` says nothing.
+    """
+    problems = [view.problem for view in views if view.problem is not None]
+    entry = before.entry(name)
+    if entry is None or not any(each.is_unreadable for each in problems):
+        return mine
+    return before.with_entry(attrs.evolve(entry, problem=worst_problem(problems)))
 
 
 def _gist(problem: Problem | None) -> tuple[str, str, str] | None:

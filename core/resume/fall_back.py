@@ -9,7 +9,7 @@ from trainfold.core.component_names import selections_differ
 from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, ResumeRefused, TrainfoldError, rank_failed
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_outcome
-from trainfold.core.problem import Problem, problem_of
+from trainfold.core.problem import Problem, problem_of, worst_problem
 from trainfold.core.resume.drift import Drift
 from trainfold.core.resume.request import ResumeRequest
 from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, Refusal, ResumePlan
@@ -173,5 +173,4 @@ def after_failure(
     entry = inventory.entry(checkpoint)
     if request.step is not None or entry is None or not all(each.may_fall_back for each in failures):
         return None
-    tried = [attrs.evolve(entry, problem=each.problem) for each in failures]
-    return inventory.with_entry(next((each for each in tried if not each.is_unreadable), tried[0]))
+    return inventory.with_entry(attrs.evolve(entry, problem=worst_problem([each.problem for each in failures])))

@@ -7,7 +7,7 @@ import torch
 
 import trainfold
 from trainfold.adapters.cli import main
-from trainfold.backends.stores.place import local_path
+from trainfold.backends.stores.place import is_own_disk, local_path
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState
@@ -164,3 +164,39 @@ def test_nothing_is_exported_into_a_checkpoint(to, tmp_path, capsys):
             write_hub_directory(STATE.evolve(model=MODEL), run / inside)
     assert sorted(tmp_path.rglob("*")) == before
     assert main([*command[:2], str(run / "other"), *command[2:]]) == 0
+
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+23 22 0:40 / /data rw shared:2 master:1 - nfs4 server:/data rw
+24 23 0:41 / /data/my\\040disk rw - xfs /dev/sdb1 rw
+25 22 0:42 / /scratch rw - ext4 /dev/sdc1 rw
+26 22 0:43 / /scratch rw - lustre 10.0.0.1@tcp:/scratch rw
+27 22 0:44 / /bucket rw - fuse.s3fs s3fs rw
+28 22 0:45 / /pool rw - btrfs /dev/sdd rw
+29 22 0:46 / /new rw - quantumfs none rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "is_own"),
+    [
+        ("/root/run", True), ("/data/run", False), ("/data/my disk/run/step-1", True), ("/datasets/run", True), ("/scratch/run", False), ("/bucket/run", False),
+        ("/pool", True), ("/new/run", False),
+    ],
+)  # fmt: skip
+def test_a_disk_of_this_machine_is_known_by_its_filesystem(monkeypatch, path, is_own):
+    """P07: what another filesystem, or one that is not known, does not give may still be there."""
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, *more: MOUNTS if "mountinfo" in str(self) else read(self, *more)
+    )
+    assert is_own_disk(path) == is_own
+
+
+def test_without_a_list_of_filesystems_no_disk_is_known(monkeypatch):
+    def read(self, *more):
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert not is_own_disk("/")

@@ -1,9 +1,12 @@
 """A run in two tiers: durable on the disk first, then in the far store, in the background; nothing is lost but what was said not to be uploaded."""
 
+import errno
 import itertools
 import logging
+import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -411,6 +414,60 @@ def test_an_old_manifest_that_can_never_be_read_stops_no_run(near, step):
         assert manager.load(LIKE).trainer.step == 6
     with CheckpointManager(far) as manager, pytest.warns(CheckpointPassedOver, match="503 SlowDown"):
         assert manager.load(LIKE).trainer.step == 6
+
+
+def test_what_is_older_than_a_damaged_newest_is_not_passed_over_for_one_before_that(near):
+    """E01: the newest was found damaged when it came, and the one before that, of which a 503 hid the manifest, was skipped in silence."""
+    far = Archived()
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for each in (2, 4, 6):
+            manager.save(at(each))
+    shutil.rmtree(near.url)
+    flip(far, 6)
+    far.part = "step-00000004/manifest.json"
+    for _ in range(2):
+        with pytest.raises(SaveFailed, match="503 SlowDown"):
+            CheckpointManager(TwoTiers(near, far)).__enter__()
+        assert steps_in(near) == []
+    far.part = ""
+    with CheckpointManager(TwoTiers(near, far)) as manager, pytest.warns(CheckpointPassedOver):
+        assert manager.load(LIKE).trainer.step == 4
+
+
+@pytest.mark.parametrize("there", ["whole", "damaged", "absent"])
+def test_what_the_disk_does_not_give_now_comes_from_the_far_tier_or_is_refused(near, far, there, monkeypatch):
+    """E01: it went on from the older one that the far tier has, and a third start put the newest into quarantine."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (2, 4):
+            manager.save(at(step))
+    if there == "damaged":
+        flip(far, 4)
+    if there == "absent":
+        far.delete("step-00000004/")
+    near.delete("step-00000002/")
+    before = near.list()
+    away, preadv = {path.stat().st_ino for path in Path(near.url).glob("step-*/model*")}, os.preadv
+
+    def read(fd, *more):
+        if os.fstat(fd).st_ino in away:  # and not what is written in its place
+            raise OSError(errno.EACCES, "Permission denied")
+        return preadv(fd, *more)
+
+    monkeypatch.setattr(os, "preadv", read)
+    if there == "whole":
+        with CheckpointManager(TwoTiers(near, far)) as manager:
+            assert manager.load(LIKE).trainer.step == 4
+        return
+    for _ in range(4):
+        with (
+            pytest.raises((ResumeRefused, SaveFailed), match="Permission denied"),
+            CheckpointManager(TwoTiers(near, far)) as manager,
+        ):
+            manager.load(LIKE)
+    assert near.list() == before
+    away.clear()
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        assert manager.load(LIKE).trainer.step == 4
 
 
 def test_a_far_tier_without_a_run_has_nothing_to_fetch_again(near, far):

@@ -1,18 +1,28 @@
 """Which checkpoint is resumed if some are damaged, and others cannot be read now: the newest that can be had, or none."""
 
+import errno
+import os
 import warnings
 from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.backends.runs_cases import saved_run, state_at
 
 import trainfold
+from trainfold import CheckpointManager, Progress
+from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.load import CheckpointPassedOver
-from trainfold.core.errors import CheckpointUnreadable, ResumeRefused
-from trainfold.core.format.file_names import MANIFEST, directory_of, step_of
+from trainfold.backends.stores import local, os_errors
+from trainfold.backends.stores.local import LocalStore
+from trainfold.core.errors import CheckpointUnreadable, HalfRestored, ResumeRefused, TrainfoldError
+from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import HEAD_BYTES
+from trainfold.core.history.quarantine_json import QUARANTINE_FILE
 
 STEPS = (2, 4, 6)
 PLACES = ("first line", "manifest", "length of a header", "tensors")
@@ -97,3 +107,192 @@ def test_a_resume_takes_the_newest_that_is_not_damaged_or_is_refused(faults, has
     named = [step_of(each.where.split("/")[1]) for each in reasons if each.error == "CheckpointUnreadable"]
     assert set(named) & set(steps) if steps else not named
     assert not refused.value.refusal.finds_nothing, "a program would start from scratch"
+
+
+def outcome_of(store, world):
+    """What a rank has loaded, or the name of its error; the same store can be read by the other rank."""
+    try:
+        return trainfold.load(store, like=state_at(0), collectives=world).trainer.step
+    except TrainfoldError as error:
+        return f"{type(error).__name__} of 503" if "503" in str(error) else str(error)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_no_rank_goes_on_from_an_older_one_where_another_cannot_read(place, bad):
+    """V05: all ranks load the newest, or all raise."""
+    stores = [Faulty({6: ("unreadable", place)} if rank == bad else {}) for rank in (0, 1)]
+    found = run_threads(2, lambda world: outcome_of(stores[world.rank], world))
+    assert found == [6, 6] if place == "first line" and bad else all(str(each).endswith(" of 503") for each in found)
+    if place in ("length of a header", "tensors"):
+        assert found == ["ResumeRefused of 503"] * 2, "and not that they see other files"
+
+
+@pytest.mark.parametrize("place", ["length of a header", "tensors"])
+def test_damage_that_one_rank_proves_counts_although_another_cannot_read(place):
+    """V05, P07: with the checkpoint before it, on all ranks."""
+    stores = [Faulty({6: (kind, place)}) for kind in ("unreadable", "damaged")]
+    with pytest.warns(CheckpointPassedOver, match="CheckpointDamaged"):
+        assert run_threads(2, lambda world: outcome_of(stores[world.rank], world)) == [4, 4]
+
+
+def load_where_rank_one_cannot_read(collectives, folder):
+    """A disk that gives rank 1 the tensors of step 2 only after a while."""
+    store, read = LocalStore(folder), os.preadv
+    away = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    told = []
+    for is_away in (True, False):
+        preadv = mock.Mock(side_effect=away if is_away and collectives.rank == 1 else read)
+        with mock.patch("os.preadv", preadv), CheckpointManager(store, collectives=collectives) as manager:
+            try:
+                told.append(manager.load(state_at(0)).trainer.step)
+            except TrainfoldError as error:
+                told.append(type(error).__name__)
+    return told
+
+
+def test_ranks_that_are_processes_are_refused_together_and_load_the_newest_afterwards(processes, tmp_path):
+    """V05, P07: over gloo; none hangs, and nothing is put into quarantine."""
+    for step in (1, 2):
+        trainfold.save(state_at(step), tmp_path / "run")
+    found = processes.run(2, load_where_rank_one_cannot_read, str(tmp_path / "run"), collectives={"timeout_secs": 60.0})
+    assert found == [["ResumeRefused", 2]] * 2
+
+
+# --- a disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (1, 2):
+        trainfold.save(state_at(step), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def failing(monkeypatch, code, *, of="step-00000002", is_own=True):
+    """The disk does not give the files of a checkpoint but its manifest."""
+    read, opened = os.preadv, []
+    open_file = local.open_file
+
+    @contextmanager
+    def noted(root, directory, last):
+        with open_file(root, directory, last) as (fd, size):
+            if directory == of and last != MANIFEST:
+                opened.append(fd)
+            yield fd, size
+            if fd in opened:
+                opened.remove(fd)
+
+    def preadv(fd, *more):
+        if fd in opened:
+            raise OSError(code, os.strerror(code))
+        return read(fd, *more)
+
+    monkeypatch.setattr(local, "open_file", noted)
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os_errors, "is_own_disk", lambda _: is_own)
+
+
+def opened(run, **options):
+    """What a manager loads in a start of a program."""
+    with CheckpointManager(run) as manager:
+        return manager.load(state_at(0), **options).trainer.step
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENOMEM]
+)
+def test_however_often_a_disk_does_not_give_the_newest_it_is_neither_passed_over_nor_quarantined(
+    run, monkeypatch, code
+):
+    """E01, P07: it was passed over each time, and three starts put it into quarantine."""
+    with monkeypatch.context() as patch:
+        failing(patch, code)
+        for _ in range(4):
+            with pytest.raises(ResumeRefused) as refused:
+                opened(run)
+            (reason,) = refused.value.refusal.reasons
+            assert (reason.error, reason.exit_code) == ("CheckpointUnreadable", CheckpointUnreadable.exit_code)
+            assert reason.where.startswith(f"{run}/step-00000002/")
+            assert reason.where.endswith(".safetensors")
+            assert os.strerror(code) in reason.found
+            assert "this does not prove damage" in reason.fix
+            assert "step=1" in reason.fix
+        assert not (run / QUARANTINE_FILE).exists()
+    assert opened(run) == 2
+
+
+def test_an_older_one_is_taken_on_purpose_and_is_what_the_run_goes_on_from(run, monkeypatch):
+    """P07: what could not be read is left behind then, and a later start does not come back to it."""
+    with monkeypatch.context() as patch:
+        failing(patch, errno.EACCES)
+        with CheckpointManager(run) as manager:
+            like = state_at(0)
+            state = manager.load(like, manager.should_load(like, step=1))
+            assert state.trainer.step == 1
+            manager.save(state.evolve(trainer=Progress(step=3)))
+    assert opened(run) == 3
+    with CheckpointManager(run) as manager:
+        manager.save(manager.load(state_at(0)).evolve(trainer=Progress(step=4)))
+    assert opened(run) == 4
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA])
+def test_what_a_disk_of_this_machine_has_lost_is_damage(run, monkeypatch, code):
+    """P07: a bad sector will not pass, so the run goes on from the one before it, and does not try it again."""
+    failing(monkeypatch, code)
+    with pytest.warns(CheckpointPassedOver, match="CheckpointDamaged.*step-00000002/.*safetensors.*Errno"):
+        assert opened(run) == 1
+    with pytest.warns(CheckpointPassedOver, match="CheckpointQuarantined"):
+        assert opened(run) == 1
+
+
+def test_the_same_error_over_a_network_may_pass(run, monkeypatch):
+    """P07: a soft mount answers EIO while its server is away."""
+    failing(monkeypatch, errno.EIO, is_own=False)
+    with pytest.raises(ResumeRefused, match="CheckpointUnreadable"):
+        opened(run)
+
+
+def test_a_manifest_that_a_disk_does_not_give_is_refused_by_name(run, monkeypatch):
+    """P07: it was an OSError, with the name of the file alone."""
+    read = LocalStore._read
+
+    def failing_read(store, name, start=0, stop=None):
+        if name == f"step-00000002/{MANIFEST}":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), MANIFEST)
+        return read(store, name, start, stop)
+
+    monkeypatch.setattr(LocalStore, "_read", failing_read)
+    with pytest.raises(ResumeRefused, match="step=1") as refused:
+        opened(run)
+    assert refused.value.refusal.reasons[0].where == f"{run}/step-00000002/{MANIFEST}"
+    assert trainfold.load(run, like=state_at(0), step=1).trainer.step == 1
+
+
+def test_a_step_that_is_asked_for_and_cannot_be_read_is_that_error(run, monkeypatch):
+    failing(monkeypatch, errno.EACCES)
+    with pytest.raises(CheckpointUnreadable, match="this does not prove damage"):
+        trainfold.load(run, like=state_at(0), step=2)
+
+
+def test_live_objects_that_are_read_in_place_count_no_attempt(tmp_path, monkeypatch):
+    """P07: they hold parts of two states, and the next start tries the same checkpoint again, however often."""
+
+    def restored():
+        model = torch.nn.Linear(200, 200)
+        live = trainfold.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with CheckpointManager(tmp_path / "run", every=1) as manager:
+            manager.restore(live, in_place=True)
+            if live.progress.step < 2:
+                live.advance(samples=1)
+                manager.step(live)
+            return live.progress.step
+
+    assert [restored(), restored()] == [1, 2]
+    with monkeypatch.context() as patch:
+        failing(patch, errno.EACCES)
+        for _ in range(4):
+            with pytest.raises((HalfRestored, ResumeRefused), match="Permission denied"):
+                restored()
+    assert restored() == 2
