@@ -122,6 +122,10 @@ def named_failures(where: str) -> Iterator[None]:
     """Turn each `OSError` and `MemoryError` of a block into a `SaveFailed`, whether it came from a write or from reading the directory."""
     try:
         yield
+    except CheckpointDamaged as error:
+        if not isinstance(error.__cause__, OSError):  # as `named_reads` has raised it
+            raise
+        raise save_failure(error.__cause__, error.where) from error
     except OSError as error:
         raise save_failure(error, where) from error
     except MemoryError as error:
