@@ -19,7 +19,15 @@ from trainfold.backends.stores.object_store.writer_lease import WriterLease
 from trainfold.backends.stores.os_errors import missing, no_space, torn, wrong_size
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointError, CommitConflict, InvalidArgument, RunLocked, SaveFailed
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointHostile,
+    CheckpointUnreadable,
+    CommitConflict,
+    InvalidArgument,
+    RunLocked,
+    SaveFailed,
+)
 from trainfold.core.format.file_names import MANIFEST
 
 _PROBE: Final = ".probe"
@@ -114,18 +122,35 @@ class ObjectStore:
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         directory = prefix_directory(prefix)
-        self._learn()
+        doubt = self._learn()
         objects, directories = self._bucket.names(directory)
+        if doubt is not None and not (directory or objects or directories):
+            raise self._no_list(doubt)
         names = {name for name in {*objects, *directories} if is_component(name)}
         for name in sorted(self._in_doubt(directory, names)):
             names = {*names, name} if self._is_there(f"{directory}/{name}" if directory else name) else names - {name}
         return sorted(names)
 
-    def _learn(self) -> None:
-        """Ask the lease what was committed last, for a list that lags may lack it; its holder knows."""
+    def _learn(self) -> CheckpointError | None:
+        """Ask the lease what was committed last, for a list that lags may lack it; its holder knows.
+
+        Returns:
+            Why it cannot be read: a list that shows objects does without it.
+        """
         if not self._lease.is_held:
-            with suppress(CheckpointError):  # a run without one, or that may not be read: the list says it
+            try:
                 self._changes.learn(self._lease.recent)
+            except CheckpointError as error:
+                return error
+        return None
+
+    def _no_list(self, doubt: CheckpointError) -> CheckpointError:
+        """What is said where a list shows nothing and the lease cannot be read: that is not known to be an empty run."""
+        if not isinstance(doubt, CheckpointHostile):
+            return doubt
+        return CheckpointUnreadable(self._url, expected="a list of the run's objects",
+                                    found=f"one without any, and in place of the lease {doubt.found}",
+                                    fix="look whether a gateway or a login page answers in place of the store; if the run has no other objects, remove its .lease")  # fmt: skip
 
     def _in_doubt(self, directory: str, names: set[str]) -> set[str]:
         """The names of which a list says something else than this process has done."""
@@ -140,8 +165,10 @@ class ObjectStore:
 
     def _below(self, directory: str, *, most: int | None = None) -> BucketList | None:
         """All objects below a directory, as a list shows them that hides no commit; None if there are more than ``most``."""
-        self._learn()
+        doubt = self._learn()
         listed = self._bucket.below(directory, most=most)
+        if doubt is not None and listed == {} and not directory:
+            raise self._no_list(doubt)
         return None if listed is None else self._changes.corrected(listed, directory, self._bucket.head)
 
     def glimpse(self, directory: str = "") -> Glimpse:

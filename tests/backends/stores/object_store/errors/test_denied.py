@@ -3,11 +3,12 @@
 import pytest
 import torch
 from kit.adapters import cli_cases
+from kit.backends.buckets.planted import SECRET, always, answer
 from kit.backends.buckets.s3_cases import settings_at, store_at
 
 import trainfold
 from trainfold.backends.stores.local import open_store
-from trainfold.core.errors import CheckpointMissing, CheckpointUnreadable, ResumeRefused
+from trainfold.core.errors import CheckpointMissing, CheckpointUnreadable, ResumeRefused, TrainfoldError
 
 call, answered = cli_cases.call, cli_cases.answered
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=0))
@@ -108,3 +109,36 @@ def test_a_denied_list_is_not_about_the_network(url, proxy, status, text, expect
     assert failed.value.expected == expected
     assert "credentials" in failed.value.fix
     assert len(proxy.requests) - before <= 3
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.quarantine_file.QuarantineIgnored")
+@pytest.mark.parametrize("body", ["html", "json", "plain"])
+def test_a_page_in_place_of_each_answer_is_no_empty_run(url, proxy, answered, body):
+    """R09: what a gateway or a login page answers with 200 was a list without objects, and "no run there"."""
+    proxy.fault = always(answer(200, body, headers=()))
+    for verb in (["ls"], ["inspect"], ["verify"], ["plan"], ["page", "-o", "a.html"]):
+        _, error = answered(verb[0], url, *verb[1:], code=CheckpointUnreadable.exit_code)
+        assert ("login page" in error["fix"]) == (body == "html")  # the client itself refuses anything but XML
+        assert SECRET not in str(error)
+    with pytest.raises(ResumeRefused, match="CheckpointUnreadable"):
+        trainfold.load(url, like=STATE)
+    live = trainfold.attach(torch.nn.Linear(2, 2))
+    with pytest.raises(TrainfoldError), trainfold.CheckpointManager(url) as manager:
+        manager.restore(live)
+
+
+def test_an_empty_place_whose_lease_may_not_be_read_is_no_empty_run(proxy):
+    """E06: a list that lags shows nothing either, and the lease would name what was committed."""
+    store = store_at(proxy.port)
+    assert store.list() == []
+    before = len(proxy.requests)
+    assert store.glimpse().list() == []
+    assert len(proxy.requests) - before == 2, "a list, and the lease"
+    deny(proxy, ".lease")
+    for looked in (store, store.glimpse()):
+        with pytest.raises(CheckpointUnreadable, match="the right to read"):
+            looked.list()
+    proxy.fault = always(None)
+    trainfold.save(STATE, store)
+    deny(proxy, ".lease")
+    assert "run.json" in store.list()
