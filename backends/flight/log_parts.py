@@ -182,8 +182,8 @@ class LogParts:
 
     Law: what was added before a `put` that succeeds is in the store after it, and a kill leaves the log as one of the puts made it.
 
-    A put that fails is a warning, and the next one puts the same again: a log must not end a run. While puts fail, about 16 MiB are kept; then nothing is added any
-    more, with a warning, and what is kept is still put when that succeeds. What is left at the end is a warning too.
+    A put that fails is a warning, and the next one puts the same again: a log must not end a run. While puts fail, about 16 MiB are kept; then nothing is added,
+    with a warning, until a put of what is kept succeeds. What is left at the end is a warning too.
 
     Of two processes that write one log, the one that began to put later goes on; the other one stops, with a warning. No lock is needed for that: only rank 0 has
     that of a run, and a process that was taken for dead may wake.
@@ -219,9 +219,10 @@ class LogParts:
 
     def append(self, entry: Entry) -> None:
         """Add something. It makes no request here."""
-        if self._is_over or self._is_full:
+        if self._is_over:
             return
-        self._waiting.append(entry)
+        if not self._is_full or callable(entry):  # what cuts the log must not be left out: others follow it
+            self._waiting.append(entry)
         now = time.monotonic()
         if now >= self._due_at and (self._job is None or self._job.is_over):
             self._due_at = now + self._every_secs
@@ -252,14 +253,18 @@ class LogParts:
                 self._has_failed = True
                 self._check_room()
             else:
-                self._has_failed = False
+                if self._is_full:
+                    _LOG.warning(
+                        "%s: the store takes this log again, which goes on; it lacks what was not added", self._where
+                    )
+                self._has_failed = self._is_full = False
                 self._due_at = time.monotonic() + self._every_secs
 
     def _check_room(self) -> None:
         """Add nothing any more, while the store takes nothing, if as much is kept as may be."""
         if not self._is_full and len(self._waiting) * _ENTRY_BYTES + len(self._tail.data) > _MOST_BYTES:
             self._is_full = True
-            _LOG.warning("%s: no more lines are added to this log: the store has taken none for so long that %d MiB wait, which are put when it does; "
+            _LOG.warning("%s: no more lines are added to this log for now: the store has taken none for so long that %d MiB wait, which are put when it does; "
                          "see which of its policies denies this name", self._where, _MOST_BYTES // 2**20)  # fmt: skip
 
     def _send(self) -> None:

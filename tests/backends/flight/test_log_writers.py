@@ -253,7 +253,7 @@ class Denied:
 
 @pytest.mark.parametrize(("denied", "had_put"), [("list", False), ("swap", False), ("swap", True)])
 def test_a_log_that_is_denied_for_long_keeps_no_more_than_it_says(denied, had_put, caplog, monkeypatch):
-    """R04: every line was kept in memory, and until the first put twice. Now the log ends in a warning, as on a full disk, and what is kept is put when it can be."""
+    """R04: every line was kept in memory, and until the first put twice; then the log ended for good. What is kept is put when it can be, and the log goes on."""
     monkeypatch.setattr(log_parts, "_MOST_BYTES", 100 * LINE_BYTES)
     store = Denied(bucket()(), denied)
     file = by_hand(store)
@@ -274,9 +274,28 @@ def test_a_log_that_is_denied_for_long_keeps_no_more_than_it_says(denied, had_pu
     assert "no more lines are added" in said[1]
     assert NAME in said[1]
     store.is_denied = False
+    file.put()
+    record(file, 2_000, 2_004, 1)
     file.close()
-    assert sorted(marks_in(store)) == [*range(1 if had_put else 2, held + (1 if had_put else 2))]
-    assert len(caplog.records) == 2
+    assert sorted(marks_in(store)) == [*range(1 if had_put else 2, held + (1 if had_put else 2)), *range(2_000, 2_005)]
+    assert "goes on" in caplog.records[2].getMessage()
+    assert len(caplog.records) == 3
+
+
+def test_a_log_that_was_denied_for_long_has_no_step_that_was_undone_meanwhile(caplog, monkeypatch):
+    """R04: a cut is kept where lines are not, or those after it would follow what it cuts."""
+    monkeypatch.setattr(log_parts, "_MOST_BYTES", 100 * LINE_BYTES)
+    store = Denied(bucket()(), "swap")
+    file = by_hand(store)
+    for step in range(1, 200, 10):
+        record(file, step, step + 9, 1)
+        file.put()
+    record(file, 50, 60, 2)  # after a step back
+    store.is_denied = False
+    file.put()
+    record(file, 61, 62, 2)
+    file.close()
+    assert marks_in(store) == {**dict.fromkeys(range(1, 50), 1), 50: 2, 61: 2, 62: 2}
 
 
 def test_lines_that_never_reached_the_store_are_said_at_the_end(caplog):
