@@ -12,7 +12,7 @@ _LOG = logging.getLogger("trainfold")
 _AFTER_COMMIT: Final = {"uploaded", "not_uploaded"}
 _LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": logging.WARNING, "refused": logging.WARNING,
                   "skipped": logging.WARNING, "cadence": logging.WARNING, "not_uploaded": logging.WARNING,
-                  "not_fetched": logging.WARNING}  # fmt: skip
+                  "not_fetched": logging.WARNING, "not_pruned": logging.WARNING}  # fmt: skip
 
 
 @final

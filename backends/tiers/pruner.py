@@ -21,6 +21,7 @@ from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.digest import digest_of
+from trainfold.core.errors import error_text
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.history.inventory import Entry, Inventory
@@ -82,13 +83,13 @@ class Pruner:
         return self._policy, self._left_behind
 
     def retain(self, result: "SaveResult") -> list[Event]:
-        """Delete what the policy does not keep, after a commit. A failure is logged as a warning, and the next call tries again.
+        """Delete what the policy does not keep, after a commit. A failure is an event, and the next call tries again.
 
         What a kill has left of older saves and deletions is deleted too: a step directory without a manifest in which every file has a
         name that a save gives, and, by the first call, files beside a checkpoint that replaced it, or were to.
 
         Returns:
-            An event for each checkpoint that was deleted.
+            An event for each checkpoint that was deleted, and one for a failure.
         """
         events: list[Event] = []
         parts = self._parts[result.checkpoint] = parts_of(result.fingerprints, result.omitted)
@@ -101,9 +102,7 @@ class Pruner:
                 self.clear(leftovers(self._seen, read_inventory(self._seen)))
                 self._has_cleared = True
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
-            _LOG.warning(
-                "%s: old checkpoints could not be deleted, and will be tried again: %s", self._store.url, error
-            )
+            events.append(not_pruned(self._store.url, result.step, error))
         return events
 
     def plan(self, written: Saved, *, alone: Collection[str] = ()) -> Pruning:
@@ -254,6 +253,12 @@ class Pruner:
     def _has_sizes(self, sizes: Mapping[str, int]) -> bool:
         found = side_by_side([partial(self._seen.size, file) for file in sizes])
         return found == [*sizes.values()]
+
+
+def not_pruned(run: str, step: int | None, error: Exception) -> Event:
+    """The event for a deletion that failed. As long as its cause lasts the disk fills up, so a listener is to hear of it."""
+    detail = f"old checkpoints could not be deleted, and will be tried again: {error_text(error)}"
+    return Event("not_pruned", run, step=step, detail=detail)
 
 
 def _directories(files: Iterable[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """`Uploads`: sends the checkpoints of a near tier, and its logs, to a far one, the oldest first, in a thread; again after a failure."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
 from trainfold.backends.tiers.copy_run import carry_out, check_copy
-from trainfold.backends.tiers.pruner import Pruner
+from trainfold.backends.tiers.pruner import Pruner, not_pruned
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.errors import CheckpointDamaged, CommitConflict, SaveFailed, TrainfoldError, error_text
 from trainfold.core.format.file_names import step_of
@@ -23,7 +22,6 @@ from trainfold.core.save.events import Event, EventKind
 from trainfold.core.save.pruning import parts_of
 from trainfold.core.save.retention import Retention, Saved
 
-_LOG: Final = logging.getLogger("trainfold")
 _FIRST_PAUSE_SECS: Final = 1.0
 _LONGEST_PAUSE_SECS: Final = 60.0
 _ELSEWHERE: Final = (
@@ -211,10 +209,10 @@ class Uploads:
         sent = sum(each.size_bytes for each in plan.checkpoints if each.action != "there")
         late = time.monotonic() - waiting.since
         self._report("uploaded", name, f"{sent} bytes, durable here {late:.1f} s before", secs=secs)
-        self._prune()
+        self._prune(step)
 
-    def _prune(self) -> None:
-        """Delete what the far tier need not keep. A failure is logged, and the next upload tries again."""
+    def _prune(self, step: int) -> None:
+        """Delete what the far tier need not keep. A failure is an event, and the next upload tries again."""
         if self._pruner is None:
             return
         events: list[Event] = []
@@ -225,7 +223,7 @@ class Uploads:
                 parts = None if summary is None else parts_of(summary.fingerprints, summary.omitted)
                 self._pruner.prune(Saved(newest.name, newest.head.step, newest.head.timeline, parts=parts), events)
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule
-            _LOG.warning("%s: old checkpoints could not be deleted, and will be tried again: %s", self._far.url, error)
+            events.append(not_pruned(self._far.url, step, error))
         for event in events:
             self._report_event(event)
 

@@ -6,14 +6,14 @@ import attrs
 
 EventKind: TypeAlias = Literal[
     "saved", "committed", "skipped", "failed", "pruned", "restored", "restored_best", "refused", "cadence",
-    "uploaded", "not_uploaded", "fetched", "not_fetched",
+    "uploaded", "not_uploaded", "fetched", "not_fetched", "not_pruned",
 ]  # fmt: skip
 """``saved``: a save has started, and the loop continues. ``committed``: it is durable. ``skipped``: it did not start, because another save was
 running. ``failed``: it did not become durable. ``pruned``: an old checkpoint was deleted. ``restored``: the run continues from a checkpoint.
 ``restored_best``: the run has loaded the weights of its best checkpoint and stays at its own step. ``refused``: it cannot continue, and why.
 ``cadence``: the cadence for ``every="auto"`` was chosen. ``uploaded``: a checkpoint of a run in two tiers is durable in the far one too. ``not_uploaded``: an upload
 has failed, and whether it is tried again. ``fetched``: a checkpoint came from the far tier, because the near one does not have it, or not
-whole. ``not_fetched``: it could not, and an older one is tried."""
+whole. ``not_fetched``: it could not, and an older one is tried. ``not_pruned``: old checkpoints could not be deleted after a save, and why; the next one tries again."""
 
 
 @final

@@ -373,8 +373,9 @@ def test_a_damaged_best_in_the_far_tier_keeps_no_newer_checkpoint_there(near, fa
     assert [(each.kind, each.step) for each in events] == [("fetched", 2), ("not_fetched", None), ("restored", 2)]
 
 
-def test_a_run_does_not_begin_again_where_all_of_the_far_tier_is_damaged(near, far):
-    """E02, A14: the disk is lost, and a start found nothing, as in a new run."""
+@pytest.mark.parametrize("start_over", [False, True])
+def test_a_run_does_not_begin_again_where_all_of_the_far_tier_is_damaged(near, far, start_over):
+    """E02, A14: the disk is lost, and a start found nothing, as in a new run. On purpose it begins beside another far tier, where no old step can come back."""
     with CheckpointManager(TwoTiers(near, far)) as manager:
         for step in (1, 2):
             manager.save(at(step))
@@ -382,9 +383,13 @@ def test_a_run_does_not_begin_again_where_all_of_the_far_tier_is_damaged(near, f
     for step in (1, 2):
         flip(far, step)
     for _ in range(2):
-        with pytest.raises(SaveFailed, match=r"expected a whole checkpoint of the run, found none.*step-00000002"):
-            CheckpointManager(TwoTiers(near, far)).__enter__()
+        with pytest.raises(SaveFailed, match=r"expected a whole checkpoint.*none.*step-00000002.*a new place as far="):
+            CheckpointManager(TwoTiers(near, far), start_over=start_over).__enter__()
         assert steps_in(near) == []
+    other = MemoryStore()
+    with CheckpointManager(TwoTiers(near, other), start_over=start_over) as manager:
+        manager.save(at(1, value=7))
+    assert trainfold.load(other, like=LIKE).model.params["w"][0] == 7
 
 
 class Archived(Unread):

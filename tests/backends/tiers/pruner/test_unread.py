@@ -12,7 +12,8 @@ from kit.adapters import cli_cases
 import trainfold
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import CheckpointDamaged, CheckpointUnreadable
+from trainfold.backends.tiers.two_tiers import TwoTiers
+from trainfold.core.errors import CheckpointDamaged, CheckpointUnreadable, FutureVersion
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 
@@ -60,21 +61,41 @@ def steps_of(store):
     return [int(name[5:]) for name in store.list() if name.startswith("step-")]
 
 
-def test_a_manager_deletes_nothing_while_a_manifest_cannot_be_read_and_says_so(caplog):
-    """E02, E04: step 1 was deleted because step 3, which refers to it, could not be read for a moment; step 3 was lost with it."""
-    store = Failing(MemoryStore())
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_manager_deletes_nothing_while_a_manifest_cannot_be_read_and_says_so(caplog, is_newer):
+    """E02, E04: step 1 was deleted because step 3, which refers to it, could not be read for a moment; step 3 was lost with it. A disk filled up where a newer release had saved, and only a log said why."""
+    store, events = Failing(MemoryStore()), []
     save(store, range(1, 7))
-    with trainfold.CheckpointManager(store, keep=trainfold.retention.keep_every(3), reuse_unchanged=True) as manager:
+    options = {"keep": trainfold.retention.keep_every(3), "reuse_unchanged": True, "on_event": events.append}
+    with trainfold.CheckpointManager(store, **options) as manager:
         manager.load(state_at(0))
-        store.error = unreadable()
+        store.error = FutureVersion(THIRD, expected="1", found="9", fix="update") if is_newer else unreadable()
         with caplog.at_level(logging.WARNING, logger="trainfold"):
             manager.save(state_at(7))
         assert steps_of(store) == [1, 2, 3, 4, 5, 6, 7]
         assert "old checkpoints could not be deleted, and will be tried again" in caplog.text
+        (event,) = [each for each in events if each.kind == "not_pruned"]
+        assert (event.run, event.step, event.checkpoint) == (store.url, 7, None)
+        assert "step-00000003 may refer to files of the others" in event.detail
         store.error = None
         manager.save(state_at(8))
     assert steps_of(store) == [1, 3, 4, 6, 8]
     assert trainfold.load(store, like=state_at(0), step=3).trainer.step == 3
+
+
+def test_what_keeps_the_far_tier_from_deleting_is_an_event_too(tmp_path):
+    """E02: `keep_far` deletes nothing as long as one manifest there cannot be read."""
+    far, events = Failing(MemoryStore()), []
+    run = TwoTiers(tmp_path / "near", far, keep_far=trainfold.retention.keep_last(1))
+    with trainfold.CheckpointManager(run, on_event=events.append) as manager:
+        for step in (3, 4, 5):
+            manager.save(state_at(step))
+            run.wait()
+            far.error = unreadable()
+    (event,) = [each for each in events if each.kind == "not_pruned"]
+    assert (event.run, event.step) == (far.url, 5)
+    assert "503" in event.detail
+    assert steps_of(far) == [3, 4, 5]
 
 
 @pytest.fixture
