@@ -176,7 +176,7 @@ def _answer(names: tuple[str, str], parting: Parting, warnings: list[str]) -> An
         *((leaf.path, leaf.text) for leaf in known.leaves[:_SHOWN]),
         *([(f"... {rest} more", "see --json")] if rest > 0 else []),
     ]
-    drifts = (("Settings that differ", known.settings), ("Numerical environments that differ", known.environment))
+    drifts = (("Settings that differ", known.settings), ("Environments and versions that differ", known.environment))
     tables += (
         [Table(f"Leaves that differ at step {known.apart_at}", ("leaf", "by how much"), tuple(rows))] if rows else []
     )

@@ -89,7 +89,6 @@ def replayed_otherwise(run: ReadRun, replay: ReadRun, name: str, begin: int, end
     if made is None or not run.saved:
         return ""
     there = min((step for step in run.saved if step >= end), default=max(run.saved))
-    manifests = run.checkpoint(there).manifest, replay.checkpoint(made).manifest
-    found = [{**recorded_environment(each), **each.versions} for each in manifests]
+    found = [recorded_environment(each.checkpoint(step).manifest) for each, step in ((run, there), (replay, made))]
     unlike = [f"{key} {found[1][key]}, not {found[0][key]}" for key in found[0].keys() & found[1].keys() if found[0][key] != found[1][key]]  # fmt: skip
     return f"{name} was run again in another environment, so that another result says nothing: {'; '.join(sorted(unlike))}" if unlike else ""  # fmt: skip

@@ -11,6 +11,7 @@ from trainfold.backends.flight.flights import read_flights
 from trainfold.backends.stores.place import url_text
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointMissing
+from trainfold.core.flight.causes.known_states import VERSIONS
 from trainfold.core.flight.flight import Flight
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Manifest
@@ -97,5 +98,6 @@ def read_run(path: Path, *, may_be_empty: bool = False) -> ReadRun:
 
 
 def recorded_environment(manifest: Manifest) -> dict[str, str]:
-    """The numerical environment in which a checkpoint was made, by the keys of its contract, in words."""
-    return {key: repr(value) for key, value in manifest.contract.items() if key.startswith(ENVIRONMENT)}
+    """The numerical environment in which a checkpoint was made, by the keys of its contract, in words; and the versions of libraries."""
+    drifts = {key: repr(value) for key, value in manifest.contract.items() if key.startswith(ENVIRONMENT)}
+    return {**drifts, **{f"{VERSIONS}{name}": version for name, version in manifest.versions.items()}}

@@ -37,7 +37,7 @@ _OPEN: Final[dict[Cause, str]] = {
     "streams": "other random numbers",
     "buffer": "a buffer that was updated or restored otherwise",
     "bit": "a fault of the memory or of the processor",
-    "environment": "another numerical environment",
+    "environment": "another numerical environment, or another version of a library",
     "arithmetic": "another kernel, precision or version of the code, or results that do not repeat",
 }
 _STREAMS: Final = frozenset({"streams", "order", "generators", "host_streams"})
@@ -57,7 +57,8 @@ EXCLUSIONS: Final[tuple[tuple[tuple[Cause, ...], frozenset[str], str], ...]] = (
     (("environment",), frozenset({"environment"}), "the environments are known and the same"),
     (("bit",), frozenset({"repeated"}), "the program of each run does again what it did: a fault comes once"),
     (("bit", "environment", "arithmetic"), frozenset({"one program"}), "one program in one environment does again what both did"),
-    (("buffer", "bit", "environment", "arithmetic"), frozenset({"read"}), "what a step reads is made before its results, which were the same"),
+    (("buffer", "bit", "arithmetic"), frozenset({"read"}), "what a step reads is made before its results, which were the same"),
+    (("environment",), frozenset({"read", "versions"}), "what a step reads is made before its results, and by the same libraries"),
     (("buffer", "bit", "arithmetic"), frozenset({"drawn"}), "no result moves a stream"),
 )  # fmt: skip
 """Causes, what is known where they are excluded, and why: all that makes a cause certain. A piece of evidence that is missing excludes nothing."""

@@ -18,6 +18,8 @@ from trainfold.core.flight.causes.leaf_kinds import (
     scheduled,
 )
 
+VERSIONS: Final = "versions."
+"""What the keys of an environment begin with that are versions of libraries."""
 _ABSENT: Final = "absent"
 
 
@@ -30,7 +32,7 @@ class SavedState:
         step: of the checkpoint.
         leaves: path -> kind and contents, in words.
         settings: those of its contract, key -> value, in words.
-        environment: the numerical environment, in the same form.
+        environment: the numerical environment, in the same form, and the versions of libraries.
         components: the names of its components.
         ranks: how many saved it.
         is_partial: whether a component was left out of it, so that it cannot show that two states are the same.
@@ -92,6 +94,11 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
         alike |= _alike(compared, unlike, host, is_at=at == compared[0].step)
         alike |= {"settings"} if not settings and all(each.settings for each in compared) else set()
         alike |= {"environment"} if not environment and all(each.environment for each in compared) else set()
+        alike |= (
+            {"versions"}
+            if not any(key.startswith(VERSIONS) for key in environment) and all(each.environment for each in compared)
+            else set()
+        )
     seeds = [values for path, values in unlike.items() if is_seed(path) and _ABSENT not in values]
     return Evidence(
         alike=frozenset(alike),

@@ -19,8 +19,10 @@ _Steps: TypeAlias = list[tuple[StepRecord, StepRecord]]
 
 
 def only_rank(flights: tuple[Logs, Logs], rank: int, first: StepDifference) -> int | None:
-    """The rank, if its logs alone differ in that step as they do: what one rank computes otherwise may reach all of them in the same step."""
+    """The rank, if its logs alone differ in that step as they do: what one rank computes otherwise may reach all of them in the same step. None if a rank has a log in one run alone."""
     one, other = flights
+    if one.keys() != other.keys():
+        return None
     found = (step_difference(one[each], other[each], first.step) for each in one.keys() & other.keys())
     alike = [each for each in found if each is not None and each.is_of_one_rank == first.is_of_one_rank]
     return rank if len(alike) == 1 else None

@@ -16,14 +16,14 @@ _WORDS: Final[dict[Cause, str]] = {
     "batch": "they read other data at the same position",
     "component": "one of them has a component that the other has not",
     "setting": "they have other settings",
-    "streams": "they drew other random numbers, from the same batch on: dropout or noise in one of them alone, or in another order",
+    "streams": "they drew other random numbers, from the same batch on: dropout or noise in one of them alone, in another order, or as many as results ask for",
     "buffer": "only buffers of modules differ: they were updated or restored otherwise, and no loss has shown it yet",
     "bit": "one element of one tensor differs: it was changed from outside, as by a fault of the memory, or by a write beside the steps",
     "state": "their states differ, and nothing else that a step shows: something beside the steps wrote to it, or the update alone has other arithmetic",
     "fault": "the program does again what one of them did, and not what the other did: a fault, or something outside the program",
     "chance": "a program does not do again what it did: its results do not repeat",
     "unrecorded": "they came apart where a log has no record, so that the cause is not known",
-    "environment": "only results differ, and so does the numerical environment",
+    "environment": "only results differ, and so does the numerical environment, or the version of a library",
     "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, such as other values at the start or a generator that is not attached, or results that do not repeat",
 }
 
