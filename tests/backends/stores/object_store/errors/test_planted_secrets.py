@@ -29,6 +29,7 @@ STORES = {
     "az, through a server of tokens": lambda port: AzureStore("bucket", prefix="run", endpoint=f"http://127.0.0.1:{port}", authority_host=f"http://127.0.0.1:{port}", account_name="a", client_id="i", client_secret="s", tenant_id="t", **ONCE),
     "gs": lambda port: GCSStore("bucket", prefix="run", config={"base_url": f"http://127.0.0.1:{port}"}, credential_provider=lambda: {"token": "t", "expires_at": datetime.now(UTC) + timedelta(hours=1)}, **ONCE),
 }  # fmt: skip
+USUAL = ("xml", "json", "json of a text", "html", "words of a client")
 READS = {
     "get": lambda store: obstore.get(store, "k").bytes(),
     "range": lambda store: obstore.get(store, "k", options={"range": (0, 3)}).bytes(),
@@ -45,8 +46,14 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("scheme", STORES)
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    ("scheme", "body"),
+    [
+        pytest.param(scheme, body, marks=[] if scheme == "s3" or body in USUAL else [pytest.mark.long])
+        for scheme in STORES
+        for body in BODIES
+    ],
+)
 def test_no_error_shows_what_an_answer_repeats(proxy, scheme, body):
     """C03, U05: a message had the words of a provider, and they may be a token."""
     store, errors = STORES[scheme](proxy.port), BucketErrors(obstore.exceptions, "s3://bucket/run")
