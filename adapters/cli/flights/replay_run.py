@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainfold.adapters.cli.diff import diff_checkpoints
+from trainfold.adapters.cli.flights.log_checks import replayed_otherwise
 from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, read_run
 from trainfold.adapters.cli.flights.replayed_steps import replayed_steps
 from trainfold.adapters.cli.flights.scratch_run import (
@@ -200,8 +201,11 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
     if states is None:
         state = f"not compared: the {'replay' if end in run.saved else 'run'} has no checkpoint there"
     warnings = log_warnings((run, made.run), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
+    is_same = found is None and not is_short and (states is None or states.error is None)
     if end > last:
         warnings.append(f"--to is step {end}, and the run ends at step {last}: nothing after that is compared")
+    if not is_same and (elsewhere := replayed_otherwise(run, made.run, "the run", begin, end)):
+        warnings.append(elsewhere)
     rank, difference = (None, None) if found is None else found
     shown = "none" if difference is None else f"{difference}{f' (rank {rank})' if rank else ''}"
     rows = [
@@ -213,7 +217,6 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
         ("what it said", str(made.output)),
         *(("warning", text) for text in warnings),
     ]
-    is_same = difference is None and not is_short and (states is None or states.error is None)
     tables = [Table(f"{run.where}, and its replay", ("", ""), tuple(rows))]
     tables += [] if states is None or states.error is None else states.tables
     error = None
