@@ -19,7 +19,7 @@ from trainfold.core.state.state import TrainState
 @final
 @attrs.frozen
 class HeldRun:
-    """What a run contains: its id, and the checkpoints with a manifest, complete or not."""
+    """What a run contains: its id, and the checkpoints with a manifest, complete or not; those that cannot be read now only where there is no other."""
 
     run_id: str
     checkpoints: tuple[str, ...]
@@ -34,7 +34,8 @@ def look(store: Store) -> HeldRun:
         HeldRun(run_id='', checkpoints=())
     """
     inventory = read_inventory(glimpse(store))
-    return HeldRun(inventory.run_id or "", tuple(entry.name for entry in inventory.entries if entry.head is not None))
+    known = tuple(entry.name for entry in inventory.entries if entry.head is not None)
+    return HeldRun(inventory.run_id or "", known or tuple(entry.name for entry in inventory.maybe_newer(None)))
 
 
 @final

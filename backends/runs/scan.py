@@ -30,7 +30,7 @@ from trainfold.core.format.manifest import (
 )
 from trainfold.core.format.manifest_reader import check_structures, decode_first_line, decode_manifest
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
-from trainfold.core.history.inventory import OLDER, Entry, Inventory, head_order, heads_of, with_older_known
+from trainfold.core.history.inventory import OLDER, Entry, Inventory, head_order, heads_of, with_order_known
 from trainfold.core.history.recognise import (
     HEADER_LENGTH_BYTES,
     FileCheck,
@@ -78,11 +78,11 @@ def read_inventory(run: Run) -> Inventory:
     problem = _run_problem(store, run_id, names, entries)
     has_none = run_id is not None and not any(entry.head is not None for entry in entries)
     lost = lost_checkpoint(names, store.pointers(), best_file=BEST_FILE) if has_none else None
-    return _with_older_known(store, Inventory(store.url, run_id, entries, problem, lost))
+    return _with_order_known(store, Inventory(store.url, run_id, entries, problem, lost))
 
 
-def _with_older_known(store: Store, inventory: Inventory) -> Inventory:
-    """`with_older_known`, by what the store says; it is asked only where a manifest cannot be read, and of the newest ones that can."""
+def _with_order_known(store: Store, inventory: Inventory) -> Inventory:
+    """`with_order_known`, by what the store says; it is asked only where a manifest cannot be read, and of the newest ones that can."""
     unread = [entry.name for entry in inventory.maybe_newer(None)]
     if not unread:
         return inventory
@@ -95,7 +95,7 @@ def _with_older_known(store: Store, inventory: Inventory) -> Inventory:
         latest = store.pointers().get("latest")
     except (TrainfoldError, OSError):  # then nothing is known of them
         return inventory
-    return with_older_known(inventory, times, latest)
+    return with_order_known(inventory, times, latest)
 
 
 def read_run_id(store: Store) -> str | None:

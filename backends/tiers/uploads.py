@@ -189,7 +189,7 @@ class Uploads:
             entry = examine(self._near, read_inventory(self._near), name).entry(name)
         except TrainfoldError:
             return False  # such as a disk that cannot be read now
-        return entry is None or entry.problem is not None
+        return entry is None or (entry.problem is not None and not entry.is_unreadable)
 
     def _send(self, name: str, waiting: _Waiting) -> None:
         began = time.monotonic()

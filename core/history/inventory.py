@@ -26,7 +26,7 @@ class Entry:
         manifest: the manifest, once it was read whole and proved; None before that.
         problem: why the checkpoint cannot be used; None if nothing is known against it.
         summary: what the first line of the manifest claims about the rest; None before version 3.
-        older_than: the checkpoints than which it is older, as far as `with_older_known` can say without its manifest.
+        before: the checkpoints that were committed after it, as far as `with_order_known` can say without its manifest.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Entry:
     manifest: Manifest | None = None
     problem: Problem | None = None
     summary: Summary | None = None
-    older_than: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
     @property
     def is_candidate(self) -> bool:
@@ -50,6 +50,11 @@ class Entry:
     def is_unreadable(self) -> bool:
         """Whether the store did not give it now, which proves nothing against it."""
         return self.problem is not None and self.problem.is_unreadable
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the store did not even give the first line of its manifest, which says where it belongs."""
+        return self.is_unreadable and self.head is None
 
     @property
     def refers(self) -> tuple[str, ...]:
@@ -150,16 +155,13 @@ class Inventory:
         Args:
             head: of the other one; None to find all that cannot be read now.
         """
-        name = None if head is None else directory_of(head.step)
-        return tuple(
-            entry
-            for entry in self.entries
-            if entry.is_unreadable
-            and (
-                head is None
-                or (name not in entry.older_than if entry.head is None else head_order(entry.head) > head_order(head))
-            )
-        )
+
+        def may_be(entry: Entry, head: Head) -> bool:
+            if entry.head is not None:
+                return head_order(entry.head) > head_order(head)
+            return (step_of(entry.name) or 0) >= head.step or directory_of(head.step) not in entry.before
+
+        return tuple(entry for entry in self.entries if entry.is_unreadable and (head is None or may_be(entry, head)))
 
     def with_entry(self, entry: Entry) -> "Inventory":
         """The inventory with one entry replaced."""
@@ -204,13 +206,13 @@ def current_head(inventory: Inventory) -> Head | None:
     return max(heads_of(inventory), key=head_order, default=None)
 
 
-def with_older_known(inventory: Inventory, committed_at: Mapping[str, float | None], latest: str | None) -> Inventory:
-    """Mark of the checkpoints whose manifests cannot be read now than which others they are older.
+def with_order_known(inventory: Inventory, committed_at: Mapping[str, float | None], latest: str | None) -> Inventory:
+    """Mark of the checkpoints whose manifests cannot be read now before which others they were committed.
 
     Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. One is older than another if its step is lower,
     if it was committed before, and if the hint does not name it. Each of these alone can deceive: a lower step is newer after a rewind, and then it was
     committed later and named by the hint; the times of a copy are those of the copying, which says nothing of their order, and its hint is that of the run.
-    What is not marked stops a resume, so a wrong mark needs all three; where a time or the hint is not known, nothing is marked. A step that was saved again has
+    What is not marked stops a resume; where a time or the hint is not known, or the hint names it, nothing is marked. A step that was saved again has
     the time of its last commit. That one is older than the newest says nothing of others: if that proves damaged, it may be the newest.
 
     Args:
@@ -222,24 +224,18 @@ def with_older_known(inventory: Inventory, committed_at: Mapping[str, float | No
         >>> denied = Problem("CheckpointUnreadable", "runs/a", "bytes", "403", "wait")
         >>> found = Inventory("runs/a", "run", (Entry("step-00000002", None, problem=denied), Entry("step-00000007", Head("run", 7))))
         >>> times = {"step-00000002": 50.0, "step-00000007": 90.0}
-        >>> with_older_known(found, times, "step-00000007").entries[0].older_than
+        >>> with_order_known(found, times, "step-00000007").entries[0].before
         ('step-00000007',)
     """
 
     def others(entry: Entry) -> tuple[str, ...]:
-        at, step = committed_at.get(entry.name), step_of(entry.name)
-        if at is None or step is None or latest is None or entry.name == latest:
+        at = committed_at.get(entry.name)
+        if at is None or latest is None or entry.name == latest:
             return ()
-        return tuple(
-            each.name
-            for each in inventory.entries
-            if each.head is not None and step < each.head.step and at < (committed_at.get(each.name) or at)
-        )
+        heads = [each.name for each in inventory.entries if each.head is not None]
+        return tuple(name for name in heads if at < (committed_at.get(name) or at))
 
-    marked = (
-        attrs.evolve(each, older_than=others(each)) if each.is_unreadable and each.head is None else each
-        for each in inventory.entries
-    )
+    marked = (attrs.evolve(each, before=others(each)) if each.is_hidden else each for each in inventory.entries)
     return attrs.evolve(inventory, entries=tuple(marked))
 
 

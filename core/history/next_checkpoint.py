@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import attrs
 
-from trainfold.core.format.file_names import MANIFEST, directory_of
+from trainfold.core.format.file_names import MANIFEST, directory_of, step_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Inventory, current_head, head_order, heads_of, is_within, lineage
 from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
@@ -67,7 +67,8 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
 
     A deleted ancestor still says where its timeline was left, and the nearest ancestor that exists becomes the parent. If the descent
     is unknown, the steps decide: a step above the newest checkpoint continues it, and a lower step descends from the newest usable
-    checkpoint below it.
+    checkpoint below it. A checkpoint whose manifest cannot be read now, and from which the state does not come, is left behind too, as
+    when an older one was named: the new one is in a timeline that is later than any which that may be in.
 
     Args:
         inventory: the run.
@@ -85,23 +86,34 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
         (1, ((0, 100),), 'step-00000100')
     """
     newest, heads = current_head(inventory), heads_of(inventory)
+    unread = len([each for each in inventory.entries if each.is_hidden])  # each may be in a timeline of its own
     if descends_from == BEGINNING:
         taken = {of for head in heads for of in (head.timeline, *dict(head.forks))}
-        return Head(run_id, step, max(taken, default=-1) + 1)
+        return Head(run_id, step, max(taken, default=-1) + 1 + unread)
     origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
     if origin is None:
-        return Head(run_id, step, 0 if newest is None else newest.timeline + 1)
+        return Head(run_id, step, unread + (0 if newest is None else newest.timeline + 1))
     earlier = origin.forks or next((head.forks for head in heads if head.timeline == origin.timeline), ())
     last = min(origin.step, step - 1)  # the step's own directory is about to hold something else
     left = tuple((of, min(at, last)) for of, at in (*earlier, (origin.timeline, origin.step)) if last >= 0)
     before = [head for head in heads if is_within(head, dict(left))]
     nearest = max(before, key=head_order, default=None)
     parent = None if nearest is None else f"step-{nearest.step:08d}"
-    is_newest = newest is None or head_order(newest) <= (origin.timeline, origin.step)
+    hides = _hides(inventory, origin.step, step if descends_from is None else origin.step)
+    is_newest = not hides and (newest is None or head_order(newest) <= (origin.timeline, origin.step))
     if is_newest and origin.step <= step and left[:-1] == earlier:
         return Head(run_id, step, origin.timeline, earlier, parent)
     taken = {origin.timeline, *dict(earlier), *(of for head in heads for of in (head.timeline, *dict(head.forks)))}
-    return Head(run_id, step, max(taken) + 1, left, parent)
+    return Head(run_id, step, max(taken) + 1 + (unread if hides else 0), left, parent)
+
+
+def _hides(inventory: Inventory, origin: int, step: int) -> bool:
+    """Whether a checkpoint of a higher step cannot be read now that may be in the timeline in which a state goes on: it would be taken for what came of it.
+
+    One that was committed before the checkpoint from which the state comes is in an earlier timeline, for in one timeline steps rise with time.
+    """
+    found = [entry for entry in inventory.entries if entry.is_hidden]
+    return any((step_of(each.name) or 0) > step and directory_of(origin) not in each.before for each in found)
 
 
 def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> ParentCheckpoint | None:

@@ -66,11 +66,9 @@ class HeaderCheck:
         length = int.from_bytes(found[:_LENGTH_BYTES], "little")
         if length + _LENGTH_BYTES != stop or length > _LIMIT_BYTES:
             return False
+        header = self._store.read(name, start=_LENGTH_BYTES, stop=stop)  # that it cannot be read now proves nothing
         try:
-            theirs, mine = (
-                strict_json(data, "")
-                for data in (self._store.read(name, start=_LENGTH_BYTES, stop=stop), wanted[_LENGTH_BYTES:])
-            )
+            theirs, mine = (strict_json(data, "") for data in (header, wanted[_LENGTH_BYTES:]))
         except TrainfoldError:
             return False
         theirs.pop(_METADATA, None)

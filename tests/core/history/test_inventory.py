@@ -8,7 +8,7 @@ from kit.depth import IS_DEEP
 
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.history.inventory import Entry, Inventory, current_head, lineage, with_older_known
+from trainfold.core.history.inventory import Entry, Inventory, current_head, lineage, with_order_known
 from trainfold.core.history.next_checkpoint import next_head
 from trainfold.core.problem import Problem
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
@@ -272,9 +272,9 @@ def test_what_was_committed_last_is_never_taken_for_an_older_one(steps, unread, 
     )
     known = {name: None if name in {directory_of(step) for step in timeless} else at for name, at in times.items()}
     last = directory_of(steps[-1])
-    marked = with_older_known(found, known, last if has_hint else None)
+    marked = with_order_known(found, known, last if has_hint else None)
     for entry in marked.entries:
-        assert not entry.older_than or (entry.head is None and known[entry.name] is not None and has_hint)
+        assert not entry.before or (entry.head is None and known[entry.name] is not None and has_hint)
         later = {directory_of(step) for step in unread if times.get(directory_of(step), -1.0) > times[entry.name]}
         if entry.head is not None:
             assert later <= {each.name for each in marked.maybe_newer(entry.head)}
@@ -287,7 +287,7 @@ def test_an_old_manifest_that_cannot_be_read_is_older_by_step_time_and_hint():
     old, new = directory_of(2), directory_of(7)
 
     def may_be_newest(run, times, latest, name=old):
-        marked = with_older_known(run, times, latest)
+        marked = with_order_known(run, times, latest)
         return marked.entry(name) in marked.maybe_newer(current_head(marked))
 
     assert not may_be_newest(found, {old: 1.0, new: 2.0}, new)
@@ -307,6 +307,6 @@ def test_what_is_older_than_the_newest_may_be_newer_than_the_one_before_that():
     found = run_of(
         [Entry(names[0], Head("r", 2)), Entry(names[1], None, problem=DENIED), Entry(names[2], Head("r", 7))]
     )
-    marked = with_older_known(found, dict(zip(names, (1.0, 2.0, 3.0), strict=True)), names[2])
+    marked = with_order_known(found, dict(zip(names, (1.0, 2.0, 3.0), strict=True)), names[2])
     assert marked.maybe_newer(Head("r", 7)) == ()
     assert [entry.name for entry in marked.maybe_newer(Head("r", 2))] == [names[1]]

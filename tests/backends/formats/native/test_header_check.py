@@ -14,7 +14,7 @@ from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointDamaged
+from trainfold.core.errors import CheckpointDamaged, CheckpointUnreadable
 from trainfold.core.format.manifest import encode_manifest
 from trainfold.core.format.structure.describe import describe
 from trainfold.core.save.file_layout import header_of
@@ -77,6 +77,24 @@ def test_a_header_of_other_bytes_that_says_the_same_is_damage_where_the_files_di
     data[8 + int.from_bytes(data[:8], "little") - 1] = ord("\t")
     file.write_bytes(data)
     with pytest.raises(CheckpointDamaged, match=r"w-00000.*its header.*xxh3"):
+        load(tmp_path, like=state, step=1)
+
+
+def test_a_header_of_other_bytes_that_cannot_be_read_to_its_end_now_is_no_damage(tmp_path, monkeypatch):
+    """P07: the second read of it failed, and the checkpoint was said to have another header, which put it into quarantine."""
+    state, file = saved(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little") - 1] = ord("\t")
+    file.write_bytes(data)
+    read = LocalStore.read
+
+    def reads(store, name, *, start=0, stop=None):
+        if start == 8:
+            raise CheckpointUnreadable(name, expected="bytes", found="503", fix="try again")
+        return read(store, name, start=start, stop=stop)
+
+    monkeypatch.setattr(LocalStore, "read", reads)
+    with pytest.raises(CheckpointUnreadable, match="503"):
         load(tmp_path, like=state, step=1)
 
 

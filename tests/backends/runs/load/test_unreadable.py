@@ -1,6 +1,7 @@
 """Which checkpoint is resumed if some are damaged, and others cannot be read now: the newest that can be had, or none."""
 
 import errno
+import itertools
 import os
 import warnings
 from collections import Counter
@@ -17,11 +18,14 @@ import trainfold
 from trainfold import CheckpointManager, Progress
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores import local, os_errors
 from trainfold.backends.stores.local import LocalStore
-from trainfold.core.errors import CheckpointUnreadable, HalfRestored, ResumeRefused, TrainfoldError
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.core.errors import CheckpointUnreadable, HalfRestored, ResumeRefused, RunNotRestored, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import HEAD_BYTES
+from trainfold.core.history.inventory import lineage
 from trainfold.core.history.quarantine_json import QUARANTINE_FILE
 
 STEPS = (2, 4, 6)
@@ -296,3 +300,60 @@ def test_live_objects_that_are_read_in_place_count_no_attempt(tmp_path, monkeypa
             with pytest.raises((HalfRestored, ResumeRefused), match="Permission denied"):
                 restored()
     assert restored() == 2
+
+
+# --- what a run goes on with -----------------------------------------------------------------------------------------
+
+
+class Timed(MemoryStore):
+    """A store that knows when something was committed, and that does not give one manifest for a while."""
+
+    def __init__(self):
+        ticks = itertools.count(1000)
+        super().__init__(clock=lambda: float(next(ticks)))
+        self.part = ""
+
+    def read(self, name, *, start=0, stop=None):
+        if self.part and self.part in name:
+            raise CheckpointUnreadable(
+                f"{self.url}/{name}", expected="bytes from the store", found="503", fix="try again"
+            )
+        return super().read(name, start=start, stop=stop)
+
+
+@pytest.mark.parametrize("steps", [(5,), (5, 6, 7), (8,), (5, 7, 20)])
+@pytest.mark.parametrize("unread", [6, 9])
+def test_a_run_that_went_on_from_an_older_one_on_purpose_does_not_come_back_to_what_could_not_be_read(steps, unread):
+    """E01, A14: the other branch was taken at the next start, and what was saved since was left behind in silence."""
+    store = Timed()
+    with CheckpointManager(store) as manager:
+        for step in (2, 4, unread):
+            manager.save(state_at(step))
+    store.part = f"step-0000000{unread}/"
+    with CheckpointManager(store) as manager:
+        state = manager.load(like := state_at(0), manager.should_load(like, step=4))
+        saved = [step for step in steps if step != unread]
+        for step in saved:
+            manager.save(state.evolve(trainer=Progress(step=step)))
+    store.part = ""
+    assert opened(store) == saved[-1]
+    found = read_inventory(store)
+    assert [entry.head.step for entry in lineage(found)] == [*reversed(saved), 4, 2]
+    assert len({entry.head.timeline for entry in found.entries}) == 2, "one new timeline, and not one for each save"
+
+
+@pytest.mark.parametrize("start_over", [False, True])
+def test_a_run_of_which_nothing_can_be_read_now_is_not_taken_for_a_new_one(start_over):
+    """A14: a program that does not restore began from scratch beside it, and the next start took the old one."""
+    store = Timed()
+    with CheckpointManager(store) as manager:
+        manager.save(state_at(100))
+    store.part = "step-00000100/"
+    with CheckpointManager(store, start_over=start_over) as manager:
+        if not start_over:
+            with pytest.raises(RunNotRestored):
+                manager.save(state_at(1))
+            return
+        manager.save(state_at(1))
+    store.part = ""
+    assert opened(store) == 1
