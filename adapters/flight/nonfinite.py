@@ -26,7 +26,7 @@ class NonFiniteOutput:
 
     Attributes:
         module: its name in what is attached, without wrappers, after its component if that is not the model; else below the outermost module that was
-            called. Empty for the whole model.
+            called. Empty for the whole model, and for one that is called by itself, such as a loss.
         kind: its class.
         outputs: the tensors of its output that are not finite.
         inputs: the tensors that it got.
@@ -47,7 +47,7 @@ class NonFiniteOutput:
     tensors: tuple[LeafText, ...]
 
     def __str__(self) -> str:
-        name = f"{self.module} ({self.kind})" if self.module else f"the whole model ({self.kind})"
+        name = f"{self.module} ({self.kind})" if self.module else f"{self.kind}, which the program itself calls"
         leaves = [*self.outputs, *self.inputs, *self.tensors]
         return "\n".join([f"the first output that is not finite is that of {name}", *(f"  {leaf}" for leaf in leaves)])
 
@@ -133,8 +133,13 @@ class NonFiniteWatch:
         self._known.clear()
 
     def broken(self) -> list[LeafText]:
-        """The trainable parameters that are not finite, of modules that were called. One with infinities alone, which it had when it was first seen, is so by design."""
-        return [leaf for module in self._modules() for leaf in self._broken(module)]
+        """The trainable parameters that are not finite, of modules that were called. One with infinities alone, which it had when it was first seen, is so by design.
+
+        Where something is attached, all that is trained is.
+        """
+        roots = [each for each in self.attached.values() if isinstance(each, torch.nn.Module)]
+        own = {module for root in roots for module in root.modules()}
+        return [leaf for module in self._modules() if module in own or not roots for leaf in self._broken(module)]
 
     def _broken(self, module: torch.nn.Module) -> list[LeafText]:
         by_design = self._infinite.get(module, {})

@@ -34,7 +34,8 @@ def test_keyword_inputs_and_outputs_in_containers_are_named():
     with watch_nonfinite() as watch:
         model(torch.ones(1, 2), scale=torch.tensor(float("inf")))
     assert (
-        str(watch.found).splitlines()[0] == "the first output that is not finite is that of the whole model (Residual)"
+        str(watch.found).splitlines()[0]
+        == "the first output that is not finite is that of Residual, which the program itself calls"
     )
     assert {leaf.path: leaf.bad for leaf in (*watch.found.outputs, *watch.found.inputs)} == {
         "output['y']": 2,

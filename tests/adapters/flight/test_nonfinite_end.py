@@ -317,6 +317,25 @@ def test_a_program_that_ends_itself_in_the_step_is_judged_there(begun, monkeypat
     assert "the program ended in this step with FloatingPointError: planted" in found()["text"]
 
 
+def test_what_is_not_attached_is_not_trained(begun, tmp_path):
+    """A module of which nothing is used ended a healthy replay, as its parameters were not finite; the loss is finite."""
+    watch, found = begun
+    recorder = FlightRecorder(FlightFile(tmp_path / "flight-00000.log"), 0, orders=watch._orders)
+    layer, beside = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(beside.weight, torch.nan)
+    recorder.watch(attach(layer))
+    for step in (1, 2):
+        loss = layer(torch.ones(1, 1))
+        beside(torch.ones(1, 1))
+        recorder.record(step, {"loss": loss.detach()})
+        recorder.advanced(Progress(step))
+    torch.nn.MSELoss()(layer(torch.ones(1, 1)), torch.full((1, 1), torch.nan))
+    recorder.record(3, {"loss": torch.nan})
+    with pytest.raises(Ended):
+        recorder.advanced(Progress(3))
+    assert found()["text"].splitlines()[0] == "the first output that is not finite is that of MSELoss, which the program itself calls"  # fmt: skip
+
+
 @pytest.mark.parametrize("gives_up", [True, False])
 def test_what_a_program_does_after_its_manager_is_of_no_step(begun, tmp_path, gives_up):
     """An evaluation with gradients there was the step after the last one; a loop that breaks at its first loss that is not finite has its module named."""
