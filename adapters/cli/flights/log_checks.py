@@ -58,10 +58,19 @@ def uncompared(runs: tuple[ReadRun, ReadRun]) -> list[str]:
     ranks, saved = one.keys() & other.keys(), runs[0].saved.keys() & runs[1].saved.keys()
     known = max([*saved, *(last_result(one[rank], other[rank]) for rank in ranks)], default=0)
     end = min(run.last for run in runs)
-    found = [] if known >= end else [f"no loss, norm or state {f'after step {known} ' if known else ''}is known of both: the results of {steps_text(known + 1, end)} were not compared"]  # fmt: skip
+    held = [_components(run) for run in runs]
+    apart = sorted(held[0] ^ held[1]) if all(held) else []
+    found = [f"the log of one of them alone has states of {', '.join(apart)}, which were not compared"] if apart else []
+    found += [] if known >= end else [f"no loss, norm or state {f'after step {known} ' if known else ''}is known of both: the results of {steps_text(known + 1, end)} were not compared"]  # fmt: skip
     if saved or any(one[rank].states.keys() & other[rank].states.keys() for rank in ranks):
         return found
     return [*found, "there is no step of which both have a checkpoint: their states were not compared"]
+
+
+def _components(run: ReadRun) -> set[str]:
+    """Those of whose states the logs of a run have digests, in the last step that has any."""
+    states = (flight.states[max(flight.states)] for flight in run.flights.values() if flight.states)
+    return {name for each in states for name in each}
 
 
 def ended_apart(runs: tuple[ReadRun, ReadRun]) -> list[str]:

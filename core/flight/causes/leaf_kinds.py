@@ -14,7 +14,7 @@ _ORDER: Final = re.compile(rf"dataset{_RANK}\.value\['order'\]")
 _POSITION: Final = re.compile(rf"trainer\.(epoch|samples)|dataset{_RANK}\.value\['(epoch|samples|batches)'\]")
 _GENERATOR: Final = re.compile(r"(.*)\.value\['(kind|state)'\]")
 _COUNTS: Final = re.compile(r".*\['(last_epoch|_step_count)'\]")
-_SCHEDULED: Final = re.compile(r".*\.groups\[\d+\]\.hyper\['(lr|initial_lr|momentum|betas|weight_decay)'\]|scheduler.*\['_last_lr'\]")  # fmt: skip
+_SCHEDULED: Final = re.compile(r".*\.groups\[\d+\]\.hyper\['(lr|initial_lr|momentum|betas|weight_decay|eps|alpha|rho|lambd|dampening|nesterov|amsgrad)'\]|scheduler.*\['_last_lr'\]")  # fmt: skip
 _MEASURED: Final = re.compile(r"scheduler.*\['(best|num_bad_epochs|cooldown_counter)'\]")
 
 

@@ -8,7 +8,7 @@ from trainfold import CheckpointManager, attach
 from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
 
 
-def train(run, *, records_loss=True, record=2, every=2, rate_changes_in=None, other_batch_in=None):
+def train(run, *, records_loss=True, record=2, every=2, rate_changes_in=None, other_batch_in=None, extra=None):
     """Five steps of a loop that may change its rate, and may swap a batch; it is killed after them."""
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
@@ -16,7 +16,7 @@ def train(run, *, records_loss=True, record=2, every=2, rate_changes_in=None, ot
     batches = [torch.full((1, 2), float(at)) for at in range(1, 7)]
     if other_batch_in is not None:
         batches[other_batch_in - 1] += 1.0
-    live = attach(model, sgd, loader=torch.utils.data.DataLoader(torch.cat(batches), batch_size=1))
+    live = attach(model, sgd, loader=torch.utils.data.DataLoader(torch.cat(batches), batch_size=1), extra=extra)
     with CheckpointManager(run, every=every, record=record) as manager:
         manager.restore(live)
         for x in live.batches(epochs=1):
@@ -66,3 +66,12 @@ def test_a_batch_does_not_say_that_nothing_differed_before_where_no_result_is_kn
         if records_loss
         else "part in step 5 at the latest: they read other data"
     )
+
+
+def test_a_component_of_one_log_alone_is_said_not_to_be_compared(tmp_path):
+    """As a scaler that only one of the programs attaches: their checkpoints would show it, and they have none in common."""
+    train(tmp_path / "a", every=100)
+    train(tmp_path / "b", every=100, extra={"beside": torch.nn.Linear(1, 1)})
+    data = found(tmp_path)
+    assert data["step"] is None
+    assert data["warnings"] == ["the log of one of them alone has states of beside, which were not compared"]

@@ -70,6 +70,11 @@ CASES = [
     (Evidence(difference=logs("loss"), apart_at=8, leaves=(WEIGHT, BEST, LEARNS)), 5, "arithmetic"),
     (Evidence(difference=logs("loss"), apart_at=8, leaves=(WEIGHT, BEST, COUNT)), 5, "setting"),
     (Evidence(difference=logs("batch"), apart_at=8, leaves=(WEIGHT, LEARNS)), 5, "batch"),
+    (
+        Evidence(difference=logs("loss"), apart_at=8, leaves=(WEIGHT, LeafApart("optimizer.groups[0].hyper['eps']"))),
+        5,
+        "setting",
+    ),
     (Evidence(difference=attrs.evolve(logs("state"), components=("scheduler",))), 5, "setting"),
     (Evidence(difference=logs("loss"), draws="both"), 5, "seed"),
     (Evidence(difference=logs("loss"), draws="one"), 5, "streams"),
