@@ -1,7 +1,8 @@
 """`Fetches`: brings into the near tier what the far one alone has."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, final
 
 import attrs
@@ -58,7 +59,9 @@ class Fetches:
         problem = read_inventory(self._near).problem
         if problem is not None and problem.error != CheckpointMissing.__name__:
             return []  # a manager, a save and a load raise it
-        there, here = inventory_in(far, may_be_new=True), inventory_in(self._near, may_be_new=True)
+        with self._reading():
+            there = inventory_in(far, may_be_new=True)
+        here = inventory_in(self._near, may_be_new=True)
         if there.run_id is not None:
             if here.run_id not in {None, there.run_id}:
                 raise CheckpointForeign(self._far.url, expected=f"run {here.run_id}, as in {self._near.url}", found=f"run {there.run_id}",
@@ -109,12 +112,21 @@ class Fetches:
                 return None
             if before is not None and _age(entry.head) >= before:
                 continue
-            best = None if has_best else read_best(far)
+            with self._reading():
+                best = None if has_best else read_best(far)
             kept = [step_of(name) for name in (() if best is None else best.names) if there.entry(name) is not None]
             if self._has_fetched(entry.name, *(step for step in kept if step is not None)):
                 return entry.name
         self._check_read([entry for entry in there.maybe_newer(None) if (step_of(entry.name) or 0) > mine[1]])
         return None
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name what a read of the far tier raises that does not answer."""
+        try:
+            yield
+        except CheckpointUnreadable as error:
+            raise self._unread(error) from error
 
     def _check_read(self, unread: Sequence[Entry]) -> None:
         for entry in reversed(unread):
@@ -124,10 +136,8 @@ class Fetches:
     def fetched_again(self, name: str, *, or_older: bool) -> str | None:
         """See `HasFarTier.refetch`."""
         far = glimpse(self._far)
-        try:
+        with self._reading():
             there = inventory_in(far, may_be_new=True)
-        except CheckpointUnreadable as error:
-            raise self._unread(error) from error
         if there.entry(name) is None:
             self._report_lost(name, "the far tier does not have it either")
         elif self._has_fetched(name, lost=[name]):

@@ -218,13 +218,17 @@ class Unread(MemoryStore):
 
 
 @pytest.mark.parametrize("has_older", [False, True])
-@pytest.mark.parametrize("part", ["model-", "step-00000004/manifest", "manifest.json"])
+@pytest.mark.parametrize("part", ["model-", "step-00000004/manifest", "manifest.json", "run.json", "best.json"])
 def test_a_far_tier_that_answers_and_cannot_be_read_is_not_taken_for_an_older_one(near, part, has_older):
     """E01: the run started from scratch on a disk that was lost, and parted in two on one that was behind."""
     far = Unread()
     with CheckpointManager(TwoTiers(near, far)) as manager:
         for step in (2, 4):
             manager.save(at(step))
+        if part == "best.json":
+            save_best(
+                manager._saves._store, updated(make_best_record(metric="loss", direction="min"), {"loss": 0.1}, step=4)
+            )
     shutil.rmtree(near.url)
     if has_older:
         carry_out(planned_copy(far, near, steps=[2]), far, near)
