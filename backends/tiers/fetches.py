@@ -28,7 +28,7 @@ from trainfold.core.errors import (
     TrainfoldError,
     error_text,
 )
-from trainfold.core.format.file_names import step_of
+from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Entry, Inventory, current_head, head_order, lineage
 from trainfold.core.history.quarantine import outcome_of
@@ -158,6 +158,7 @@ class Fetches:
         """
         began, step = time.monotonic(), step_of(name)
         assert step is not None  # of an entry
+        self._check_near(name)
         try:
             plan = planned_copy(self._far, self._near, steps=sorted({step, *best}), replaces=True, lost=lost)
             check_copy(plan)
@@ -179,6 +180,19 @@ class Fetches:
         secs = time.monotonic() - began
         self._report(Event("fetched", self._far.url, step=step, checkpoint=name, detail=detail, secs=secs))
         return True
+
+    def _check_near(self, name: str) -> None:
+        """Check that the near tier gives what it has of a manifest that is to be replaced.
+
+        Raises:
+            SaveFailed: if it does not: it would be taken for damage of the far tier.
+        """
+        try:
+            if self._near.size(f"{name}/{MANIFEST}") is not None:
+                read_root(self._near, name)
+        except CheckpointDamaged as error:
+            raise SaveFailed(error.where, expected="a manifest that the disk gives, or none: the far tier has this checkpoint", found=error.found,
+                             fix="look at the device and its log; or delete that directory, and start again: it is fetched") from error  # fmt: skip
 
     def _look_at(self, wrong: dict[str, TrainfoldError], name: str) -> None:
         """Mark what is damaged in the far tier, so that an upload of the same step sends it again.
