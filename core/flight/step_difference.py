@@ -83,14 +83,9 @@ def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int |
         after: look at later steps than this one.
         until: and at none after this one; None for all.
     """
-    if not one.steps or not other.steps:
-        return None
-    first = max(min(one.steps), min(other.steps), after + 1)
-    last = min(max(one.steps), max(other.steps))
-    last = last if until is None else min(last, until)
     stray: StepDifference | None = None
     for step in sorted((one.steps.keys() & other.steps.keys()) | (one.states.keys() & other.states.keys())):
-        if first <= step <= last:
+        if after < step and (until is None or step <= until):
             found = step_difference(one, other, step)
             if found is not None and (found.parts != ("streams",) or _alike(one, other, step - 1, "streams")):
                 return found

@@ -56,15 +56,19 @@ def uncompared(runs: tuple[ReadRun, ReadRun]) -> list[str]:
     """What is to be said of two runs that are the same as far as they are known, and of which results are not known."""
     one, other = (run.flights for run in runs)
     ranks, saved = one.keys() & other.keys(), runs[0].saved.keys() & runs[1].saved.keys()
-    known = max([*saved, *(last_result(one[rank], other[rank]) for rank in ranks)], default=0)
+    states = max([*saved, *(step for rank in ranks for step in one[rank].states.keys() & other[rank].states.keys())], default=0)  # fmt: skip
+    known = max([states, *(last_result(one[rank], other[rank]) for rank in ranks)])
     end = min(run.last for run in runs)
     held = [_components(run) for run in runs]
     apart = sorted(held[0] ^ held[1]) if all(held) else []
     found = [f"the log of one of them alone has states of {', '.join(apart)}, which were not compared"] if apart else []
-    found += [] if known >= end else [f"no loss, norm or state {f'after step {known} ' if known else ''}is known of both: the results of {steps_text(known + 1, end)} were not compared"]  # fmt: skip
-    if saved or any(one[rank].states.keys() & other[rank].states.keys() for rank in ranks):
-        return found
-    return [*found, "there is no step of which both have a checkpoint: their states were not compared"]
+    if known < end:
+        found.append(f"no loss, norm or state {f'after step {known} ' if known else ''}is known of both: the results of {steps_text(known + 1, end)} were not compared")  # fmt: skip
+    if not states:
+        found.append("there is no step of which both have a checkpoint: their states were not compared")
+    elif states < known:
+        found.append(f"no state after step {states} is known of both: after it their losses and norms alone were compared")  # fmt: skip
+    return found
 
 
 def _components(run: ReadRun) -> set[str]:

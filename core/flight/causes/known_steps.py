@@ -47,7 +47,7 @@ def of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:
         for a, b in pairs
     ]
     is_whole = one.keys() == other.keys() and len(pairs) >= known.ranks and {len(each) for each in both} == {end - begin}  # fmt: skip
-    states = {step for a, b in pairs for step in a.states.keys() & b.states.keys() if a.states[step].keys() == b.states[step].keys()}  # fmt: skip
+    states = {step for a, b in pairs for step in a.states.keys() & b.states.keys() if a.states[step] == b.states[step]}
     before = {name for name in _RESULTS for steps in both for each in steps if each[0].step < end and each[0].shows(each[1], name)}  # fmt: skip
     before |= {"state"} if any(begin < step < end for step in states) else set()
     seen = {name: {_is_alike(steps, name) for steps in both} for name in _FIELDS}

@@ -105,6 +105,7 @@ def test_another_seed_on_which_nothing_depends_is_no_difference(tmp_path):
     found = named(tmp_path / "a", tmp_path / "b")
     assert (found["step"], found["cause"]) == (None, "nothing"), found["text"]
     assert found["warnings"] == [
+        "no state after step 4 is known of both: after it their losses and norms alone were compared",
         "B ends at step 5, and A at step 6: nothing after step 5 was compared",
         "they were seeded otherwise, and nothing that is known depends on it",
     ]

@@ -44,14 +44,15 @@ def found(tmp_path):
 @pytest.mark.parametrize(("options", "said"), [
     ({"records_loss": False}, ["no loss, norm or state after step 4 is known of both: the results of step 5 were not compared"]),
     ({"records_loss": False, "every": 100, "record": 0}, ["no loss, norm or state is known of both: the results of steps 1 to 5 were not compared", "there is no step of which both have a checkpoint: their states were not compared"]),
-    ({}, []),
+    ({}, ["no state after step 4 is known of both: after it their losses and norms alone were compared"]),
+    ({"record": 1}, None),
 ])  # fmt: skip
 def test_steps_whose_results_nothing_shows_are_said_not_to_be_compared(tmp_path, options, said):
     """The rates of the fifth step differ, and "nothing that is known differs" was all that was said."""
     train(tmp_path / "a", **options)
     train(tmp_path / "b", **options, rate_changes_in=5)
     data = found(tmp_path)
-    assert (data["step"], data["warnings"]) == (None, said)
+    assert (data["step"], data["warnings"]) == ((5, []) if said is None else (None, said))
 
 
 @pytest.mark.parametrize("records_loss", [True, False])
@@ -74,4 +75,4 @@ def test_a_component_of_one_log_alone_is_said_not_to_be_compared(tmp_path):
     train(tmp_path / "b", every=100, extra={"beside": torch.nn.Linear(1, 1)})
     data = found(tmp_path)
     assert data["step"] is None
-    assert data["warnings"] == ["the log of one of them alone has states of beside, which were not compared"]
+    assert data["warnings"][0] == "the log of one of them alone has states of beside, which were not compared"

@@ -1,9 +1,10 @@
 """What the logs of several ranks show of where two runs part."""
 
-from trainfold.core.flight.causes.known_steps import only_rank
+from trainfold.core.flight.causes.evidence import Evidence
+from trainfold.core.flight.causes.known_steps import of_steps, only_rank
 from trainfold.core.flight.flight import flight_of
-from trainfold.core.flight.step_difference import step_difference
-from trainfold.core.flight.step_record import StepRecord, float_bits_of
+from trainfold.core.flight.step_difference import first_step_apart, step_difference
+from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bits_of
 
 
 def log(loss):
@@ -16,3 +17,13 @@ def test_a_rank_is_named_only_if_the_logs_of_all_others_show_that_they_do_not_di
     first = step_difference(one[1], other[1], 1)
     assert only_rank((one, other), 1, first) == 1
     assert only_rank((one, {1: other[1]}), 1, first) is None
+
+
+def test_states_count_where_the_records_of_their_steps_are_lost():
+    """They part in step 2 at the latest, and "in step 3" was certain: both have the state before it, and it was taken for the same."""
+    one, other = (
+        flight_of([StateDigest(2, "model", bytes([at] * 16)), StepRecord(3, loss=float_bits_of(at))]) for at in (0, 1)
+    )
+    assert first_step_apart(one, other).step == 2
+    later = Evidence(difference=step_difference(one, other, 3))
+    assert not of_steps({0: one}, {0: other}, later).is_settled
