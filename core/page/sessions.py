@@ -106,29 +106,14 @@ def again_text(sessions: Sequence[Session]) -> str:
 def _session(
     own: Sequence[JournalLine], after: JournalLine | None, flight: FlightFacts | None, before: Session | None
 ) -> Session:
-    start, first = own[0], own[0].step or 0
+    start, first, closed = own[0], own[0].step or 0, _end_of(own)
     moments, again, back = _moments(own)
-    pid = start.data.get("pid")  # a process whose directory was replaced may end in the journal of the new run
-    ends = [line for line in own if line.kind in ("closed", "reopened") and line.data.get("pid", pid) == pid]
-    closed = ends[-1] if ends and ends[-1].kind == "closed" else None
-    reached, reached_at = _reached(after, flight, own[-1].at)
-    at_end = max(step for _, step in moments[back:])
-    if (
-        reached is not None and reached >= moments[back][1] and not _is_before(reached_at, start)
-    ):  # else the log of a process before
-        latest = next(
-            (line.at for line in (closed, after) if line is not None), reached_at
-        )  # a copy of a log may be younger than its run
-        if back and reached > at_end and reached_at < moments[back][0]:
-            moments.insert(back, (reached_at, reached))  # a log is cut by the first step after the loop went back
-        else:
-            moments.append((max(min(reached_at, latest), moments[-1][0]), reached))
-            at_end = max(at_end, reached)
+    latest = next((line.at for line in (closed, after) if line is not None), None)
+    at_end = _with_reached(moments, back, _reached(after, flight, own[-1].at), start, latest)
     ending: Ending = "killed" if after is not None else "open"
     if closed is not None:
         ending = "raised" if closed.detail else "closed"
     ends_at = own[-1].at if closed is None else closed.at
-    moments.sort(key=lambda each: each[0])
     if again and after is not None:  # the next one may go on from a later step than this one had come to again
         again = max(0, again - max(0, (after.step or 0) - at_end))
     missed = None if before is None else max(0, before.at_end - first)
@@ -144,6 +129,41 @@ def _session(
         tuple(moments),
         at_end=at_end,
     )
+
+
+def _end_of(own: Sequence[JournalLine]) -> JournalLine | None:
+    """The line with which a process ended; None if it has none, or the loop went on after it."""
+    pid = own[0].data.get("pid")  # a process whose directory was replaced may end in the journal of the new run
+    ends = [line for line in own if line.kind in ("closed", "reopened") and line.data.get("pid", pid) == pid]
+    return ends[-1] if ends and ends[-1].kind == "closed" else None
+
+
+def _with_reached(
+    moments: list[tuple[float, int]],
+    back: int,
+    reached: tuple[int | None, float],
+    start: JournalLine,
+    latest: float | None,
+) -> int:
+    """Add how far a session came to its moments, and put these in order; return the step that it was at when it ended.
+
+    Args:
+        moments: those that its lines say.
+        back: the place of the one when it last went back.
+        reached: the step that it came to, and when; see `_reached`.
+        start: its first line.
+        latest: when it was over, or None; a copy of a log may be younger than its run.
+    """
+    step, at = reached
+    at_end = max(each for _, each in moments[back:])
+    if step is not None and step >= moments[back][1] and not _is_before(at, start):  # else the log of a process before
+        if back and step > at_end and at < moments[back][0]:
+            moments.insert(back, (at, step))  # a log is cut by the first step after the loop went back
+        else:
+            moments.append((max(at if latest is None else min(at, latest), moments[-1][0]), step))
+            at_end = max(at_end, step)
+    moments.sort(key=lambda each: each[0])
+    return at_end
 
 
 def _moments(own: Sequence[JournalLine]) -> tuple[list[tuple[float, int]], int, int]:
