@@ -73,7 +73,7 @@ def test_a_bit_that_is_flipped_in_the_memory_of_one_rank_is_named_with_the_rank(
     code, said = train(command, "runs/b", FLIP="7")
     assert code
     assert "others on rank 1" in said
-    code, found = asked(capsys, "bisect", "runs/a", "runs/b", "--", *command, "runs/a")
+    code, found = asked(capsys, "bisect", "runs/a", "runs/b", "--", *command, "{run}")
     assert (code, found["step"], found["rank"], found["cause"]) == (3, 8, 1, "fault")
     assert (found["repeats"], found["names"]) == ([True, False], ["the second"])
 
