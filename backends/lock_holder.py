@@ -3,11 +3,14 @@
 import os
 import re
 import socket
+import time
 from pathlib import Path
 from typing import Final
 
 _KILLED: Final = 1 << 8  # SIGKILL, of the pending signals in /proc/PID/status
 _EXITING: Final = 0x4  # PF_EXITING, of the flags in /proc/PID/stat
+_NAMED: Final = re.compile(r"process (\d{1,9}) on (\S.*)")
+_CLOCK_SECS: Final = 2.0  # of a start, which is known in hundredths, and of the times of files and objects
 _START: Final = 19  # the place of the start in what `_fields` gives
 
 
@@ -18,8 +21,44 @@ def myself() -> str:
 
 def has_ended(holder: str) -> bool:
     """Whether a process on this machine is gone, or on its way: then nothing but time is needed. A process of another machine cannot be seen."""
-    named = re.fullmatch(r"process (\d{1,9}) on (.+)", holder)
+    named = _NAMED.fullmatch(holder)
     return named is not None and named[2] == socket.gethostname() and is_dead(int(named[1])) is True
+
+
+def has_gone_since(holder: str, at: float) -> bool | None:
+    """Whether a process that had a lock at a moment is gone; None if it cannot be seen, as on another machine. A text that names none is one that is gone."""
+    named = _NAMED.fullmatch(holder)
+    if named is None:
+        return True
+    if named[2] != socket.gethostname():
+        return None
+    return is_dead(int(named[1])) if was_there(int(named[1]), at) else True
+
+
+def writer_in_words(holder: str, is_gone: bool | None, *, is_fresh: bool) -> str | None:
+    """A process that may be writing, for a message; None if it is gone, or cannot be seen and has given no sign for long.
+
+    Args:
+        holder: as `myself` names it.
+        is_gone: whether it is gone; None if that cannot be seen.
+        is_fresh: whether there is a new sign of it.
+
+    Examples:
+        >>> writer_in_words("process 12 on node-3", None, is_fresh=True)
+        'process 12 on node-3, if that still runs'
+    """
+    if is_gone or (is_gone is None and not is_fresh):
+        return None
+    return holder if is_gone is False else f"{holder}, if that still runs"
+
+
+def was_there(pid: int, at: float) -> bool:
+    """Whether the process of this number had begun at a moment, in seconds since 1970: numbers are used again. True if that cannot be seen."""
+    started = start_of(pid)
+    if not started:
+        return True
+    age_secs = time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_secs <= at + _CLOCK_SECS
 
 
 def is_dead(pid: int, started: str = "") -> bool | None:

@@ -1,7 +1,7 @@
 """Opens the run, or the checkpoint, that a user names by a path."""
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -17,6 +17,7 @@ from trainfold.core.component_names import BUILTIN_COMPONENTS, validate_componen
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Inventory, current_head
+from trainfold.core.markup.texts import count_text
 from trainfold.core.problem import error_from
 
 
@@ -210,11 +211,17 @@ def _newest(inventory: Inventory) -> str:
     return newest
 
 
-def nothing_complete(inventory: Inventory) -> errors.RunEmpty:
-    """The error for a run that has no complete checkpoint."""
-    begun = [entry for entry in inventory.entries if entry.head is None]
+def nothing_complete(inventory: Inventory, *, under_way: Collection[str] = ()) -> errors.RunEmpty:
+    """The error for a run that has no complete checkpoint.
+
+    Args:
+        inventory: the run.
+        under_way: the checkpoints that are being written.
+    """
+    begun = [entry for entry in inventory.entries if entry.head is None and entry.name not in under_way]
     problems = [entry.problem for entry in inventory.entries if entry.head is not None and entry.problem is not None]
-    found = [f"{len(begun)} saves that did not finish"] if begun else []
+    found = [count_text(len(under_way), "save") + " under way"] if under_way else []
+    found += [f"{count_text(len(begun), 'save')} that did not finish"] if begun else []
     if problems:
         first = problems[0]
         found.append(
@@ -224,5 +231,5 @@ def nothing_complete(inventory: Inventory) -> errors.RunEmpty:
         inventory.run,
         expected="a complete checkpoint",
         found=", and ".join(found) or "none",
-        fix=problems[0].fix if problems else "train from the start, or point at another run",
+        fix=problems[0].fix if problems else "wait until it has finished" if under_way else "train from the start, or point at another run",
     )

@@ -17,7 +17,7 @@ from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine, read_root
 from trainfold.backends.side_by_side import side_by_side
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, writers_in
 from trainfold.core.errors import CheckpointError, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.indexes.needed import nothing_needed
@@ -45,12 +45,14 @@ class Listed:
         committed_at: when it was committed, in seconds since 1970; None if that is not known.
         named: each pointer to it, and its rank in ``best.json``: why a deletion passes over it.
         is_left_behind: whether the present lineage does not go through it, although it is complete.
+        writer: the process that may be writing it now; None if none is known.
     """
 
     entry: Entry
     committed_at: float | None
     named: tuple[str, ...]
     is_left_behind: bool
+    writer: str | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -103,8 +105,15 @@ def list_store(
     present = [entry.name for entry in lineage(inventory)]
     names = pointed_names(store)
     times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
+    writers = writers_in(store, [entry.name for entry in inventory.entries if entry.is_unfinished])
     listed = [
-        Listed(entry, at, names.get(entry.name, ()), is_left_behind=entry.is_candidate and entry.name not in present)
+        Listed(
+            entry,
+            at,
+            names.get(entry.name, ()),
+            is_left_behind=entry.is_candidate and entry.name not in present,
+            writer=writers.get(entry.name),
+        )
         for entry, at in zip(inventory.entries, times, strict=True)
     ]
     listed = _with(listed, components)
@@ -119,7 +128,7 @@ def list_store(
         "checkpoints": [_json(each, now) for each in listed],
     }
     table = Table(f"{inventory.run}  run {inventory.run_id}", _COLUMNS, rows, _SPARE)
-    return Answer(data, (table,), None if newest is not None else nothing_complete(inventory))
+    return Answer(data, (table,), None if newest is not None else nothing_complete(inventory, under_way=writers))
 
 
 def _with(listed: list[Listed], components: Sequence[str] | None) -> list[Listed]:
@@ -189,6 +198,7 @@ def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
     head, summary, problem = entry.head, each.summary, entry.problem
     if head is None or problem is not None:
         status = "not read" if problem is None else f"{problem.error}: {problem.found}"
+        status = status if each.writer is None else f"being written by {each.writer}"
         claimed = ("", "", "") if head is None else (str(head.step), str(head.timeline), "")
         return (entry.name, *claimed, date, age, "", "", "", status)
     proved = "committed" if entry.manifest is None else "complete"
@@ -232,7 +242,8 @@ def _json(each: Listed, now: float) -> dict[str, object]:
         "head": None if entry.head is None else attrs.asdict(entry.head),
         "complete": entry.is_candidate,
         "proved": entry.manifest is not None and entry.problem is None,
-        "problem": None if entry.problem is None else attrs.asdict(entry.problem),
+        "problem": None if entry.problem is None or each.writer is not None else attrs.asdict(entry.problem),
+        "writer": each.writer,
         "committed_at": None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),
         "age_secs": None if at is None else max(0.0, round(now - at, 3)),
         "size_bytes": None if summary is None else summary.size_bytes,

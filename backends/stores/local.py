@@ -8,7 +8,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, TypeAlias, final
@@ -275,6 +275,10 @@ class LocalStore:
                 return {name: os.readlink(name, dir_fd=parent) for name in sorted(links)}
         except FileNotFoundError:
             return {}
+
+    def writers(self, directories: Sequence[str]) -> dict[str, str]:
+        """See `NamesWriters`."""
+        return run_lock.writers(self._root, directories)
 
     # --- the right to write, and room for it ---------------------------------------------------------------------
 

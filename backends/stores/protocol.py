@@ -19,6 +19,7 @@ __all__ = [
     "HasFarTier",
     "KeepsTime",
     "LosesWriters",
+    "NamesWriters",
     "Place",
     "Placeable",
     "PrefersFiles",
@@ -210,6 +211,30 @@ class HasFarTier(Protocol):
         Returns:
             The checkpoint that was fetched, all of which is there now; None if nothing was.
         """
+
+
+class NamesWriters(Protocol):
+    """A `Store` that can say who may be writing, without taking its lock. This method is optional."""
+
+    def writers(self, directories: Sequence[str]) -> dict[str, str]:
+        """Of some directories, those into which a process may be writing now, each with that process in words.
+
+        Args:
+            directories: of saves without a manifest.
+        """
+
+
+def writers_in(store: "Store", directories: Sequence[str]) -> dict[str, str]:
+    """Of some directories of a store, those into which a process may be writing now, with that process; none of a store that does not say.
+
+    Examples:
+        >>> from trainfold.stores import MemoryStore
+        >>> writers_in(MemoryStore(), ["step-00000002"])
+        {}
+    """
+    says = getattr(store, "writers", None) if directories else None  # also of an object that forwards to a store
+    found: dict[str, str] = {} if says is None else says(directories)
+    return found
 
 
 class SyncsLater(Protocol):

@@ -4,18 +4,20 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final, final
 
 import attrs
 
-from trainfold.backends.lock_holder import has_ended, myself
+from trainfold.backends.lock_holder import has_ended, has_gone_since, myself, writer_in_words
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced
 
 LOCK_NAME: Final = ".lock"
 _HOLDER_BYTES: Final = 256
 _DEAD_SECS: Final = 10.0
 _LOOK_SECS: Final = 0.01
+_FRESH_SECS: Final = 600.0  # for which a process of another machine may write without a change that this one sees
 
 
 @final
@@ -89,6 +91,48 @@ def acquire(root: str) -> HeldLock:
     return held
 
 
+def writers(root: str, directories: Iterable[str]) -> dict[str, str]:
+    """The directories into which the holder of the lock may be writing now, each with that process in words.
+
+    It takes no lock, which could refuse one to a process that starts. What has not changed since the lock was taken is what a process before has left.
+
+    Args:
+        root: the run.
+        directories: of saves without a manifest.
+    """
+    try:
+        fd = os.open(f"{root}/{LOCK_NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return {}
+    try:
+        opened = os.fstat(fd)
+        holder = _holder(fd) if stat.S_ISREG(opened.st_mode) else ""
+    except OSError:
+        return {}
+    finally:
+        os.close(fd)
+    is_gone = has_gone_since(holder, opened.st_mtime)
+    found = {}
+    for name in directories if not is_gone else ():
+        changed = _changed_at(f"{root}/{name}")
+        words = writer_in_words(holder, is_gone, is_fresh=time.time() - changed < _FRESH_SECS)
+        if words is not None and changed >= opened.st_mtime:
+            found[name] = words
+    return found
+
+
+def _changed_at(directory: str) -> float:
+    """When a directory, or a file in it, has changed last."""
+    times = [0.0]
+    with suppress(OSError):
+        times.append(os.stat(directory, follow_symlinks=False).st_mtime)
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                with suppress(OSError):  # renamed meanwhile
+                    times.append(entry.stat(follow_symlinks=False).st_mtime)
+    return max(times)
+
+
 def _take(fd: int) -> None:
     """Lock the file, at the latest some seconds after its holder was killed: a large process keeps its locks until its memory is freed.
 
@@ -158,6 +202,8 @@ def release(held: HeldLock) -> None:
     Does nothing in a forked child, which released its copy at the fork: the descriptor may belong to another file by now.
     """
     if held in _HELD:
+        with suppress(OSError):  # so that no one takes a living process for a writer that is none any more
+            os.ftruncate(held.fd, 0)
         with suppress(OSError):  # the device is gone: what was saved is saved
             # for all copies of the descriptor: a child that was just forked may still have one
             fcntl.flock(held.fd, fcntl.LOCK_UN)

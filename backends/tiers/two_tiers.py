@@ -1,7 +1,7 @@
 """`TwoTiers`: a run on a disk, whose checkpoints go on to another store in the background, and come back from there where the disk has lost them."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import final
@@ -254,6 +254,10 @@ class TwoTiers:
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         return self.near.list(prefix)
+
+    def writers(self, directories: Sequence[str]) -> dict[str, str]:
+        """See `NamesWriters`."""
+        return self.near.writers(directories)
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""

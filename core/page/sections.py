@@ -103,7 +103,7 @@ def lineage_section(page: RunPage) -> str:
             "" if entry.head is None else str(entry.head.timeline),
             "" if entry.name not in page.committed_at else moment_text(page.committed_at[entry.name]),
             "" if entry.name not in sizes else bytes_text(sizes[entry.name]),
-            _BEING_WRITTEN if entry.name in under_way else _status(entry, present),
+            under_way.get(entry.name) or _status(entry, present),
             "; ".join(kept.get(entry.name, ())) or ("" if entry.problem is not None else "no reason is known"),
             few_names(entry.refers),
         )
@@ -117,10 +117,12 @@ def lineage_section(page: RunPage) -> str:
     return chart + long_table("Checkpoints, the newest first", columns, rows, numbers=("timeline", "size")) + about
 
 
-def _under_way(page: RunPage) -> set[str]:
-    """The checkpoints that have no manifest because they are being written, as far as the journal knows."""
+def _under_way(page: RunPage) -> dict[str, str]:
+    """The checkpoints that have no manifest because they are being written, as the lock of the run says, or else the journal; with that in words."""
     steps = steps_under_way(page.journal, page.flight)
-    return {each.name for each in page.inventory.entries if each.is_unfinished and step_of(each.name) in steps}
+    begun = [each.name for each in page.inventory.entries if each.is_unfinished]
+    found = {name: _BEING_WRITTEN for name in begun if step_of(name) in steps}
+    return found | {name: f"being written by {page.writers[name]}" for name in begun if name in page.writers}
 
 
 def _age(entry: Entry) -> tuple[int, int, str]:

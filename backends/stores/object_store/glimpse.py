@@ -1,7 +1,7 @@
 """`Glimpse`: a run as one list of its objects shows it. It answers which files there are, how large and how old, without a request for each."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol, final
 
@@ -18,6 +18,13 @@ _HINT_BYTES: Final = 256
 
 class Looked(Store, ReadsAhead, GivesGlimpses, LeavesUploads, Protocol):
     """A store of which there are glimpses."""
+
+    def holder_of(self, changed_at: Mapping[str, float]) -> dict[str, str]:
+        """The directories into which the holder of the lock may be writing now, each with that process in words.
+
+        Args:
+            changed_at: directory -> when an object was put there last, by the store's clock; 0 if that is not known.
+        """
 
 
 @final
@@ -135,6 +142,11 @@ class Glimpse:
                 with suppress(CheckpointMissing):  # deleted since
                     found[name] = self._reads.read(key, hints[key], 0, _HINT_BYTES).decode(errors="replace")
         return {name: target for name, target in found.items() if is_component(target)}
+
+    def writers(self, directories: Sequence[str]) -> dict[str, str]:
+        """See `NamesWriters`."""
+        times = {name: [self.committed_at(f"{name}/{each}") or 0.0 for each in self.list(name)] for name in directories}
+        return self._store.holder_of({name: max(found, default=0.0) for name, found in times.items()})
 
     # --- passed on ---------------------------------------------------------------------------------------------------
 

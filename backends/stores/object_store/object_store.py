@@ -2,7 +2,7 @@
 
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, cast, final
@@ -174,6 +174,14 @@ class ObjectStore:
     def glimpse(self, directory: str = "") -> Glimpse:
         """See `GivesGlimpses`."""
         return Glimpse(self, partial(self._below, most=_MOST_LISTED), self._reads, directory)
+
+    def writers(self, directories: Sequence[str]) -> dict[str, str]:
+        """See `NamesWriters`."""
+        return self.glimpse().writers(directories)
+
+    def holder_of(self, changed_at: Mapping[str, float]) -> dict[str, str]:
+        """See `Looked`."""
+        return self._lease.writers(changed_at)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 

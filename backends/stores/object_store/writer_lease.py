@@ -9,13 +9,14 @@ import re
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
 import attrs
 
-from trainfold.backends.lock_holder import is_dead, myself, start_of
+from trainfold.backends.lock_holder import is_dead, myself, start_of, was_there, writer_in_words
 from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
 from trainfold.backends.stores.object_store.errors.bucket_errors import raise_alone
 from trainfold.core.errors import CheckpointError, CheckpointHostile, RunLocked, RunReplaced
@@ -26,6 +27,7 @@ _LOOK_SECS: Final = 0.5
 _TIME_STEP_SECS: Final = 2.0  # of the times of most stores
 _LIMIT_BYTES: Final = 16 << 10
 _RECENT: Final = 8
+_CLOCKS_SECS: Final = 60.0  # by which those of a machine and a store may differ
 _HELD: Final[set[str]] = set()  # the tokens of the leases that this process holds, or is about to take
 
 
@@ -216,6 +218,25 @@ class WriterLease:
             found = self._bucket.get(LEASE)
             record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
         return () if record is None else record.recent
+
+    def writers(self, changed_at: Mapping[str, float]) -> dict[str, str]:
+        """The directories into which the holder may be writing now, each with that process in words. It is not watched, and nothing is put; so a clock that is wrong makes the words wrong.
+
+        Args:
+            changed_at: directory -> when an object was put there last; 0 if that is not known.
+        """
+        try:
+            found = self._bucket.get(LEASE)
+            record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
+        except CheckpointError:  # it may not be read, or is something else
+            return {}
+        if found is None or record is None or not record.holder:
+            return {}
+        is_gone, is_fresh = _is_gone(record), time.time() - found.modified < 2 * record.lasts_secs + _CLOCKS_SECS
+        words = writer_in_words(_process(record.holder), is_gone, is_fresh=is_fresh)
+        if words is None:
+            return {}
+        return {name: words for name, at in changed_at.items() if is_gone is None or not at or was_there(record.pid, at)}
 
     def committed(self, name: str, tag: str) -> None:
         """Note that a name was committed; the next renewal says it."""

@@ -1,6 +1,10 @@
 """What `trainfold ls` shows of each checkpoint: when it was saved, its size and kind, and what names it."""
 
+import fcntl
 import os
+import socket
+import subprocess
+import sys
 from collections import Counter
 from datetime import UTC, datetime
 
@@ -96,6 +100,70 @@ def test_a_save_that_did_not_finish_has_no_date(run):
     assert row[:4] == ("", "", "", "")
     assert row[4].startswith("CheckpointTorn")
     assert aligned(list_run(run, clock=NOW).tables[0])
+
+
+WRITER = """
+import sys, time
+from trainfold.backends.stores.local import LocalStore
+store = LocalStore(sys.argv[1])
+with store.lock():
+    store.write("step-00000040/model-00000-of-00001.safetensors", [b"half"], size_bytes=4)
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_save_under_way_is_not_called_torn(run, monkeypatch):
+    """W22: of a healthy run the list called each save torn while it was written. Who writes is read, and no lock is taken, which a starting writer could miss."""
+    (run / "step-00000035").mkdir()  # what a process before has left
+    os.utime(run / "step-00000035", (NOW - 9e8, NOW - 9e8))
+    with subprocess.Popen([sys.executable, "-c", WRITER, run], stdout=subprocess.PIPE) as writer:
+        writer.stdout.readline()
+        monkeypatch.setattr(fcntl, "flock", None)
+        answer = list_run(run)
+        writer.kill()
+    holder = f"process {writer.pid} on {socket.gethostname()}"
+    old, new = cells(answer, "step", "status")[-2:]
+    assert old[1].startswith("CheckpointTorn")
+    assert new == ("", f"being written by {holder}")
+    assert [(each["writer"], each["problem"] is None) for each in answer.data["checkpoints"][-2:]] == [(None, False), (holder, True)]  # fmt: skip
+    assert cells(list_run(run), "status")[-1][0].startswith("CheckpointTorn"), "it was killed"
+
+
+def test_what_another_machine_writes_is_under_way_while_it_changes(run):
+    """W22: a process of another machine cannot be seen, so a new change is the sign of it."""
+    (run / "step-00000040").mkdir()
+    now = (run / "step-00000040").stat().st_mtime
+
+    def status(holder, *, locked, changed):
+        (run / ".lock").write_text(f"{holder}\n")
+        os.utime(run / ".lock", (locked, locked))
+        os.utime(run / "step-00000040", (changed, changed))
+        return cells(list_run(run), "status")[-1][0]
+
+    other = "process 7 on elsewhere"
+    assert status(other, locked=now - 9000, changed=now) == f"being written by {other}, if that still runs"
+    assert status(other, locked=now - 9000, changed=now - 1000).startswith("CheckpointTorn")
+    assert status(other, locked=now + 5, changed=now).startswith("CheckpointTorn"), "of a process before"
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    assert status(me, locked=now, changed=now) == f"being written by {me}"
+    assert status(me, locked=NOW - 9e8, changed=now).startswith("CheckpointTorn"), "another one had the number"
+    for text in ("", "\x1b[31m", "process x on y", f"process {10**30} on elsewhere"):
+        assert status(text, locked=now, changed=now).startswith("CheckpointTorn")
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(run / "run.json")
+    assert cells(list_run(run), "status")[-1][0].startswith("CheckpointTorn")
+
+
+def test_a_run_whose_first_save_is_under_way_says_so(tmp_path):
+    save(TrainState(trainer=Progress(step=40)), tmp_path)
+    (tmp_path / "step-00000040" / "manifest.json").unlink()
+    assert "1 save that did not finish" in str(list_run(tmp_path).error)
+    (tmp_path / "latest").unlink()
+    with LocalStore(tmp_path).lock():
+        (tmp_path / "step-00000040" / "model").write_bytes(b"half")
+        error = list_run(tmp_path).error
+    assert (error.found, error.fix) == ("1 save under way", "wait until it has finished")
 
 
 class Asked:
