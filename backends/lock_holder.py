@@ -35,7 +35,7 @@ def has_gone_since(holder: str, at: float) -> bool | None:
     return is_dead(int(named[1])) if was_there(int(named[1]), at) else True
 
 
-def writer_in_words(holder: str, is_gone: bool | None, *, is_fresh: bool) -> str | None:
+def writer_in_words(holder: str, *, is_gone: bool | None, is_fresh: bool) -> str | None:
     """A process that may be writing, for a message; None if it is gone, or cannot be seen and has given no sign for long.
 
     Args:
@@ -44,7 +44,7 @@ def writer_in_words(holder: str, is_gone: bool | None, *, is_fresh: bool) -> str
         is_fresh: whether there is a new sign of it.
 
     Examples:
-        >>> writer_in_words("process 12 on node-3", None, is_fresh=True)
+        >>> writer_in_words("process 12 on node-3", is_gone=None, is_fresh=True)
         'process 12 on node-3, if that still runs'
     """
     if is_gone or (is_gone is None and not is_fresh):

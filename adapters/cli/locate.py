@@ -231,5 +231,9 @@ def nothing_complete(inventory: Inventory, *, under_way: Collection[str] = ()) -
         inventory.run,
         expected="a complete checkpoint",
         found=", and ".join(found) or "none",
-        fix=problems[0].fix if problems else "wait until it has finished" if under_way else "train from the start, or point at another run",
+        fix=problems[0].fix
+        if problems
+        else "wait until it has finished"
+        if under_way
+        else "train from the start, or point at another run",
     )

@@ -115,7 +115,7 @@ def writers(root: str, directories: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in directories if not is_gone else ():
         changed = _changed_at(f"{root}/{name}")
-        words = writer_in_words(holder, is_gone, is_fresh=time.time() - changed < _FRESH_SECS)
+        words = writer_in_words(holder, is_gone=is_gone, is_fresh=time.time() - changed < _FRESH_SECS)
         if words is not None and changed >= opened.st_mtime:
             found[name] = words
     return found
@@ -125,7 +125,7 @@ def _changed_at(directory: str) -> float:
     """When a directory, or a file in it, has changed last."""
     times = [0.0]
     with suppress(OSError):
-        times.append(os.stat(directory, follow_symlinks=False).st_mtime)
+        times.append(os.lstat(directory).st_mtime)
         with os.scandir(directory) as entries:
             for entry in entries:
                 with suppress(OSError):  # renamed meanwhile
@@ -202,7 +202,7 @@ def release(held: HeldLock) -> None:
     Does nothing in a forked child, which released its copy at the fork: the descriptor may belong to another file by now.
     """
     if held in _HELD:
-        with suppress(OSError):  # so that no one takes a living process for a writer that is none any more
+        with suppress(OSError):  # so that no one takes a living process for the writer after it has let go
             os.ftruncate(held.fd, 0)
         with suppress(OSError):  # the device is gone: what was saved is saved
             # for all copies of the descriptor: a child that was just forked may still have one

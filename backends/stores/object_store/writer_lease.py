@@ -233,10 +233,12 @@ class WriterLease:
         if found is None or record is None or not record.holder:
             return {}
         is_gone, is_fresh = _is_gone(record), time.time() - found.modified < 2 * record.lasts_secs + _CLOCKS_SECS
-        words = writer_in_words(_process(record.holder), is_gone, is_fresh=is_fresh)
+        words = writer_in_words(_process(record.holder), is_gone=is_gone, is_fresh=is_fresh)
         if words is None:
             return {}
-        return {name: words for name, at in changed_at.items() if is_gone is None or not at or was_there(record.pid, at)}
+        return {
+            name: words for name, at in changed_at.items() if is_gone is None or not at or was_there(record.pid, at)
+        }
 
     def committed(self, name: str, tag: str) -> None:
         """Note that a name was committed; the next renewal says it."""

@@ -203,7 +203,9 @@ def test_a_save_under_way_is_not_called_torn():
         "a save in the loop is written down when it has returned"
     )
     bare = attrs.evolve(facts, journal=(), writers={"step-00000040": "process 7 on a"})
-    assert "being written by process 7 on a" in sections_html(bare)["checkpoints"], "without a journal, the lock says it"
+    assert "being written by process 7 on a" in sections_html(bare)["checkpoints"], (
+        "without a journal, the lock says it"
+    )
     assert "older checkpoint" not in sections_html(bare)["findings"]
     old = Entry("step-00000030", None, None, problem_of(no_manifest("step-00000030")))
     assert shown(inventory=Inventory("runs/a", "r", (old, begun))) == ([True, True], True), (

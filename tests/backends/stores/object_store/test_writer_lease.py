@@ -13,11 +13,14 @@ from kit.backends.buckets.s3_cases import store_at
 from obstore.store import MemoryStore
 
 import trainfold
+from trainfold.adapters.cli.ls import list_store
 from trainfold.backends.lock_holder import start_of
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.object_store import writer_lease
 from trainfold.backends.stores.object_store.bucket import Found, Stored
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.writer_lease import LEASE, WriterLease
+from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced, SaveFailed
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState
@@ -309,6 +312,41 @@ def test_a_living_holder_that_cannot_be_seen_is_watched(held_by, living, monkeyp
         WriterLease(bucket, 10.0).acquire()
     monkeypatch.setattr(time, "sleep", lambda secs: setattr(bucket, "now", bucket.now + secs))
     assert WriterLease(bucket, 10.0).acquire()
+
+
+def test_the_directories_of_a_holder_are_under_way_and_those_of_one_before_it_are_not(held_by, living):
+    """W22: a list called a save under way torn. To find out who writes it puts nothing."""
+    now = time.time()
+    changed = {"step-00000001": now - 9000, "step-00000002": now, "step-00000003": 0.0}
+
+    def under_way(pid, started, at=now):
+        bucket = held_by(pid, started)
+        found = bucket.objects[LEASE]
+        bucket.objects = {LEASE: Stored(found.data, found.version, None, at)}
+        before = dict(bucket.objects)
+        words = WriterLease(bucket, 10.0).writers(changed)
+        assert bucket.objects == before
+        return words
+
+    holder = f"process {living} on pod-1"
+    assert under_way(living, start_of(living)) == dict.fromkeys(["step-00000002", "step-00000003"], holder)
+    assert under_way(living, f"{int(start_of(living)) - 1}") == {}, "another one has its number"
+    assert under_way(living, "") == dict.fromkeys(changed, f"{holder}, if that still runs")
+    assert under_way(living, "", at=now - 1000) == {}
+    assert WriterLease(FakeBucket(), 10.0).writers(changed) == {}
+
+
+def test_a_save_under_way_in_a_bucket_is_listed_as_one():
+    """W22, C03: with the holder that this process is, and after it."""
+    store = ObjectStore(MemoryStore(), url="memory://run")
+    trainfold.save(state_at(1), store)
+    store.write("step-00000002/model-00000-of-00001.safetensors", [b"half"], size_bytes=4)
+    with store.lock():
+        found = list_store(glimpse(store), read_inventory(store)).data["checkpoints"][-1]
+        assert found["writer"].startswith(f"process {os.getpid()} on ")
+        assert found["problem"] is None
+    found = list_store(store, read_inventory(store)).data["checkpoints"][-1]
+    assert (found["writer"], found["problem"]["error"]) == (None, "CheckpointTorn")
 
 
 def test_a_forked_child_does_not_write_for_its_parent():
