@@ -17,6 +17,7 @@ from trainfold.backends.stores.object_store.recent_changes import BucketList, Re
 from trainfold.backends.stores.object_store.small_reads import SmallReads
 from trainfold.backends.stores.object_store.writer_lease import WriterLease
 from trainfold.backends.stores.os_errors import missing, no_space, torn, wrong_size
+from trainfold.backends.stores.place import url_parts
 from trainfold.backends.stores.protocol import Buffer
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
@@ -73,6 +74,16 @@ class ObjectStore:
     def url(self) -> str:
         """Where the run is, without credentials."""
         return self._url
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What tells whether two stores are of one place, or one lies inside the other: the server and the account, as far as the client was told them, and the parts of the URL."""
+        told = getattr(self._client, "config", None)  # of obstore
+        if told is not None:
+            server = " ".join(str(told.get(name, "")) for name in ("endpoint", "account_name"))
+        else:  # fsspec has one object for each set of settings; anything else may be in the memory of this process
+            server = str(id(getattr(self._client, "filesystem", self._client)))
+        return server, *url_parts(self._url)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 

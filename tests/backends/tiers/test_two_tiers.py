@@ -21,7 +21,7 @@ from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.compare_runs import planned_copy
-from trainfold.backends.tiers.copy_run import carry_out
+from trainfold.backends.tiers.copy_checkpoints import carry_out
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.digest import digest_of

@@ -3,15 +3,20 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from kit.backends.buckets.proxy import one_in_four
-from kit.backends.buckets.s3_cases import settings_at, store_at
+from kit.backends.buckets.s3_cases import KEYS, settings_at, store_at
 from kit.backends.tier_cases import lose_machines, state_at
+from obstore.store import MemoryStore, S3Store
 
 import trainfold
+from trainfold.adapters.cli.tiers.copy import copy_path
 from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
+from trainfold.core.errors import InvalidArgument
 
 PROGRAM = "import sys; from trainfold.adapters.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -40,6 +45,29 @@ def test_a_copy_to_a_bucket_and_back_has_every_byte(proxy, run, tmp_path):
     assert contents(run) == contents(bucket) == contents(back)
     assert {each.action for each in plan_copy(run, bucket).checkpoints} == {"there"}
     assert bucket.pointers() == {"latest": "step-00000002"}
+
+
+def test_two_stores_of_one_place_are_recognised(monkeypatch):
+    """E01: two objects of a bucket were two places, and to the command each URL is one: a copy onto itself said that all was there."""
+    place = ("bucket", "runs/a")
+
+    def at(bucket="bucket", run="runs/a", port=9, **more):
+        client = S3Store(bucket, prefix=run, endpoint=f"http://127.0.0.1:{port}", **{**KEYS, **more})
+        return ObjectStore(client, url=f"s3://{bucket}/{run}")
+
+    for other in (at(), at(AWS_REGION="us-east-2"), at(run="runs/a/b"), at(run="runs")):
+        for pair in ((at(*place), other), (other, at(*place))):
+            with pytest.raises(InvalidArgument, match="another place than the source, and neither inside the other"):
+                plan_copy(*pair)
+    assert at().place != at(port=10).place
+    assert at(run="runs/ab").place[: len(at().place)] != at().place
+    one, other = (ObjectStore(MemoryStore(), url="memory://run") for _ in range(2))
+    trainfold.save(state_at(1), one)
+    assert copy_run(one, other).makes_run, "names of memory say nothing"
+    for name, value in settings_at(9).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match="another place"):
+        copy_path(Path("s3://bucket/runs/a"), Path("s3a://bucket//runs/./a"), dry_run=True)
 
 
 @pytest.mark.long
