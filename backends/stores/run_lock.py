@@ -202,7 +202,7 @@ def release(held: HeldLock) -> None:
     Does nothing in a forked child, which released its copy at the fork: the descriptor may belong to another file by now.
     """
     if held in _HELD:
-        with suppress(OSError):  # so that no one takes a living process for the writer after it has let go
+        with suppress(OSError):  # so that no one takes a living process for the writer after its release
             os.ftruncate(held.fd, 0)
         with suppress(OSError):  # the device is gone: what was saved is saved
             # for all copies of the descriptor: a child that was just forked may still have one

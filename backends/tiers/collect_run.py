@@ -6,8 +6,8 @@ import attrs
 
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.tiers.compare_runs import Steps, planned_copy, unless_empty
 from trainfold.backends.tiers.carried_copy import carried_out
+from trainfold.backends.tiers.compare_runs import Steps, planned_copy, unless_empty
 from trainfold.backends.tiers.node_folders import NodeFolders
 from trainfold.core.errors import CheckpointDamaged, InvalidArgument, TrainfoldError
 from trainfold.core.format.file_names import step_of

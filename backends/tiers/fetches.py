@@ -12,8 +12,8 @@ from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.scan import read_inventory, read_root, sees_root
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store, glimpse
-from trainfold.backends.tiers.compare_runs import inventory_in, newest_whole, planned_copy
 from trainfold.backends.tiers.carried_copy import check_copy
+from trainfold.backends.tiers.compare_runs import inventory_in, newest_whole, planned_copy
 from trainfold.backends.tiers.copy_checkpoints import carry_out
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.best.best_json import BEST_FILE

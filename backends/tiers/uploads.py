@@ -11,8 +11,8 @@ import attrs
 from trainfold.backends.job import Job, is_process_ending
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store, glimpse
-from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
 from trainfold.backends.tiers.carried_copy import check_copy
+from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
 from trainfold.backends.tiers.copy_checkpoints import carry_out
 from trainfold.backends.tiers.pruner import Pruner, not_pruned
 from trainfold.backends.tiers.sent_logs import SentLogs

@@ -77,10 +77,10 @@ class ObjectStore:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What tells whether two stores are of one place, or one lies inside the other: the server and the account, as far as the client was told them, and the parts of the URL."""
-        told = getattr(self._client, "config", None)  # of obstore
-        if told is not None:
-            server = " ".join(str(told.get(name, "")) for name in ("endpoint", "account_name"))
+        """The server and the account, as far as the client knows them, and the parts of the URL: equal for two stores of one place, and the beginning for a store around another."""
+        settings = getattr(self._client, "config", None)  # of obstore
+        if settings is not None:
+            server = " ".join(str(settings.get(name, "")) for name in ("endpoint", "account_name"))
         else:  # fsspec has one object for each set of settings; anything else may be in the memory of this process
             server = str(id(getattr(self._client, "filesystem", self._client)))
         return server, *url_parts(self._url)
