@@ -16,6 +16,7 @@ from trainfold.backends.stores.object_store.errors.bucket_errors import (
     Refused,
     raise_alone,
 )
+from trainfold.backends.stores.object_store.errors.shown_errors import is_panic
 from trainfold.backends.stores.object_store.fed import fed
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecCalls, FsspecPrefix
 from trainfold.backends.stores.os_errors import missing
@@ -145,7 +146,9 @@ class Bucket:
                     yield memoryview(chunk)
             except FileNotFoundError:
                 raise_alone(missing(self.where(key)))
-            except self._errors.BaseError as error:
+            except BaseException as error:
+                if not (isinstance(error, self._errors.BaseError) or is_panic(error)):
+                    raise
                 size = self.head(key)  # a range that begins behind the end is an error to some stores
                 if size is None:
                     raise_alone(missing(self.where(key)))
@@ -289,8 +292,9 @@ class Bucket:
         for _ in range(_TRIES):
             try:
                 return call()
-            except self._errors.GenericError as error:
-                if time.monotonic() > late or self._named.is_final(error):
+            except BaseException as error:
+                is_brief = isinstance(error, self._errors.GenericError) or is_panic(error)
+                if not is_brief or time.monotonic() > late or self._named.is_final(error):
                     raise
         return call()
 

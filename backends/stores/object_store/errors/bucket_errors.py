@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypeVar, final
 
 from trainfold.backends.stores.object_store.errors.credential_chains import missing_credentials
-from trainfold.backends.stores.object_store.errors.shown_errors import CUT, without_secrets
+from trainfold.backends.stores.object_store.errors.shown_errors import CUT, is_panic, without_secrets
 from trainfold.core.errors import (
     CheckpointError,
     CheckpointUnreadable,
@@ -83,6 +83,10 @@ class BucketErrors:
             FileNotFoundError,
         ) as error:  # the last one is of a list, and so of the bucket
             raise_alone(self.unreadable(key, error))
+        except BaseException as error:
+            if is_panic(error):
+                raise_alone(self.unreadable(key, error))
+            raise
 
     @contextmanager
     def writing(self, key: str) -> Iterator[None]:
@@ -105,6 +109,10 @@ class BucketErrors:
             NotImplementedError,
         ) as error:
             raise_alone(self._unwritten(key, error))
+        except BaseException as error:
+            if is_panic(error):
+                raise_alone(self._unwritten(key, error))
+            raise
 
     def _unwritten(self, key: str, error: BaseException) -> CheckpointError | InvalidArgument:
         if isinstance(error, FileNotFoundError):

@@ -55,9 +55,17 @@ def without_secrets(error: BaseException) -> str:
         >>> without_secrets(OSError(13, "x is not allowed to"))
         'PermissionError: Permission denied …'
     """
+    if is_panic(error):
+        return f"{type(error).__name__}: an answer that the client cannot take {CUT}"
     text, mark, _ = str(error).partition(_DETAIL)
     is_of_client = mark and len(list(_chain(error))) == 1 and not _status_and_code(error)
     return (_client_said(text) if is_of_client else _library_said(error))[:_LIMIT]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the code of obstore has given up on an answer. No module has the class, which is not an `Exception`: it would pass all that a failed save or a retention is kept from the training by."""
+    kind = type(error)
+    return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")
 
 
 def _client_said(text: str) -> str:

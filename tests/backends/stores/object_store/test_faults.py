@@ -19,14 +19,18 @@ from trainfold.core.errors import TrainfoldError
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import ModelState, Progress, TrainState
 
+Panic = type(
+    "PanicException", (BaseException,), {"__module__": "pyo3_runtime"}
+)  # as obstore raises it; it can be imported from nowhere
 LONG = pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
 
 
 class Dying:
     """The calls of a store, of which all fail from one on: the machine is gone. That one may have been carried out."""
 
-    def __init__(self, calls, left, *, is_done):
+    def __init__(self, calls, left, *, is_done, failure=None):
         self.calls, self.left, self.is_done, self.exceptions = calls, left, is_done, calls.exceptions
+        self.failure = failure or calls.exceptions.GenericError
 
     def __getattr__(self, name):
         def call(*args, **kwargs):
@@ -34,7 +38,7 @@ class Dying:
             if self.left < 0:
                 if self.left == -1 and self.is_done:
                     getattr(self.calls, name)(*args, **kwargs)
-                raise self.exceptions.GenericError("the machine is gone")
+                raise self.failure("the machine is gone")
             return getattr(self.calls, name)(*args, **kwargs)
 
         return call
@@ -67,16 +71,17 @@ def loaded(store):
     ],
 )
 @pytest.mark.parametrize(
-    ("step", "is_done"),
+    ("step", "is_done", "failure"),
     [
-        pytest.param(2, True, id="another step, carried out"),
-        pytest.param(1, False, id="the step again, not carried out"),
-        pytest.param(2, False, id="another step, not carried out", marks=pytest.mark.long),
-        pytest.param(1, True, id="the step again, carried out", marks=pytest.mark.long),
+        pytest.param(2, True, None, id="another step, carried out"),
+        pytest.param(1, False, None, id="the step again, not carried out"),
+        pytest.param(2, False, None, id="another step, not carried out", marks=pytest.mark.long),
+        pytest.param(1, True, None, id="the step again, carried out", marks=pytest.mark.long),
+        pytest.param(2, True, Panic, id="answers that the client cannot take"),
     ],
 )
 def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
-    step, is_done, new_client, monkeypatch
+    step, is_done, failure, new_client, monkeypatch
 ):
     """E01, E02: and the next writer takes over and saves, as after the death of a process."""
     monkeypatch.setattr(writer_lease, "is_dead", lambda pid, started: True)
@@ -86,7 +91,7 @@ def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_o
         client = new_client()
         trainfold.save(old, ObjectStore(client, url="memory://run"))
         dying = ObjectStore(client, url="memory://run")
-        dying._bucket._api = Dying(calls_of(client), at, is_done=is_done)
+        dying._bucket._api = Dying(calls_of(client), at, is_done=is_done, failure=failure)
         try:
             trainfold.save(new, dying)
             died = dying._bucket._api.left < 0
@@ -100,6 +105,31 @@ def test_a_death_at_any_request_of_a_save_leaves_the_old_checkpoint_or_the_new_o
         assert value_of(trainfold.load(after, like=old, step=step)) == value_of(state_at(step, salt=2))
         at += 1
     assert at > 12
+
+
+def test_a_read_goes_on_after_an_answer_that_the_client_cannot_take():
+    """C03: as after one that breaks off."""
+    store, panics = ObjectStore(MemoryStore(), url="memory://run"), [True]
+    trainfold.save(state_at(1), store)
+    real = store._bucket._api.get
+
+    class Odd:
+        def __init__(self, found):
+            self.found = found
+
+        def stream(self, **how):
+            if panics and panics.pop():
+                raise Panic("an answer")
+            return self.found.stream(**how)
+
+        def __getattr__(self, name):
+            return getattr(self.found, name)
+
+    calls = Dying(store._bucket._api, 1 << 30, is_done=True)
+    calls.get = lambda *args, **kwargs: Odd(real(*args, **kwargs))
+    store._bucket._api = calls
+    assert value_of(trainfold.load(store, like=state_at(0))) == value_of(state_at(1))
+    assert not panics
 
 
 @pytest.mark.parametrize("faults", [30, LONG])

@@ -32,6 +32,7 @@ BODIES = {
     "xml in a 200": lambda s: f"<Error><Code>InternalError</Code><Message>{s}</Message></Error>",
     "list": _listed,
     "deletions": lambda s: f"<DeleteResult><Error><Key>run/k</Key><Code>{s}</Code><Message>{s}</Message></Error></DeleteResult>",
+    "deletions of another object": lambda s: f"<DeleteResult><Error><Key>{s}</Key><Code>{s}</Code><Message>{s}</Message></Error></DeleteResult>",
     "json": lambda s: json.dumps({"error": {"code": 403, "message": f"no {s}", "status": s, "details": [{s: s}]}, "error_description": s}),
     "json with codes": lambda s: json.dumps({"error": s, "code": s, "message": s, "error_uri": f"http://h/{s}"}),
     "json of a text": json.dumps,

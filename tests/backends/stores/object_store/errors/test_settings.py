@@ -83,6 +83,19 @@ def test_a_part_that_no_object_can_have_is_named(keys, name):
     assert "AZURE" not in str(failed.value)
 
 
+def test_an_answer_that_ends_the_client_ends_no_training(proxy, caplog):
+    """U05, E04: obstore panics at it, with an error that is not an Exception: it ended the program in the middle of a retention."""
+    answer = b"<DeleteResult><Error><Key>other</Key><Code>pa55</Code><Message>pa55</Message></Error></DeleteResult>"
+    proxy.fault = lambda number, method, path: (200, answer) if method == "POST" and "delete" in path else None
+    store = store_at(proxy.port)
+    with trainfold.CheckpointManager(store, keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(trainfold.TrainState(trainer=trainfold.Progress(step=step)))
+    assert "PanicException: an answer that the client cannot take" in caplog.text
+    assert "pa55" not in caplog.text
+    assert trainfold.load(store, like=STATE).trainer.step == 2
+
+
 @pytest.mark.parametrize("status", [pytest.param(403, id="the request"), pytest.param(200, id="each key")])
 def test_credentials_that_may_not_delete_can_save_and_retention_says_what_is_denied(proxy, status, caplog):
     """E04: no lock could be taken, with an error about the network."""
