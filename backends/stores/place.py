@@ -26,9 +26,10 @@ _DISK: Final = re.compile(
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(//?)")
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*:.*?(?<=::)[A-Za-z][A-Za-z0-9+._-]+:/", re.DOTALL)
-# A URL that is not written as one, and would be the name of a directory: with something before it, such as a blank, or without a slash.
+# A URL that is not written as one, and would be the name of a directory: with a blank or a quotation mark before it, or without a slash.
 _MISWRITTEN: Final = re.compile(
-    rf"[^\w/.~]+([A-Za-z][A-Za-z0-9+._-]+):/|({'|'.join((*_ALIKE, 'file'))}):(?!/)", re.IGNORECASE
+    rf"[\s\u200b\u2060\ufeff'\"`<“”\u2018\u2019«]+([A-Za-z][A-Za-z0-9+._-]+):/|({'|'.join((*_ALIKE, 'file'))}):(?!/)",
+    re.IGNORECASE,
 )
 _LOGIN: Final = re.compile(r"(?<=:/)(/?)[^\s\"']*@")
 
@@ -133,10 +134,11 @@ or mounted directory; for a run, pass a store of your own
         raise InvalidArgument(argument, expected="a path or a file:// URL", found=shown(place), fix="pass a str or a pathlib.Path")  # fmt: skip
     found = _SCHEME.match(text)
     if found is None and not is_chain(text):
-        if wrong := _MISWRITTEN.match(text):
+        wrong = _MISWRITTEN.match(text)
+        if wrong and (any(mark in text for mark in "@?#") or not os.path.lexists(text.split("/")[0])):
             scheme = wrong[1] or wrong[2]
             raise InvalidArgument(argument, expected="a path or a URL", found=f"{scheme}: and what it names, which is neither; it is not shown, as it may hold a password",
-                                  fix=f"begin with {scheme}:// and nothing before it, without a name and a password; or with ./ for a directory of that name")  # fmt: skip
+                                  fix=f"begin with {scheme}:// and nothing before it, without a name and a password; or give the absolute path of a directory of that name")  # fmt: skip
         return text
     scheme, rest = ("", "") if found is None else (found[1].lower(), text[found.end() :])
     if found is None or scheme != "file" or is_chain(text):

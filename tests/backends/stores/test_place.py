@@ -92,8 +92,23 @@ def test_what_was_meant_as_a_url_is_no_directory_and_its_password_is_not_shown(
 
 def test_a_path_may_have_colons(tmp_path, monkeypatch):
     """W22: only what begins as a URL is one."""
-    for path in ("a:b@c", "runs/s3:a", "./s3:a", "2026-11-28T12:00", " a", "exp:user:x@y"):
+    for path in (
+        "a:b@c", "runs/s3:a", "./s3:a", "2026-11-28T12:00", " a", "exp:user:x@y", "exp:1/run", "C:/x", "-exp:/b", "+lr:/x", "(ab:/c", "=ab:/x", "🚀ab:/x", "é:/x", "'q/x", " a:/b",
+        str(tmp_path / "s3:a"),
+    ):  # fmt: skip
         assert local_path(path) == path
+
+
+@pytest.mark.parametrize("run", ["s3:", "gs:1/run", "file:a", " exp:/run", "'exp:/run"])
+def test_a_directory_that_is_there_is_a_path_whatever_its_name(run, tmp_path, monkeypatch):
+    """W22: a run in it was read and continued before such names were taken for URLs, and pathlib takes ``./`` away."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument, match="absolute path"):
+        trainfold.save(STATE, run)
+    trainfold.save(STATE, tmp_path / run)
+    for place in (run, Path(run), f"./{run}", Path(f"./{run}")):
+        assert trainfold.load(place, like=STATE) == STATE
+        assert main(["verify", str(place)]) == 0
 
 
 def test_a_file_url_is_the_path_that_it_names(tmp_path, capsys):
