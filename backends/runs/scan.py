@@ -82,8 +82,8 @@ def read_inventory(run: Run) -> Inventory:
 
 
 def _with_order_known(store: Store, inventory: Inventory) -> Inventory:
-    """`with_order_known`, by what the store says; it is asked only where a manifest cannot be read, and of the newest ones that can."""
-    unread = [entry.name for entry in inventory.maybe_newer(None)]
+    """`with_order_known`, by what the store says; it is asked only where a manifest is not known, and of the newest ones that can."""
+    unread = [entry.name for entry in inventory.entries if entry.may_come_back]
     if not unread:
         return inventory
     heads = sorted(heads_of(inventory), key=head_order, reverse=True)[:_COMPARED]

@@ -52,9 +52,9 @@ class Entry:
         return self.problem is not None and self.problem.is_unreadable
 
     @property
-    def is_hidden(self) -> bool:
-        """Whether the store did not even give the first line of its manifest, which says where it belongs."""
-        return self.is_unreadable and self.head is None
+    def may_come_back(self) -> bool:
+        """Whether it has a manifest of which not even the first line is known: that may be given later, or put back."""
+        return self.head is None and self.problem is not None and self.problem.error != _NO_MANIFEST
 
     @property
     def refers(self) -> tuple[str, ...]:
@@ -139,10 +139,7 @@ class Inventory:
         return tuple(
             entry
             for entry in self.entries
-            if entry.head is None
-            and entry.problem is not None
-            and entry.problem.error != _NO_MANIFEST
-            and (refer or entry.problem.error not in _WRONG_BYTES)
+            if entry.may_come_back and entry.problem is not None and (refer or entry.problem.error not in _WRONG_BYTES)
         )
 
     def refers_to(self, name: str) -> bool:
@@ -159,7 +156,10 @@ class Inventory:
         def may_be(entry: Entry, head: Head) -> bool:
             if entry.head is not None:
                 return head_order(entry.head) > head_order(head)
-            return (step_of(entry.name) or 0) >= head.step or directory_of(head.step) not in entry.before
+            is_higher = (
+                step_of(entry.name) or 0
+            ) >= head.step and not head.timeline  # in a later one lower steps are newer
+            return is_higher or directory_of(head.step) not in entry.before
 
         return tuple(entry for entry in self.entries if entry.is_unreadable and (head is None or may_be(entry, head)))
 
@@ -207,9 +207,9 @@ def current_head(inventory: Inventory) -> Head | None:
 
 
 def with_order_known(inventory: Inventory, committed_at: Mapping[str, float | None], latest: str | None) -> Inventory:
-    """Mark of the checkpoints whose manifests cannot be read now before which others they were committed.
+    """Mark of the checkpoints whose manifests are not known now before which others they were committed.
 
-    Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. One is older than another if its step is lower,
+    Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. One is older than another if its step is lower, or the other is in a timeline after the first,
     if it was committed before, and if the hint does not name it. Each of these alone can deceive: a lower step is newer after a rewind, and then it was
     committed later and named by the hint; the times of a copy are those of the copying, which says nothing of their order, and its hint is that of the run.
     What is not marked stops a resume; where a time or the hint is not known, or the hint names it, nothing is marked. A step that was saved again has
@@ -235,7 +235,7 @@ def with_order_known(inventory: Inventory, committed_at: Mapping[str, float | No
         heads = [each.name for each in inventory.entries if each.head is not None]
         return tuple(name for name in heads if at < (committed_at.get(name) or at))
 
-    marked = (attrs.evolve(each, before=others(each)) if each.is_hidden else each for each in inventory.entries)
+    marked = (attrs.evolve(each, before=others(each)) if each.may_come_back else each for each in inventory.entries)
     return attrs.evolve(inventory, entries=tuple(marked))
 
 

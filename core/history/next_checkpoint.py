@@ -67,7 +67,7 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
 
     A deleted ancestor still says where its timeline was left, and the nearest ancestor that exists becomes the parent. If the descent
     is unknown, the steps decide: a step above the newest checkpoint continues it, and a lower step descends from the newest usable
-    checkpoint below it. A checkpoint whose manifest cannot be read now, and from which the state does not come, is left behind too, as
+    checkpoint below it. A checkpoint whose manifest cannot be read now, or has wrong bytes, and from which the state does not come, is left behind too, as
     when an older one was named: the new one is in a timeline that is later than any which that may be in.
 
     Args:
@@ -86,7 +86,7 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
         (1, ((0, 100),), 'step-00000100')
     """
     newest, heads = current_head(inventory), heads_of(inventory)
-    unread = len([each for each in inventory.entries if each.is_hidden])  # each may be in a timeline of its own
+    unread = len([each for each in inventory.entries if each.may_come_back])  # each may be in a timeline of its own
     if descends_from == BEGINNING:
         taken = {of for head in heads for of in (head.timeline, *dict(head.forks))}
         return Head(run_id, step, max(taken, default=-1) + 1 + unread)
@@ -108,11 +108,11 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
 
 
 def _hides(inventory: Inventory, origin: int, step: int) -> bool:
-    """Whether a checkpoint of a higher step cannot be read now that may be in the timeline in which a state goes on: it would be taken for what came of it.
+    """Whether the manifest of a checkpoint of a higher step is not known now that may be in the timeline in which a state goes on: it would be taken for what came of it.
 
     One that was committed before the checkpoint from which the state comes is in an earlier timeline, for in one timeline steps rise with time.
     """
-    found = [entry for entry in inventory.entries if entry.is_hidden]
+    found = [entry for entry in inventory.entries if entry.may_come_back]
     return any((step_of(each.name) or 0) > step and directory_of(origin) not in each.before for each in found)
 
 

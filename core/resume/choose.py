@@ -116,7 +116,7 @@ def _unread(
 ) -> tuple[Problem, ...]:
     """The checkpoints that may be newer than a chosen one, and that could not be read now; not an export, which would not be chosen."""
     step = found.head.step
-    fix = f"; it may be the newest, so no other one is taken unless you name its step: step={step} (on the command line: --step {step})"
+    fix = f"; it may be the newest, so no other one is taken unless you name its step, for one start: step={step} (on the command line: --step {step})"
     return tuple(
         attrs.evolve(entry.problem, fix=f"{_without_proof(entry.problem.fix)}{fix}")
         for entry in inventory.maybe_newer(found.head)

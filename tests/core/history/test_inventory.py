@@ -301,6 +301,17 @@ def test_an_old_manifest_that_cannot_be_read_is_older_by_step_time_and_hint():
     assert may_be_newest(higher, {new: 2.0, directory_of(9): 1.0}, new, directory_of(9)), "a higher step"
 
 
+def test_a_higher_step_is_older_than_what_came_after_a_rewind():
+    """E01: step 4 was taken on purpose, as step 9 could not be read. Each later start was refused until the run came to step 10."""
+    old, new = directory_of(9), directory_of(5)
+    found = run_of([Entry(new, Head("r", 5, timeline=2, forks=((0, 4),))), Entry(old, None, problem=DENIED)])
+    marked = with_order_known(found, {old: 1.0, new: 2.0}, new)
+    assert marked.maybe_newer(current_head(marked)) == ()
+    for times, latest in (({old: 2.0, new: 1.0}, new), ({old: 1.0, new: 2.0}, old), ({old: 1.0, new: 2.0}, None)):
+        marked = with_order_known(found, times, latest)
+        assert [entry.name for entry in marked.maybe_newer(current_head(marked))] == [old]
+
+
 def test_what_is_older_than_the_newest_may_be_newer_than_the_one_before_that():
     """E01: the newest proved damaged, and the run went on from step 2 where step 4 could not be read for a moment."""
     names = [directory_of(step) for step in (2, 4, 7)]
