@@ -27,6 +27,13 @@ _REJECTED: Final = re.compile(  # by their codes, where the client has no class 
 _SKEWED: Final = re.compile(r"\bRequestTimeTooSkewed\b")
 _ELSEWHERE: Final = re.compile(r"\b(AuthorizationHeaderMalformed|PermanentRedirect)\b|redirect without LOCATION")
 _DENIED: Final = re.compile(r"\b403 Forbidden|\b(AccessDenied|AuthorizationPermissionMismatch)\b")
+_BARRED: Final = re.compile(r": 407 |\(407\)$")
+_UNTRUSTED: Final = re.compile(r"\(TLS\)$|\b(SSLError|ClientConnectorCertificateError)\b")
+_NO_SUCH_BUCKET: Final = (
+    re.compile(  # Google and Azure say no more of a list, and an object that is not there has a class of its own
+        r"\b(NoSuchBucket|ContainerNotFound)\b|^GET \S+\?…: 404 Not Found"
+    )
+)
 _NO_BUCKET: Final = "create it, or correct its name"
 _MAY_WRITE: Final = "give these credentials the right to write and delete there, or save elsewhere"
 _MAY_READ: Final = "give these credentials the right to read and list there (without s3:ListBucket, S3 denies what is not there too); this does not prove damage"
@@ -39,7 +46,18 @@ _TOOLS: Final = {
     "az": "`az storage`",
     "abfs": "`az storage`",
 }
+_BY_PROXY: Final = "give HTTPS_PROXY or HTTP_PROXY a login that the proxy takes, or name the store in NO_PROXY"
+_TRUST: Final = (
+    "correct the address of the store, or let this machine trust the authority that has signed its certificate"
+)
 _SET_REGION: Final = "set AWS_REGION to the region of the bucket"
+
+_BY_SIGN: Final = (
+    (_SKEWED, "a request with the time of the store", _SET_CLOCK),
+    (_ELSEWHERE, "the region of the bucket", _SET_REGION),
+    (_BARRED, "a proxy that passes requests on", _BY_PROXY),
+    (_UNTRUSTED, "a store whose certificate is trusted", _TRUST),
+)
 
 
 class NotThere(SaveFailed):
@@ -142,7 +160,7 @@ class BucketErrors:
         if said := missing_credentials(error) or self._refusal(error, "read", _MAY_READ):
             return self._named(CheckpointUnreadable, key, **said)
         found = without_secrets(error)
-        if isinstance(error, FileNotFoundError) or "NoSuchBucket" in found:
+        if isinstance(error, FileNotFoundError) or _NO_SUCH_BUCKET.search(found):
             return self._named(CheckpointUnreadable, key, expected="a bucket", found=found, fix=_NO_BUCKET)
         return self._named(
             CheckpointUnreadable,
@@ -159,12 +177,11 @@ class BucketErrors:
         return kind(self.where(key), expected=expected, found=found, fix=fix)
 
     def _refusal(self, error: BaseException, verb: str, fix: str) -> dict[str, str] | None:
-        """The ``expected``, ``found`` and ``fix`` of a provider's refusal; None of any other error."""
+        """The ``expected``, ``found`` and ``fix`` of a refusal, by a provider or on the way to it; None of any other error."""
         kinds, found = self._kinds, without_secrets(error)
-        if _SKEWED.search(found):
-            return {"expected": "a request with the time of the store", "found": found, "fix": _SET_CLOCK}
-        if _ELSEWHERE.search(found):
-            return {"expected": "the region of the bucket", "found": found, "fix": _SET_REGION}
+        for sign, expected, what in _BY_SIGN:
+            if sign.search(found):
+                return {"expected": expected, "found": found, "fix": what}
         if isinstance(error, kinds.UnauthenticatedError) or _REJECTED.search(found):
             return {"expected": "credentials that the store takes", "found": found, "fix": _RENEW}
         if isinstance(error, kinds.PermissionDeniedError | PermissionError) or _DENIED.search(found):

@@ -31,6 +31,15 @@ _PASSED: Final = re.compile(r"(Unable to extract metadata from headers|Error [a-
 _CLAUSE: Final = re.compile(
     r"[A-Za-z](?:(?! for key )[A-Za-z_ ,.-])*"
 )  # what a client says begins with words of its own
+_UNSENT: Final = "error sending request"
+_WHY: Final = {  # in the detail of a request without an answer, from where its kind is
+    '"dns error"': "no machine of that name is found (DNS)",
+    "kind: ConnectionRefused": "connection refused",
+    "Unreachable,": "no way to that machine",
+    "InvalidCertificate(": "its certificate is not trusted here (TLS)",
+    "ProxyAuthRequired": "the proxy asks for a login (407)",
+    "TimedOut": "no answer in time",
+}
 _CODE: Final = re.compile(
     r"""<Code>([A-Za-z_.]{2,64})</Code>|"(?:code|error)"\s*:\s*"([A-Za-z_.]{2,64})"|\(code: ([A-Za-z_.]{2,64})\)"""
 )
@@ -57,9 +66,9 @@ def without_secrets(error: BaseException) -> str:
     """
     if is_panic(error):
         return f"{type(error).__name__}: an answer that the client cannot take {CUT}"
-    text, mark, _ = str(error).partition(_DETAIL)
+    text, mark, detail = str(error).partition(_DETAIL)
     is_of_client = mark and len(list(_chain(error))) == 1 and not _status_and_code(error)
-    return (_client_said(text) if is_of_client else _library_said(error))[:_LIMIT]
+    return (_client_said(text, detail) if is_of_client else _library_said(error))[:_LIMIT]
 
 
 def is_panic(error: BaseException) -> bool:
@@ -68,7 +77,7 @@ def is_panic(error: BaseException) -> bool:
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")
 
 
-def _client_said(text: str) -> str:
+def _client_said(text: str, detail: str) -> str:
     """What obstore says in its own words. Each form is looked for where the one before it ends: an answer may repeat any of them."""
     at, said = 0, []
     while found := _ABOUT.match(text, at):
@@ -88,6 +97,8 @@ def _client_said(text: str) -> str:
     found, code = _CLAUSE.match(text, at), _CODE.search(text, at)
     said += [found[0].strip()] if found else []
     said += filter(None, code.groups()) if code else ()
+    if text[at:] == _UNSENT:
+        said += [why for sign, why in _WHY.items() if sign in detail.partition("inner: Http(")[2]][:1]
     return ": ".join(said) + (f" {CUT}" if found is None or text[found.end() :].strip(" .") else "")
 
 
