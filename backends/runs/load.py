@@ -52,7 +52,9 @@ from trainfold.core.resume.fall_back import (
     disagreement,
     failure_of,
     lists_again,
+    may_be_deleted,
     outcome_of_all,
+    with_failed,
     without_optional,
 )
 from trainfold.core.resume.planner import plan_resume
@@ -189,12 +191,15 @@ def load_run(  # noqa: PLR0913 - keywords
     inventory, seen, relistings, mended = view.inventory, view.seen, 0, set[str]()
     while True:
         outcome = _planned_alike(store, inventory, target, request, world)
-        if isinstance(outcome, Refusal):
-            again = view_for_all(store, request, world, wanted=wanted, needs=needs, before=view)
-            if not lists_again(relistings, again is not view):
-                raise _at_checkpoint(ResumeRefused(store.url, outcome), outcome)
-            inventory, view, seen, relistings = again.inventory, again, again.seen, relistings + 1
+        look = partial(view_for_all, store, request, world, wanted=wanted, needs=needs)
+        again = _seen_anew(outcome, inventory, partial(look, before=view))
+        if again is not None and lists_again(relistings, again is not view):
+            view, seen, relistings = again, again.seen, relistings + 1
+            known = with_failed(again.inventory, inventory)
+            inventory = examine_for_all(seen, known, request, world, wanted=wanted, needs=needs)
             continue
+        if isinstance(outcome, Refusal):
+            raise _at_checkpoint(ResumeRefused(store.url, outcome), outcome)
         with placed(step=outcome.step):
             if quarantine is not None:
                 quarantine.begin(store, world, outcome.checkpoint)
@@ -221,7 +226,6 @@ def load_run(  # noqa: PLR0913 - keywords
             without = after_failure(inventory, request, outcome.checkpoint, failures)
             if quarantine is not None and outcome.checkpoint not in mended:
                 mended.add(outcome.checkpoint)
-                look = partial(view_for_all, store, request, world, wanted=wanted, needs=needs)
                 without = _with_fetched(store, outcome.checkpoint, inventory, without, world, look=look)
             if without is None:
                 first = next(rank for rank, each in enumerate(told) if each is not None)
@@ -229,6 +233,11 @@ def load_run(  # noqa: PLR0913 - keywords
                 place(reason, rank=world.rank if failure is not None and world.world_size > 1 else None)
                 raise reason
         inventory, seen = examine_for_all(store, without, request, world, wanted=wanted, needs=needs), store
+
+
+def _seen_anew(outcome: ResumePlan | Refusal, inventory: Inventory, look: Callable[[], RunView]) -> RunView | None:
+    """The run as it is now, if the outcome may be due to another process that saves and deletes; every rank calls."""
+    return look() if isinstance(outcome, Refusal) or may_be_deleted(inventory) else None
 
 
 def _with_fetched(  # noqa: PLR0913 - of one call

@@ -6,7 +6,16 @@ from typing import Final, final
 import attrs
 
 from trainfold.core.component_names import selections_differ
-from trainfold.core.errors import CheckpointError, RankFailed, RanksDisagree, ResumeRefused, TrainfoldError, rank_failed
+from trainfold.core.errors import (
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointTorn,
+    RankFailed,
+    RanksDisagree,
+    ResumeRefused,
+    TrainfoldError,
+    rank_failed,
+)
 from trainfold.core.history.inventory import Inventory
 from trainfold.core.history.quarantine import LoadOutcome, outcome_of, worst_outcome
 from trainfold.core.problem import Problem, problem_of, worst_problem
@@ -127,6 +136,38 @@ def lists_again(relistings: int, has_changed: bool) -> bool:  # noqa: FBT001 - o
         has_changed: whether the run holds something else than when it was listed.
     """
     return relistings < RELISTINGS and has_changed
+
+
+def may_be_deleted(inventory: Inventory) -> bool:
+    """Whether a checkpoint lacks files whose manifest was there when the run was listed: another process may have deleted it, after it saved a newer one.
+
+    Args:
+        inventory: what was found since.
+    """
+    gone = (CheckpointMissing.__name__, CheckpointTorn.__name__)
+    return any(
+        each.head is not None and each.problem is not None and each.problem.error in gone for each in inventory.entries
+    )
+
+
+def with_failed(listed: Inventory, before: Inventory) -> Inventory:
+    """A run that was listed again, with what was proved of checkpoints that are still the same ones.
+
+    Args:
+        listed: the run as it is now.
+        before: what was known of it.
+    """
+    for old in before.entries:
+        now = listed.entry(old.name)
+        if (
+            old.head is not None
+            and old.problem is not None
+            and not old.is_unreadable
+            and now is not None
+            and now.head == old.head
+        ):
+            listed = listed.with_entry(attrs.evolve(now, problem=old.problem))
+    return listed
 
 
 @final

@@ -302,6 +302,27 @@ def test_live_objects_that_are_read_in_place_count_no_attempt(tmp_path, monkeypa
     assert restored() == 2
 
 
+@pytest.mark.parametrize("others", [(4,), (4, 8)])
+def test_a_reader_whose_checkpoint_is_deleted_looks_for_a_newer_one_before_it_takes_an_older_one(others):
+    """E01: a program that evaluates, beside one that trains and deletes; it took the older one, with a warning."""
+    store = saved_run(4, 6)
+    done = []
+
+    class Deleted(Faulty):
+        def read_into(self, name, buffer, *, start=0):
+            if name.startswith("step-00000006/"):
+                if not done and 8 in others:
+                    trainfold.save(state_at(8), store)
+                done.append(name)
+                store.delete("step-00000006/")
+            self.inner.read_into(name, buffer, start=start)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if 8 in others else "ignore")
+        assert trainfold.load(Deleted({}, inner=store), like=state_at(0)).trainer.step == others[-1]
+    assert done
+
+
 # --- what a run goes on with -----------------------------------------------------------------------------------------
 
 
