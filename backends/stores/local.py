@@ -149,8 +149,11 @@ class LocalStore:
         return None if found is None else found.st_size
 
     def committed_at(self, name: str) -> float | None:
-        """See `Store.committed_at`: the time of the file's last change of contents."""
-        found = self._stat(name)
+        """See `Store.committed_at`: the time of the file's last change of contents; in a directory without rights, that of the directory, before which it was committed."""
+        try:
+            found = self._stat(name)
+        except PermissionError:
+            found = os.stat(os.path.dirname(self._where(name)))  # noqa: PTH116, PTH120
         return None if found is None else found.st_mtime
 
     def list(self, prefix: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from trainfold import CheckpointManager, Progress
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.scan import read_inventory
-from trainfold.backends.stores import local, os_errors
+from trainfold.backends.stores import local, os_errors, staged_files
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import CheckpointUnreadable, HalfRestored, ResumeRefused, RunNotRestored, TrainfoldError
@@ -272,6 +272,26 @@ def test_a_manifest_that_a_disk_does_not_give_is_refused_by_name(run, monkeypatc
         opened(run)
     assert refused.value.refusal.reasons[0].where == f"{run}/step-00000002/{MANIFEST}"
     assert trainfold.load(run, like=state_at(0), step=1).trainer.step == 1
+
+
+@pytest.mark.parametrize("shut", [1, 2])
+def test_a_directory_without_rights_stops_a_resume_only_if_it_may_be_the_newest(run, monkeypatch, shut):
+    """P07: one of another user, which is older, stopped each start for good: not even the time of its manifest is given."""
+    opened_directory = local.open_directory
+
+    def denied(root, directory):
+        if directory == f"step-0000000{shut}":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{root}/{directory}")
+        return opened_directory(root, directory)
+
+    monkeypatch.setattr(local, "open_directory", denied)
+    monkeypatch.setattr(staged_files, "open_directory", denied)
+    if shut == 2:
+        with pytest.raises(ResumeRefused, match="step=1"):
+            opened(run)
+    else:
+        with pytest.warns(CheckpointPassedOver, match="step-00000001"):
+            assert opened(run) == 2
 
 
 def test_a_step_that_is_asked_for_and_cannot_be_read_is_that_error(run, monkeypatch):
