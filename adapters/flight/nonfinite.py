@@ -132,14 +132,23 @@ class NonFiniteWatch:
         self._kept.clear()
         self._known.clear()
 
-    def broken(self) -> list[LeafText]:
-        """The trainable parameters that are not finite, of modules that were called. One with infinities alone, which it had when it was first seen, is so by design.
+    def attach(self, objects: Mapping[str, Any]) -> None:
+        """Name modules as these, and take their parameters for all that is trained: a module may be used without a call, as by its `forward`."""
+        self.attached = objects
+        for module in self._trained():
+            self._note_infinite(module)
 
-        Where something is attached, all that is trained is.
-        """
+    def broken(self) -> list[LeafText]:
+        """The trainable parameters that are not finite, of what is attached, else of modules that were called. One with infinities alone, which it had when it was first seen, is so by design."""
+        return [
+            attrs.evolve(leaf, path=".".join(filter(None, (self._name(module), leaf.path))))
+            for module in self._trained() or self._modules()
+            for leaf in self._broken(module)
+        ]
+
+    def _trained(self) -> list[torch.nn.Module]:
         roots = [each for each in self.attached.values() if isinstance(each, torch.nn.Module)]
-        own = {module for root in roots for module in root.modules()}
-        return [leaf for module in self._modules() if module in own or not roots for leaf in self._broken(module)]
+        return [*dict.fromkeys(module for root in roots for module in root.modules())]
 
     def _broken(self, module: torch.nn.Module) -> list[LeafText]:
         by_design = self._infinite.get(module, {})
@@ -151,6 +160,9 @@ class NonFiniteWatch:
         if torch.compiler.is_compiling():
             return
         self._called[id(module)] = weakref.ref(module)
+        self._note_infinite(module)
+
+    def _note_infinite(self, module: torch.nn.Module) -> None:
         if module not in self._infinite and not _is_captured():
             self._infinite[module] = {leaf.path: leaf.what for leaf in _not_finite(module) if "nan" not in leaf.what}
 

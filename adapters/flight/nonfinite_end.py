@@ -74,8 +74,9 @@ class NonFiniteEnd:
         if "loss" in bad or (is_broken and (bad or is_made)):
             self._end(step, f"the recorded {bad[0]}" if bad else "a parameter")
         self._watch.harmless()
-        if is_broken and self._broke_in is None:
-            self._broke_in = step
+        self._broke_in = None if not is_broken else self._broke_in or step
+        if is_broken and step >= self._orders.steps:  # no step follows whose outputs would show it
+            self._end(self._broke_in, "a parameter")
 
     def recorded(self, lines: Sequence[LogLine]) -> None:
         """Judge a pure step, which takes no step that it leaves out, by its records."""
@@ -91,7 +92,8 @@ class NonFiniteEnd:
         Args:
             objects: component -> what is attached.
         """
-        self._watch.attached, self._watch.is_looking = objects, True
+        self._watch.attach(objects)
+        self._watch.is_looking = True
 
     def closed(self) -> None:
         """Note that no step follows: what the program does from here on, as an evaluation, is of none. The step under way still counts, in which it may have given up."""
@@ -110,6 +112,8 @@ class NonFiniteEnd:
             self._end(
                 step, "", f"\nthe program ended in this step with {type(error).__name__}: {error}" if is_told else ""
             )
+        if self._broke_in is not None and not is_after and self._watch.broken():
+            self._end(self._broke_in, "a parameter")
 
     def _end(self, step: int | None, what: str, why: str = "") -> None:
         """Write down what was found, and end this process at once: what it would train from here on is worthless."""
@@ -117,8 +121,9 @@ class NonFiniteEnd:
         known = "; ".join(self._watch.known[:_SHOWN])
         but = f", but for those that gave the same in steps that went well: {known}" if known else ""
         text = f"{what} is not finite, and the output of every module is{but}" if found is None else str(found)
-        if self._watch.is_broken and self._broke_in is not None:
-            why = f"\nparameters became so in step {self._broke_in}, by their gradients or the optimizer{why}"
+        if (found is None or self._watch.is_broken) and self._broke_in is not None:
+            leaves = "" if found else "".join(f"\n  {leaf}" for leaf in self._watch.broken()[:_SHOWN])
+            why = f"\nparameters became so in step {self._broke_in}, by their gradients or the optimizer{leaves}{why}"
         if found is None and torch.distributed.is_initialized():
             time.sleep(_WAITED_SECS)
         if found is not None or not (notes / NONFINITE_NAME).exists():

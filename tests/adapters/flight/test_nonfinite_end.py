@@ -229,6 +229,29 @@ def test_parameters_that_a_gradient_broke_are_said_to_be_of_the_step_before(begu
     assert found()["text"].splitlines()[-1] == "parameters became so in step 2, by their gradients or the optimizer"
 
 
+@pytest.mark.parametrize("broken_in", [100, 99])
+def test_parameters_that_nothing_shows_are_said_after_the_last_step(begun, tmp_path, broken_in):
+    """A replay up to that step, or of a program that ends itself before it, said that all is finite. A module whose `forward` is called is seen by no hook."""
+    watch, found = begun
+    recorder = FlightRecorder(FlightFile(tmp_path / "flight-00000.log"), 0, orders=watch._orders)
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 1), "never": torch.nn.Linear(1, 1)})
+    torch.nn.init.constant_(model["never"].bias, -torch.inf)  # by design
+    recorder.watch(attach(model))
+    recorder.advanced(Progress(broken_in - 1))
+    torch.nn.init.constant_(model["head"].weight, torch.nan)
+    model["head"].forward(torch.ones(1, 2))
+    if broken_in < 100:
+        recorder.advanced(Progress(broken_in))
+    with pytest.raises(Ended):
+        recorder.advanced(Progress(100)) if broken_in == 100 else recorder._nonfinite._at_exit()
+    assert found()["step"] == broken_in
+    assert found()["text"].splitlines() == [
+        "a parameter is not finite, and the output of every module is",
+        f"parameters became so in step {broken_in}, by their gradients or the optimizer",
+        "  head.weight: float32[1, 2], 2 not finite (nan)",
+    ]
+
+
 def test_a_module_that_gave_the_same_in_a_step_that_went_well_is_named_with_the_step(begun):
     """The step was that after it, and the module another one, where a loop records only losses that are finite, as one with a scaler may do."""
     watch, found = begun
