@@ -38,6 +38,22 @@ class Result:
     is_left: bool = False
 
 
+@final
+@attrs.frozen
+class _Stretch:
+    """Lines of one process, until it ends or goes back, that the present run goes through.
+
+    Attributes:
+        before: the stretch before it.
+        begin: the index of its first line; -1 for lines before any start.
+        last: the step from which the next stretch goes on.
+    """
+
+    before: "_Stretch | None"
+    begin: int
+    last: int
+
+
 def evaluations_of(page: RunPage) -> dict[str, list[Result]]:
     """Metric -> each evaluation that is recorded, in the order of their steps. One that was recorded again, with the same result, is there once.
 
@@ -50,16 +66,13 @@ def evaluations_of(page: RunPage) -> dict[str, list[Result]]:
         [(2, 0.5, False), (4, nan, True)]
     """
     found: dict[str, dict[tuple[int, str], Result]] = {}
-    lowest = math.inf  # the first step that a process after this line has begun at
-    for line in reversed(page.journal):
-        if line.step is None:
-            continue
-        if line.kind in ("started", "restored"):
-            lowest = min(lowest, line.step)
+    for line, highest in zip(reversed(page.journal), reversed(_highest_steps(page.journal)), strict=True):
         name, score = line.data.get("metric"), _score(line)
-        if line.kind in ("evaluated", "best") and isinstance(name, str) and score is not None:
-            made = Result(line.step, score, line.at, is_left=line.step > lowest)
-            found.setdefault(name, {}).setdefault((line.step, repr(score)), made)
+        if line.step is None or line.kind not in ("evaluated", "best") or not isinstance(name, str) or score is None:
+            continue
+        made, results = Result(line.step, score, line.at, is_left=line.step > highest), found.setdefault(name, {})
+        if results.setdefault((line.step, repr(score)), made).is_left and not made.is_left:
+            results[line.step, repr(score)] = made
     found = dict(reversed(found.items()))
     if page.best is not None:
         known = found.setdefault(page.best.record.metric, {})
@@ -67,6 +80,29 @@ def evaluations_of(page: RunPage) -> dict[str, list[Result]]:
             if entry.score is not None and (entry.step, repr(entry.score)) not in known:
                 known[entry.step, repr(entry.score)] = Result(entry.step, entry.score)
     return {name: sorted(known.values(), key=lambda each: each.step) for name, known in found.items() if known}
+
+
+def _highest_steps(journal: Sequence[JournalLine]) -> list[float]:
+    """For each line, the highest step up to which the present run has what was recorded there.
+
+    A stretch ends where a process begins or goes back. A resume goes on after the stretch that saved its checkpoint, and not always after the last one: a process
+    that went back, and saved nothing after that, is resumed from a later checkpoint than it went back to.
+    """
+    before: _Stretch | None = None
+    begin = -1
+    saved: dict[int, tuple[_Stretch | None, int]] = {}
+    begins = []
+    for at, line in enumerate(journal):
+        if line.kind == "committed" and line.step is not None:
+            saved[line.step] = before, begin
+        elif line.kind in ("started", "restored") and line.step is not None:
+            before, begin = _Stretch(*saved.get(line.step, (before, begin)), line.step), at
+        begins.append(begin)
+    highest, lowest = {begin: math.inf}, math.inf
+    while before is not None:
+        highest[before.begin] = lowest = min(lowest, before.last)
+        before = before.before
+    return [highest.get(begin, -math.inf) for begin in begins]
 
 
 def _score(line: JournalLine) -> float | None:

@@ -71,6 +71,19 @@ def test_evaluations_of_states_that_a_resume_left_behind_are_no_part_of_the_line
     )
 
 
+def test_a_resume_from_a_later_checkpoint_than_the_run_went_back_to_keeps_its_results():
+    """W22: the run went back from 75 to 60 and was killed before it saved again. It was resumed from 70, whose evaluation was said to be left behind."""
+    back, resume = JournalLine(1e9, "restored", 60), JournalLine(1e9, "started", 70)
+    saves = [(evaluated(step, step / 100), JournalLine(1e9, "committed", step)) for step in (60, 70)]
+    lines = [JournalLine(1e9, "started", 0), *saves[0], *saves[1], evaluated(72, 0.72)]
+    page = page_with(*lines, back, evaluated(65, 0.65), resume, evaluated(80, 0.8))
+    found = [(each.step, each.is_left) for each in evaluations_of(page)["acc"]]
+    assert found == [(60, False), (65, True), (70, False), (72, True), (80, False)]
+    page = page_with(*lines, back, evaluated(70, 0.1), JournalLine(1e9, "committed", 70), resume)
+    found = [(each.score, each.is_left) for each in evaluations_of(page)["acc"] if each.step == 70]
+    assert sorted(found) == [(0.1, False), (0.7, True)], "saved again: the newer state is the run"
+
+
 def test_thousands_of_names_are_counted_and_some_are_drawn():
     """A loop that records a name for each layer made a page of a thousand charts."""
     lines = [evaluated(10, number / 7, metric=f"m{number}") for number in range(1000)]
@@ -84,18 +97,21 @@ def test_thousands_of_names_are_counted_and_some_are_drawn():
 
 LINES = st.lists(
     st.builds(evaluated, st.integers(0, 9), st.sampled_from([0.5, 1.0, "nan", "inf", "x", None, True]), metric=st.sampled_from("ab"))
-    | st.builds(JournalLine, st.just(1e9), st.sampled_from(["started", "restored"]), st.none() | st.integers(0, 9)),
+    | st.builds(JournalLine, st.just(1e9), st.sampled_from(["started", "restored", "committed"]), st.none() | st.integers(0, 9)),
     max_size=12,
 )  # fmt: skip
 
 
 @given(LINES)
 def test_the_newest_results_of_each_step_belong_to_the_run(lines):
-    """W22: what a plain model of a run keeps: a start at a step drops the results of later steps."""
-    model, seen = {}, set()
+    """W22: what a plain model of a run keeps: a start at a step drops the results of later steps, and those of what came after the save it went on from."""
+    model, seen, saved = {}, set(), {}
     for line in lines:
-        if line.kind != "evaluated":
-            model = {key: None for key in model if line.step is None or key[1] <= line.step}
+        if line.kind == "committed":
+            if line.step is not None:
+                saved[line.step] = model  # which has what comes before the next start, too
+        elif line.kind != "evaluated":
+            model = {key: None for key in saved.get(line.step, model) if line.step is None or key[1] <= line.step}
         elif line.data["score"] in (0.5, "nan", "inf") or (
             line.data["score"] is not True and line.data["score"] == 1.0
         ):
