@@ -17,7 +17,6 @@ from trainfold.core.component_names import BUILTIN_COMPONENTS, validate_componen
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Inventory, current_head
-from trainfold.core.markup.texts import count_text
 from trainfold.core.problem import error_from
 
 
@@ -218,6 +217,8 @@ def nothing_complete(inventory: Inventory, *, under_way: Collection[str] = ()) -
         inventory: the run.
         under_way: the checkpoints that are being written.
     """
+    from trainfold.core.markup.texts import count_text  # for this error alone
+
     begun = [entry for entry in inventory.entries if entry.head is None and entry.name not in under_way]
     problems = [entry.problem for entry in inventory.entries if entry.head is not None and entry.problem is not None]
     found = [count_text(len(under_way), "save") + " under way"] if under_way else []

@@ -13,7 +13,7 @@ import attrs
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.user_warning import warn_user
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointError, CheckpointHostile, CommitConflict, FutureVersion
+from trainfold.core.errors import CheckpointError, CheckpointHostile, CheckpointMissing, CommitConflict, FutureVersion
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import MANIFEST_LIMIT_BYTES
 from trainfold.core.history.quarantine import (
@@ -179,8 +179,10 @@ def _read(store: Store) -> _Found:
             raise CheckpointHostile(
                 where, expected=f"at most {QUARANTINE_LIMIT_BYTES} bytes", found=size, fix=QUARANTINE_FIX
             )
-        data = store.read(QUARANTINE_FILE, start=0, stop=size)
+        data = store.read(QUARANTINE_FILE)  # all that is there now: a load beside this may have replaced it
         return _Found(quarantine_from_json(data, where), data)
+    except CheckpointMissing:
+        return _Found()  # a load beside this has ended
     except (CheckpointError, OSError) as error:
         return _Found(data=data, error=error)
 

@@ -30,16 +30,17 @@ def test_a_manifest_of_the_disk_that_cannot_be_read_is_not_passed_over_for_an_ol
             raise OSError(code, os.strerror(code))
         return pread(fd, *more)
 
-    monkeypatch.setattr(os, "pread", read)
-    monkeypatch.setattr(os_errors, "is_own_disk", lambda _: True)
-    for _ in range(4):
-        with (
-            pytest.raises(
-                SaveFailed, match=rf"step-00000004/manifest.json.*{os.strerror(code)}.*delete that directory"
-            ),
-            CheckpointManager(TwoTiers(near, far)) as manager,
-        ):
-            manager.load(state_at(0))
+    with monkeypatch.context() as patched:  # until here: a new file may get the number of the old one
+        patched.setattr(os, "pread", read)
+        patched.setattr(os_errors, "is_own_disk", lambda _: True)
+        for _ in range(4):
+            with (
+                pytest.raises(
+                    SaveFailed, match=rf"step-00000004/manifest.json.*{os.strerror(code)}.*delete that directory"
+                ),
+                CheckpointManager(TwoTiers(near, far)) as manager,
+            ):
+                manager.load(state_at(0))
     assert LocalStore(near).list() == ["run.json", "step-00000002", "step-00000004"]
     shutil.rmtree(near / "step-00000004")
     with CheckpointManager(TwoTiers(near, far)) as manager:

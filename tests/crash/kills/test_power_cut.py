@@ -124,9 +124,10 @@ def promised_by(said):
 @pytest.mark.timeout(120)
 def test_such_a_cut_takes_away_what_others_had_acknowledged(disk, writer):
     """Teeth: a power cut that never loses anything would prove nothing. This writer syncs no directory."""
-    chance, lost = random.Random(5), 0
-    for cut in range(3):
-        run = disk.mounted / f"rival-{cut}"
+    chance, lost, cuts = random.Random(5), 0, 0
+    while not lost and cuts < 9:  # on a busy machine the disk may have been synced meanwhile
+        cuts += 1
+        run = disk.mounted / f"rival-{cuts}"
         said = saved_until_cut(disk, writer, "torch", run, chance)
         acknowledged = max((step for what, step, _ in said if what == "ack"), default=0)
         try:
@@ -137,5 +138,5 @@ def test_such_a_cut_takes_away_what_others_had_acknowledged(disk, writer):
             except Exception:  # noqa: BLE001
                 lost += acknowledged > 0
         shutil.rmtree(run)
-    say(f"torch.save, fsync, replace: the acknowledged state was lost in {lost} of 3 cuts")
+    say(f"torch.save, fsync, replace: the acknowledged state was lost in {lost} of {cuts} cuts")
     assert lost

@@ -139,6 +139,26 @@ def test_a_record_that_cannot_be_read_stops_nothing_and_is_kept_aside(store, dat
     assert read_inventory(store).problem is None
 
 
+@pytest.mark.parametrize("becomes", ["gone", "longer"])
+@pytest.mark.filterwarnings("error")
+def test_a_record_that_a_load_beside_this_changes_is_what_it_is_then(store, monkeypatch, becomes):
+    """P07: an upload looked at the run while a load ended in it, and warned of a file that it had not found."""
+    die(store, EIGHT)
+    size, whole = store.size, store.read(QUARANTINE_FILE)
+
+    def changed(name):
+        found = size(name)
+        if name == QUARANTINE_FILE:
+            store.delete(name)
+            if becomes == "longer":
+                store.commit(name, whole)
+                return found - 9
+        return found
+
+    monkeypatch.setattr(store, "size", changed)
+    assert list(quarantined(store)) == ([] if becomes == "gone" else [EIGHT])
+
+
 def test_a_record_of_a_newer_version_is_left_alone(store, caplog):
     data = sealed(document(version=2))
     store.commit(QUARANTINE_FILE, data)
