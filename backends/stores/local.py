@@ -158,15 +158,17 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`. Links to a sibling, such as `point` makes, are hints and left out."""
-        try:
-            with open_directory(self._root, prefix_directory(prefix)) as parent, os.scandir(parent) as entries:
-                return sorted(
-                    entry.name
-                    for entry in entries
-                    if is_component(entry.name) and not (entry.is_symlink() and _is_hint(parent, entry.name))
-                )
-        except FileNotFoundError:
-            return []
+        directory = prefix_directory(prefix)
+        with named_reads(self._where(directory)):
+            try:
+                with open_directory(self._root, directory) as parent, os.scandir(parent) as entries:
+                    return sorted(
+                        entry.name
+                        for entry in entries
+                        if is_component(entry.name) and not (entry.is_symlink() and _is_hint(parent, entry.name))
+                    )
+            except FileNotFoundError:
+                return []
 
     # --- writing -------------------------------------------------------------------------------------------------
 

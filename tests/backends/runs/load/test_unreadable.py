@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -274,6 +275,19 @@ def test_a_manifest_that_a_disk_does_not_give_is_refused_by_name(run, monkeypatc
     assert trainfold.load(run, like=state_at(0), step=1).trainer.step == 1
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_run_of_which_the_disk_gives_no_list_is_refused_by_name(run, monkeypatch, code):
+    """P07: it was an OSError without the name of a file; and nothing begins from scratch there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", mock.Mock(side_effect=OSError(code, os.strerror(code))))
+        with pytest.raises(ResumeRefused, match=re.escape(f"{run}: expected a file that can be read")) as refused:
+            trainfold.load(run, like=state_at(0))
+        assert not refused.value.refusal.finds_nothing
+        with pytest.raises(TrainfoldError, match=re.escape(os.strerror(code))), CheckpointManager(run) as manager:
+            manager.save(state_at(1))
+    assert opened(run) == 2
+
+
 @pytest.mark.parametrize("shut", [1, 2])
 def test_a_directory_without_rights_stops_a_resume_only_if_it_may_be_the_newest(run, monkeypatch, shut):
     """P07: one of another user, which is older, stopped each start for good: not even the time of its manifest is given."""
@@ -404,3 +418,22 @@ def test_a_run_of_which_nothing_can_be_read_now_is_not_taken_for_a_new_one(start
         manager.save(state_at(1))
     store.part = ""
     assert opened(store) == 1
+
+
+@pytest.mark.parametrize("verb", ["list", "size"])
+def test_a_run_that_does_not_answer_for_a_moment_is_not_taken_for_a_new_one(run, monkeypatch, verb):
+    """A14: a program that does not restore saved beside it, as the manager saw no checkpoint when it looked once."""
+    call = getattr(LocalStore, verb)
+    for failing_call in (1, 2, 3):
+        calls = itertools.count(1)
+
+        def once(store, *args, calls=calls, failing_call=failing_call):
+            if next(calls) == failing_call:
+                raise CheckpointUnreadable(store.url, expected="an answer", found="503", fix="try again")
+            return call(store, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, verb, once)
+            with pytest.raises((RunNotRestored, CheckpointUnreadable)), CheckpointManager(run) as manager:
+                manager.save(state_at(9))
+    assert opened(run) == 2
