@@ -79,11 +79,14 @@ def first_of_ranks(
 ) -> tuple[int, StepDifference] | None:
     """The first difference between the logs of two runs on any rank that both have, with the rank.
 
-    One rank with another batch gives all of them another loss: of several in one step it is that one, which explains the others.
+    One rank with another batch gives all of them another loss: of several in one step it is that one, which explains the others. So does one with another loss of its
+    own, where the others have another norm alone.
     """
     pairs = ((rank, first_step_apart(one[rank], other[rank], after=after, until=until)) for rank in sorted(one.keys() & other.keys()))  # fmt: skip
     found = [(rank, each) for rank, each in pairs if each is not None]
-    return min(found, key=lambda each: (each[1].step, not each[1].is_of_one_rank), default=None)
+    return min(
+        found, key=lambda each: (each[1].step, not each[1].is_of_one_rank, "loss" not in each[1].parts), default=None
+    )
 
 
 def _uncompared(request: ReplayRequest, made: ScratchRun) -> Answer:
