@@ -202,20 +202,35 @@ def release(held: HeldLock) -> None:
     Does nothing in a forked child, which released its copy at the fork: the descriptor may belong to another file by now.
     """
     if held in _HELD:
+        is_open = _is_open(held)
         with suppress(OSError):  # so that no one takes a living process for the writer after its release
-            os.ftruncate(held.fd, 0)
+            if is_open:
+                os.ftruncate(held.fd, 0)
         with suppress(OSError):  # the device is gone: what was saved is saved
             # for all copies of the descriptor: a child that was just forked may still have one
-            fcntl.flock(held.fd, fcntl.LOCK_UN)
+            if is_open:
+                fcntl.flock(held.fd, fcntl.LOCK_UN)
         _HELD.discard(held)  # here, so that an interrupted caller can try again, and no descriptor is closed twice
         with suppress(OSError):
-            os.close(held.fd)
+            if is_open:
+                os.close(held.fd)
+
+
+def _is_open(held: HeldLock) -> bool:
+    """Whether its descriptor is still that of the lock: a program that closes what it has not opened frees the number for another file."""
+    try:
+        opened = os.fstat(held.fd)
+    except OSError:
+        return False
+    return (opened.st_dev, opened.st_ino) == held.file
 
 
 def _drop_in_child() -> None:
     """A forked child, such as a loader's worker, shares the lock: unless it closes its copy, the lock outlives its owner."""
     for held in _HELD:
-        os.close(held.fd)
+        with suppress(OSError):
+            if _is_open(held):
+                os.close(held.fd)
     _HELD.clear()
 
 

@@ -82,3 +82,23 @@ def test_a_living_process_and_one_on_another_host_are_refused_at_once(start, tmp
     with pytest.raises(RunLocked, match=f"process {holder.pid} on .*; wait for it or stop it"):
         take(tmp_path)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("where", ["forked child", "release"])
+def test_a_number_that_another_file_has_by_now_is_neither_closed_nor_written(tmp_path, where):
+    """C03: something else closed the descriptor of a lock, and a loader's workers then closed the pipe of their results, and waited for ever."""
+    held = run_lock.acquire(str(tmp_path))
+    os.close(held.fd)
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    assert other == held.fd
+    os.write(other, b"bytes")
+    if where == "release":
+        run_lock.release(held)
+        assert os.fstat(other).st_size == 5
+    else:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if os.write(other, b"more") == 4 and not run_lock._HELD else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        run_lock.release(held)
+    os.close(other)
