@@ -26,10 +26,12 @@ _DISK: Final = re.compile(
 # Two letters at least, so that C:/ is a drive; one slash is enough, because pathlib makes s3:/ of s3://.
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(//?)")
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*:.*?(?<=::)[A-Za-z][A-Za-z0-9+._-]+:/", re.DOTALL)
-# A URL that is not written as one, and would be the name of a directory: with a blank or a quotation mark before it, or without a slash.
+# A URL that is not written as one, and would be the name of a directory: without a slash; with a blank or a quotation mark before it; or with any other sign, such as
+# a bracket or an invisible mark of direction, if the scheme is a provider's or a password may follow.
+_KNOWN: Final = "|".join((*_ALIKE, "file"))
 _MISWRITTEN: Final = re.compile(
-    rf"[\s\u200b\u2060\ufeff'\"`<“”\u2018\u2019«]+([A-Za-z][A-Za-z0-9+._-]+):/|({'|'.join((*_ALIKE, 'file'))}):(?!/)",
-    re.IGNORECASE,
+    rf"(?:[\s\u200b\u2060\ufeff'\"`<“”\u2018\u2019«]+|[^\w/.~]+(?=(?:{_KNOWN}):/|[^/]*:/.*[@?]))([A-Za-z][A-Za-z0-9+._-]+):/|({_KNOWN}):(?!/)",
+    re.IGNORECASE | re.DOTALL,
 )
 _LOGIN: Final = re.compile(r"(?<=:/)(/?)[^\s\"']*@")
 

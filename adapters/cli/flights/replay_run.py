@@ -79,8 +79,8 @@ def first_of_ranks(
 ) -> tuple[int, StepDifference] | None:
     """The first difference between the logs of two runs on any rank that both have, with the rank.
 
-    One rank with another batch gives all of them another loss: of several in one step it is that one, which explains the others. So does one with another loss of its
-    own, where the others have another norm alone.
+    One rank with another batch gives all of them another loss: of several in one step it is that one, which explains the others. Of those with
+    another loss or norm alone it is one with another loss, which shows more; that does not prove which rank it was.
     """
     pairs = ((rank, first_step_apart(one[rank], other[rank], after=after, until=until)) for rank in sorted(one.keys() & other.keys()))  # fmt: skip
     found = [(rank, each) for rank, each in pairs if each is not None]

@@ -24,15 +24,8 @@ def only_rank(flights: tuple[Logs, Logs], rank: int, first: StepDifference) -> i
     if one.keys() != other.keys():
         return None
     found = (step_difference(one[each], other[each], first.step) for each in one.keys() & other.keys())
-    alike = [each for each in found if each is not None and _may_be_of(each, first)]
+    alike = [each for each in found if each is not None and each.is_of_one_rank == first.is_of_one_rank]
     return rank if len(alike) == 1 else None
-
-
-def _may_be_of(each: StepDifference, first: StepDifference) -> bool:
-    """Whether a rank may be the one that computed otherwise, too. A loss that is not reduced is its rank's own: one that is the same there excludes it."""
-    if first.is_of_one_rank or each.is_of_one_rank:
-        return each.is_of_one_rank == first.is_of_one_rank
-    return "loss" not in first.parts or "loss" not in each.same
 
 
 def of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:

@@ -57,7 +57,7 @@ def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, mon
 
 @pytest.mark.parametrize(
     "url",
-    ["s3:user:pa55@b", "S3:user:pa55@b/run", " s3://user:pa55@b/run", "\ts3://b/run?sig=pa55", "'gs://user:pa55@b'", "\ufeffaz://user:pa55@b", "file:user:pa55@b", " hdfs://user:pa55@b"],
+    ["s3:user:pa55@b", "S3:user:pa55@b/run", " s3://user:pa55@b/run", "\ts3://b/run?sig=pa55", "'gs://user:pa55@b'", "\ufeffaz://user:pa55@b", "file:user:pa55@b", " hdfs://user:pa55@b", "\u202as3://user:pa55@b/run", "[s3://user:pa55@b/run]", "(hdfs://user:pa55@b)", "=gs://b/run"],
 )  # fmt: skip
 def test_what_was_meant_as_a_url_is_no_directory_and_its_password_is_not_shown(
     url, tmp_path, monkeypatch, capfd, caplog
