@@ -9,7 +9,8 @@ from typing import Final
 
 _KILLED: Final = 1 << 8  # SIGKILL, of the pending signals in /proc/PID/status
 _EXITING: Final = 0x4  # PF_EXITING, of the flags in /proc/PID/stat
-_NAMED: Final = re.compile(r"process (\d{1,9}) on (\S.*)")
+_PID: Final = re.compile(r"process (\d{1,9}) on ")
+_NAMED: Final = re.compile(rf"{_PID.pattern}(\S.*)")
 _CLOCK_SECS: Final = 2.0  # of a start, which is known in hundredths, and of the times of files and objects
 _START: Final = 19  # the place of the start in what `_fields` gives
 
@@ -17,6 +18,12 @@ _START: Final = 19  # the place of the start in what `_fields` gives
 def myself() -> str:
     """This process, such as ``process 12 on node-3``."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def pid_of(holder: str) -> int:
+    """The number in a text that begins as `myself`; 0 if it has none."""
+    named = _PID.match(holder)
+    return 0 if named is None else int(named[1])
 
 
 def has_ended(holder: str) -> bool:
@@ -102,7 +109,7 @@ def _exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # of another user
     return True
 
 

@@ -105,7 +105,7 @@ def list_store(
     present = [entry.name for entry in lineage(inventory)]
     names = pointed_names(store)
     times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
-    writers = writers_in(store, [entry.name for entry in inventory.entries if entry.is_unfinished])
+    writers = writers_in(store, inventory.unfinished)
     listed = [
         Listed(
             entry,

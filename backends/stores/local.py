@@ -126,19 +126,18 @@ class LocalStore:
     @contextmanager
     def opened(self, name: str) -> Iterator[Callable[[memoryview, int], None]]:
         """Open a file once for many reads: gives a function ``(buffer, start)`` like `read_into`."""
+        where = self._where(name)
         with ExitStack() as held:
-            with named_reads(self._where(name)):  # not around what the caller does
+            with named_reads(where):  # not around what the caller does
                 fd, size_bytes = held.enter_context(open_file(self._root, *split_name(name)))
 
             def read_into(buffer: memoryview, start: int) -> None:
                 view, done = buffer.cast("B"), 0
-                with named_reads(self._where(name)):
+                with named_reads(where):
                     while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
                         done += count
                 if done < len(view):
-                    raise torn(
-                        self._where(name), expected_bytes=start + len(view), found_bytes=min(size_bytes, start + done)
-                    )
+                    raise torn(where, expected_bytes=start + len(view), found_bytes=min(size_bytes, start + done))
 
             yield read_into
 

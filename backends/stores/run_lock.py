@@ -201,19 +201,19 @@ def release(held: HeldLock) -> None:
 
     Does nothing in a forked child, which released its copy at the fork: the descriptor may belong to another file by now.
     """
-    if held in _HELD:
-        is_open = _is_open(held)
+    if held not in _HELD:
+        return
+    is_open = _is_open(held)
+    if is_open:
         with suppress(OSError):  # so that no one takes a living process for the writer after its release
-            if is_open:
-                os.ftruncate(held.fd, 0)
+            os.ftruncate(held.fd, 0)
         with suppress(OSError):  # the device is gone: what was saved is saved
             # for all copies of the descriptor: a child that was just forked may still have one
-            if is_open:
-                fcntl.flock(held.fd, fcntl.LOCK_UN)
-        _HELD.discard(held)  # here, so that an interrupted caller can try again, and no descriptor is closed twice
+            fcntl.flock(held.fd, fcntl.LOCK_UN)
+    _HELD.discard(held)  # here, so that an interrupted caller can try again, and no descriptor is closed twice
+    if is_open:
         with suppress(OSError):
-            if is_open:
-                os.close(held.fd)
+            os.close(held.fd)
 
 
 def _is_open(held: HeldLock) -> bool:
@@ -228,8 +228,8 @@ def _is_open(held: HeldLock) -> bool:
 def _drop_in_child() -> None:
     """A forked child, such as a loader's worker, shares the lock: unless it closes its copy, the lock outlives its owner."""
     for held in _HELD:
-        with suppress(OSError):
-            if _is_open(held):
+        if _is_open(held):
+            with suppress(OSError):
                 os.close(held.fd)
     _HELD.clear()
 

@@ -88,9 +88,8 @@ def _planned(source: Store, target: Store, steps: Steps) -> CopyPlan:
 
 
 def _opened(source: Run, target: Run) -> tuple[Store, Store]:
-    _check_apart(
-        source is target, _named(source), _named(target), target
-    )  # before anything is opened, which a bucket needs a package for
+    # before anything is opened, which a bucket needs a package for
+    _check_apart(source is target, _named(source), _named(target), target)
     first, second = open_store(source), open_store(target)
     _check_apart(first is second, _place(first), _place(second), target)
     return first, second

@@ -142,6 +142,11 @@ class Inventory:
             if entry.may_come_back and entry.problem is not None and (refer or entry.problem.error not in _WRONG_BYTES)
         )
 
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """The checkpoints that have no manifest."""
+        return tuple(entry.name for entry in self.entries if entry.is_unfinished)
+
     def refers_to(self, name: str) -> bool:
         """Whether a checkpoint refers to files of this directory, or may."""
         return any(name in entry.refers for entry in self.entries) or any(entry.name != name for entry in self.unread)
@@ -156,9 +161,8 @@ class Inventory:
         def may_be(entry: Entry, head: Head) -> bool:
             if entry.head is not None:
                 return head_order(entry.head) > head_order(head)
-            is_higher = (
-                step_of(entry.name) or 0
-            ) >= head.step and not head.timeline  # in a later one lower steps are newer
+            # in a later timeline lower steps are newer
+            is_higher = not head.timeline and (step_of(entry.name) or 0) >= head.step
             return is_higher or directory_of(head.step) not in entry.before
 
         return tuple(entry for entry in self.entries if entry.is_unreadable and (head is None or may_be(entry, head)))

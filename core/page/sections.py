@@ -120,7 +120,7 @@ def lineage_section(page: RunPage) -> str:
 def _under_way(page: RunPage) -> dict[str, str]:
     """The checkpoints that have no manifest because they are being written, as the lock of the run says, or else the journal; with that in words."""
     steps = steps_under_way(page.journal, page.flight)
-    begun = [each.name for each in page.inventory.entries if each.is_unfinished]
+    begun = page.inventory.unfinished
     found = {name: _BEING_WRITTEN for name in begun if step_of(name) in steps}
     return found | {name: f"being written by {page.writers[name]}" for name in begun if name in page.writers}
 

@@ -99,7 +99,7 @@ class PageReader:
             tuple(unread),
             journal.left_out,
             is_copied,
-            writers_in(store, [entry.name for entry in inventory.entries if entry.is_unfinished]),
+            writers_in(store, inventory.unfinished),
         )
 
     def _journal(self, store: Store, unread: list[str]) -> JournalLines:

@@ -5,7 +5,6 @@ No clock that can be set decides: ages are differences of the store's own times,
 
 import json
 import os
-import re
 import threading
 import time
 import uuid
@@ -16,7 +15,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.backends.lock_holder import is_dead, myself, start_of, was_there, writer_in_words
+from trainfold.backends.lock_holder import is_dead, myself, pid_of, start_of, was_there, writer_in_words
 from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
 from trainfold.backends.stores.object_store.errors.bucket_errors import raise_alone
 from trainfold.core.errors import CheckpointError, CheckpointHostile, RunLocked, RunReplaced
@@ -58,8 +57,7 @@ class LeaseRecord:
     @property
     def pid(self) -> int:
         """The number of the process; 0 if the holder has none."""
-        named = re.match(r"process (\d{1,9}) on ", self.holder)
-        return 0 if named is None else int(named[1])
+        return pid_of(self.holder)
 
     def committing(self, name: str, tag: str = "") -> "LeaseRecord":
         """The record with a name that is committed, or is about to be.
@@ -143,8 +141,7 @@ class WriterLease:
         where = self._bucket.where("")
         first: Stored | None = None
         while True:
-            found = self._bucket.get(LEASE)
-            record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
+            found, record = self._there()
             if (
                 found is not None
                 and record is not None
@@ -159,6 +156,11 @@ class WriterLease:
             if self._take(found, record):
                 return record is not None and record.holder != ""
             first = None
+
+    def _there(self) -> tuple[Stored | None, LeaseRecord | None]:
+        """The object as it is now, and what it says."""
+        found = self._bucket.get(LEASE)
+        return found, None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
 
     def _is_over(self, record: LeaseRecord, found: Stored) -> bool | None:
         """Whether the holder is gone; None if only its next renewal can show it."""
@@ -213,10 +215,7 @@ class WriterLease:
     @property
     def recent(self) -> tuple[tuple[str, str], ...]:
         """What was committed last, by this holder and those before it; what the store says if this object does not hold the lease."""
-        record = self._record
-        if record is None:
-            found = self._bucket.get(LEASE)
-            record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
+        record = self._record or self._there()[1]
         return () if record is None else record.recent
 
     def writers(self, changed_at: Mapping[str, float]) -> dict[str, str]:
@@ -226,8 +225,7 @@ class WriterLease:
             changed_at: directory -> when an object was put there last; 0 if that is not known.
         """
         try:
-            found = self._bucket.get(LEASE)
-            record = None if found is None else LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
+            found, record = self._there()
         except CheckpointError:  # it may not be read, or is something else
             return {}
         if found is None or record is None or not record.holder:
@@ -312,12 +310,10 @@ class WriterLease:
         if version is not None:
             self._version, self._until = version, began + self._lasts_secs
             return
-        found = self._bucket.get(LEASE)
-        if found is None:
+        found, other = self._there()
+        if found is None or other is None:
             self._loss = "gone"
-            return
-        other = LeaseRecord.decoded(found.data, self._bucket.where(LEASE))
-        if other.token == record.token:  # a renewal whose answer was lost
+        elif other.token == record.token:  # a renewal whose answer was lost
             self._version = found.version
         else:
             self._loss = other.holder or "a process that has ended"

@@ -17,6 +17,13 @@ STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))
 MODEL = ModelState(Leaves({"w": torch.ones(2)}), Leaves({}))
 ADAPTER = ModelState(Leaves({"q.lora_A.default.weight": torch.ones(1, 2)}), Leaves({}))
 URLS = ["ftp://host/run", "HDFS://bucket", "hdfs:///data/run", "http://host/run", "az+x.y-z://c/run", "a_b://c/run"]
+CALLS = (
+    lambda run: trainfold.save(STATE, run),
+    lambda run: trainfold.load(run, like=STATE),
+    lambda run: trainfold.plan(run, like=STATE),
+    trainfold.CheckpointManager,
+    trainfold.StopFile,
+)
 CHAINS = [
     "simplecache::s3://bucket/chain",
     "filecache::memory://b/c",
@@ -30,17 +37,11 @@ def test_a_url_without_a_store_is_refused_and_makes_no_folder(url, tmp_path, mon
     """W22: ``hdfs://bucket/run`` became a folder of that name, as a string or a path, from a manager, a stop file and the commands."""
     monkeypatch.chdir(tmp_path)
     for run in (url, Path(url)):
-        for call in (
-            lambda run=run: trainfold.save(STATE, run),
-            lambda run=run: trainfold.load(run, like=STATE),
-            lambda run=run: trainfold.plan(run, like=STATE),
-            lambda run=run: trainfold.CheckpointManager(run),
-            lambda run=run: trainfold.StopFile(run),
-        ):
+        for call in CALLS:
             with pytest.raises(
                 InvalidArgument, match=r"found '(?i:ftp|hdfs|http|az|a_b|simplecache|filecache|zip)"
             ) as refused:
-                call()
+                call(run)
             assert "pass a store of your own" in refused.value.fix
     for command in (
         ["ls", url],
@@ -66,15 +67,9 @@ def test_what_was_meant_as_a_url_is_no_directory_and_its_password_is_not_shown(
     monkeypatch.chdir(tmp_path)
     trainfold.save(STATE, "run")
     for run in (url, Path(url)):
-        for call in (
-            lambda run=run: trainfold.save(STATE, run),
-            lambda run=run: trainfold.load(run, like=STATE),
-            lambda run=run: trainfold.plan(run, like=STATE),
-            lambda run=run: trainfold.CheckpointManager(run),
-            lambda run=run: trainfold.StopFile(run),
-        ):
+        for call in CALLS:
             with pytest.raises(InvalidArgument, match="which is neither") as refused:
-                call()
+                call(run)
             assert "pa55" not in str(refused.value)
     for command in (
         ["ls", url], ["plan", url], ["inspect", url], ["verify", url], ["diff", url, "run"], ["diff", "run", url], ["files", url], ["best", url], ["prune", url, "--keep-last", "1"],

@@ -92,19 +92,12 @@ class BucketErrors:
     @contextmanager
     def reading(self, key: str) -> Iterator[None]:
         """Name what a read of an object raises."""
-        kinds = self._kinds
         try:
             yield
-        except (
-            kinds.BaseError,
-            PermissionError,
-            FileNotFoundError,
-        ) as error:  # the last one is of a list, and so of the bucket
-            raise_alone(self.unreadable(key, error))
         except BaseException as error:
-            if is_panic(error):
-                raise_alone(self.unreadable(key, error))
-            raise
+            if not self._is_of_client(error):
+                raise
+            raise_alone(self.unreadable(key, error))
 
     @contextmanager
     def writing(self, key: str) -> Iterator[None]:
@@ -120,17 +113,14 @@ class BucketErrors:
             yield
         except (kinds.AlreadyExistsError, kinds.PreconditionError, FileExistsError):
             raise_alone(Refused())
-        except (
-            kinds.BaseError,
-            PermissionError,
-            FileNotFoundError,  # of a bucket; or of an object that is to be replaced
-            NotImplementedError,
-        ) as error:
-            raise_alone(self._unwritten(key, error))
         except BaseException as error:
-            if is_panic(error):
-                raise_alone(self._unwritten(key, error))
-            raise
+            if not (self._is_of_client(error) or isinstance(error, NotImplementedError)):
+                raise
+            raise_alone(self._unwritten(key, error))
+
+    def _is_of_client(self, error: BaseException) -> bool:
+        """Whether the client has raised it. `FileNotFoundError` is of the bucket, as of a list, or of an object that is to be replaced."""
+        return isinstance(error, self._kinds.BaseError | PermissionError | FileNotFoundError) or is_panic(error)
 
     def _unwritten(self, key: str, error: BaseException) -> CheckpointError | InvalidArgument:
         if isinstance(error, FileNotFoundError):

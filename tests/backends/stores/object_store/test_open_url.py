@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from kit.backends.buckets import s3_cases
 from kit.backends.buckets.s3_cases import KEYS, store_at
 
 import trainfold
@@ -20,14 +21,7 @@ from trainfold.backends.stores.place import local_path
 from trainfold.core.errors import CheckpointUnreadable, InvalidArgument, SaveFailed, TrainfoldError
 
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=3))
-
-
-@pytest.fixture
-def keys(monkeypatch):
-    """Credentials, and no machine that could offer others."""
-    for name, value in {**KEYS, "AZURE_STORAGE_ACCOUNT_NAME": "account", "AWS_ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(name, value)
-    return monkeypatch
+keys = s3_cases.keys
 
 
 @pytest.mark.parametrize(

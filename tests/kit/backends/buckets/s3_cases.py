@@ -3,6 +3,7 @@
 import sys
 import urllib.request
 
+import pytest
 from obstore.store import S3Store
 
 from kit.backends.buckets.bucket_cases import impatient, new_name
@@ -10,6 +11,14 @@ from kit.backends.buckets.server import Server
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "hunter2hunter2", "AWS_REGION": "us-east-1"}
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """Credentials, and no machine that could offer others."""
+    for name, value in {**KEYS, "AZURE_STORAGE_ACCOUNT_NAME": "account", "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
 
 
 class S3Server(Server):

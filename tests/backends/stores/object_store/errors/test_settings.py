@@ -4,13 +4,14 @@ import re
 
 import pytest
 from kit.adapters import cli_cases
-from kit.backends.buckets.s3_cases import KEYS, store_at
+from kit.backends.buckets import s3_cases
+from kit.backends.buckets.s3_cases import store_at
 
 import trainfold
 from trainfold.backends.stores.local import open_store
 from trainfold.core.errors import InvalidArgument
 
-call, answered = cli_cases.call, cli_cases.answered
+call, answered, keys = cli_cases.call, cli_cases.answered, s3_cases.keys
 STATE = trainfold.TrainState(trainer=trainfold.Progress(step=1))
 
 
@@ -19,13 +20,6 @@ def refusal(body):
     keys = re.findall(rb"<Key>.*?</Key>", body)
     errors = (b"<Error>%s<Code>AccessDenied</Code><Message>Access Denied</Message></Error>" % key for key in keys)
     return b'<?xml version="1.0"?><DeleteResult>%s</DeleteResult>' % b"".join(errors)
-
-
-@pytest.fixture
-def keys(monkeypatch):
-    for name, value in {**KEYS, "AWS_ALLOW_HTTP": "true", "AZURE_STORAGE_ACCOUNT_NAME": "account"}.items():
-        monkeypatch.setenv(name, value)
-    return monkeypatch
 
 
 @pytest.mark.parametrize(
