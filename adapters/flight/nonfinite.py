@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import attrs
@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
+from trainfold.adapters.flight.broken_leaves import BrokenLeaves
 from trainfold.adapters.flight.leaf_text import LeafText, looked_at
 from trainfold.core.state.names.wrapper_names import path_in
 
@@ -91,9 +92,7 @@ class NonFiniteWatch:
         self._known: dict[torch.nn.Module, frozenset[str]] = {}
         self._harmless: weakref.WeakKeyDictionary[torch.nn.Module, set[frozenset[str]]] = weakref.WeakKeyDictionary()
         self._called: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._infinite: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[str, ...]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._leaves = BrokenLeaves()
 
     @property
     def found(self) -> NonFiniteOutput | None:
@@ -136,23 +135,26 @@ class NonFiniteWatch:
         """Name modules as these, and take their parameters for all that is trained: a module may be used without a call, as by its `forward`."""
         self.attached = objects
         for module in self._trained():
-            self._note_infinite(module)
+            self._note(module)
 
     def broken(self) -> list[LeafText]:
-        """The trainable parameters that are not finite, of what is attached, else of modules that were called. One with infinities alone, which it had when it was first seen, is so by design."""
+        """The trainable parameters that are not finite, of what is attached, else of modules that were called. One that was so from the start is not at fault."""
+        return self._named(self._leaves.parameters)
+
+    def broken_buffers(self) -> list[LeafText]:
+        """The buffers of the same modules that have become a NaN, and are saved."""
+        return self._named(self._leaves.buffers)
+
+    def _named(self, leaves: Callable[[torch.nn.Module], list[LeafText]]) -> list[LeafText]:
         return [
             attrs.evolve(leaf, path=".".join(filter(None, (self._name(module), leaf.path))))
             for module in self._trained() or self._modules()
-            for leaf in self._broken(module)
+            for leaf in leaves(module)
         ]
 
     def _trained(self) -> list[torch.nn.Module]:
         roots = [each for each in self.attached.values() if isinstance(each, torch.nn.Module)]
         return [*dict.fromkeys(module for root in roots for module in root.modules())]
-
-    def _broken(self, module: torch.nn.Module) -> list[LeafText]:
-        by_design = self._infinite.get(module, {})
-        return [leaf for leaf in _not_finite(module) if by_design.get(leaf.path) != leaf.what]
 
     def begin(self, module: torch.nn.Module, inputs: Any) -> None:
         """A forward hook: note that a module was called. A part of it may be called again alone, as a checkpoint of activations does."""
@@ -160,11 +162,11 @@ class NonFiniteWatch:
         if torch.compiler.is_compiling():
             return
         self._called[id(module)] = weakref.ref(module)
-        self._note_infinite(module)
+        self._note(module)
 
-    def _note_infinite(self, module: torch.nn.Module) -> None:
-        if module not in self._infinite and not _is_captured():
-            self._infinite[module] = {leaf.path: leaf.what for leaf in _not_finite(module) if "nan" not in leaf.what}
+    def _note(self, module: torch.nn.Module) -> None:
+        if not _is_captured():
+            self._leaves.note(module)
 
     def look(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         """A forward hook: look at an output."""
@@ -192,7 +194,10 @@ class NonFiniteWatch:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         broken = [leaf for name, each in own for leaf in looked_at(name, each, lambda _: None) if leaf.bad]
         seen = NonFiniteOutput(self._name(module), type(module).__qualname__, *(tuple(each[:_MOST]) for each in (outputs, given, broken)))  # fmt: skip
-        self._kept.append(_Seen(seen, module, not any(leaf.bad for leaf in given), bool(self._broken(module)), torch.is_grad_enabled()))  # fmt: skip
+        of_finite = not any(leaf.bad for leaf in given)
+        if of_finite and "nan" in what:
+            self._leaves.used(module)
+        self._kept.append(_Seen(seen, module, of_finite, bool(self._leaves.parameters(module)), torch.is_grad_enabled()))  # fmt: skip
 
     def _first(self) -> _Seen | None:
         """The first one may have infinities by design. So if it has no NaN, and a later module made one of finite inputs and parameters, it is the first one in that."""
@@ -228,12 +233,6 @@ class NonFiniteWatch:
             hooks.register_module_forward_pre_hook(self.begin),
             hooks.register_module_forward_hook(self.look, with_kwargs=True),
         ]
-
-
-def _not_finite(module: torch.nn.Module) -> list[LeafText]:
-    """The trainable parameters of its own that are not finite."""
-    own = [(name, each) for name, each in module.named_parameters(recurse=False) if each.requires_grad]
-    return [leaf for name, each in own for leaf in looked_at(name, each, lambda _: None) if leaf.bad]
 
 
 def _is_captured() -> bool:

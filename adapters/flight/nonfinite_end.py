@@ -56,6 +56,7 @@ class NonFiniteEnd:
         self._watch = NonFiniteWatch()
         self._watch.install()
         self._broke_in: int | None = None  # the step after which a parameter was not finite, where all outputs were
+        self._buffers_broke_in: int | None = None
         Finalize(None, self._at_exit, exitpriority=0)  # also in a process of multiprocessing, where atexit is not asked
 
     def stepped(self, step: int, loss: bytes | None = None, norm: bytes | None = None) -> None:
@@ -72,18 +73,19 @@ class NonFiniteEnd:
             self._watch.harmless()  # infinities that did not reach the loss: then a gradient or the optimizer broke the parameters
         is_made = self._watch.found is not None or (loss is None and self._watch.has_known_nan)
         if "loss" in bad or (is_broken and (bad or is_made)):
-            self._end(step, f"the recorded {bad[0]}" if bad else "a parameter")
+            self._end(step, f"{f'the recorded {bad[0]}' if bad else 'a parameter'} is not finite, and the output of every module is")  # fmt: skip
         self._watch.harmless()
         self._broke_in = None if not is_broken else self._broke_in or step
-        if is_broken and step >= self._orders.steps:  # no step follows whose outputs would show it
-            self._end(self._broke_in, "a parameter")
+        self._buffers_broke_in = None if not self._watch.broken_buffers() else self._buffers_broke_in or step
+        if step >= self._orders.steps:
+            self._end_broken()
 
     def recorded(self, lines: Sequence[LogLine]) -> None:
         """Judge a pure step, which takes no step that it leaves out, by its records."""
         for line in lines:
             if isinstance(line, StepRecord):
                 if bad := _not_finite(line.loss, line.norm):
-                    self._end(line.step, f"the recorded {bad[0]}")
+                    self._end(line.step, f"the recorded {bad[0]} is not finite, and the output of every module is")
                 self._watch.harmless()
 
     def begin(self, objects: Mapping[str, object]) -> None:
@@ -106,29 +108,46 @@ class NonFiniteEnd:
     def _at_exit(self) -> None:
         """Judge the step that the program did not end, as one that raises if its loss is not finite. It may also end so in the middle of an evaluation."""
         error, step = sys.exc_info()[1] or getattr(sys, "last_value", None), self._step()
-        is_after = step is not None and step > self._orders.steps
-        if self._watch.found is not None and not is_after and (error is not None or self._watch.is_trained):
+        if step is not None and step > self._orders.steps:
+            return
+        if self._watch.found is not None and (error is not None or self._watch.is_trained):
             is_told = isinstance(error, Exception)
-            self._end(
-                step, "", f"\nthe program ended in this step with {type(error).__name__}: {error}" if is_told else ""
-            )
-        if self._broke_in is not None and not is_after and self._watch.broken():
-            self._end(self._broke_in, "a parameter")
+            where = "this step" if step is None else f"step {step}"
+            self._end(step, "", f"the program ended in {where} with {type(error).__name__}: {error}" if is_told else "")
+        self._end_broken()
+
+    def _end_broken(self) -> None:
+        """End with what no output has shown, and none will: no step follows."""
+        if self._broke_in is not None and self._watch.broken():
+            self._end(self._broke_in, "a parameter is not finite, and the output of every module is")
+        if self._buffers_broke_in is not None and self._watch.broken_buffers():
+            self._end(self._buffers_broke_in, "a buffer is not finite, and each loss and trainable parameter is; an evaluation may show it")  # fmt: skip
 
     def _end(self, step: int | None, what: str, why: str = "") -> None:
         """Write down what was found, and end this process at once: what it would train from here on is worthless."""
         found, notes = self._watch.found, Path(self._orders.notes)
         known = "; ".join(self._watch.known[:_SHOWN])
         but = f", but for those that gave the same in steps that went well: {known}" if known else ""
-        text = f"{what} is not finite, and the output of every module is{but}" if found is None else str(found)
-        if (found is None or self._watch.is_broken) and self._broke_in is not None:
-            leaves = "" if found else "".join(f"\n  {leaf}" for leaf in self._watch.broken()[:_SHOWN])
-            why = f"\nparameters became so in step {self._broke_in}, by their gradients or the optimizer{leaves}{why}"
+        lines = [f"{what}{but}" if found is None else str(found)]
+        for since, text, leaves in (
+            (
+                self._broke_in,
+                "parameters became so in step {}, by their gradients or the optimizer",
+                self._watch.broken,
+            ),
+            (self._buffers_broke_in, "buffers became so in step {}", self._watch.broken_buffers),
+        ):
+            if since is not None and (broken := leaves()):
+                shown = "" if step in (since, None) else f"; step {step} shows it"
+                lines += [text.format(since) + shown, *(f"  {leaf}" for leaf in broken[:_SHOWN])]
+        if self._broke_in is not None and (found is None or self._watch.is_broken):
+            step = self._broke_in
         if found is None and torch.distributed.is_initialized():
             time.sleep(_WAITED_SECS)
         if found is not None or not (notes / NONFINITE_NAME).exists():
             seen = attrs.asdict(found) if isinstance(found, NonFiniteOutput) else None
-            about = {"step": step, "rank": self._rank, "text": "\n".join([text + why, *self._watch.missed]), "output": seen}  # fmt: skip
+            text = "\n".join(filter(None, [*lines, why, *self._watch.missed]))
+            about = {"step": step, "rank": self._rank, "text": text, "output": seen}
             being_written = notes / f".{NONFINITE_NAME}.{os.getpid()}"
             being_written.write_text(json.dumps(about), encoding="utf-8")
             being_written.replace(notes / NONFINITE_NAME)

@@ -125,7 +125,7 @@ def _start_warnings(request: ReplayRequest) -> list[str]:
 
     begin = request.begin
     path = first_nonfinite(request.run.checkpoint(begin)) if begin else None
-    return [] if path is None else [f"the state of step {begin} is not finite itself, as in {path}: what made it so came before; pass an earlier --from"]  # fmt: skip
+    return [] if path is None else [f"the state of step {begin} is not finite itself, as in {path}: what made it so came before, unless it was so from the start; pass an earlier --from"]  # fmt: skip
 
 
 def _data(request: ReplayRequest, reached: int | None, **found: Any) -> dict[str, Any]:
@@ -204,6 +204,7 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
     if states is None:
         state = f"not compared: the {'replay' if end in run.saved else 'run'} has no checkpoint there"
     warnings = log_warnings((run, made.run), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
+    warnings += _start_warnings(request) if request.until_nonfinite else []
     is_same = found is None and not is_short and (states is None or states.error is None)
     if end > last:
         warnings.append(f"--to is step {end}, and the run ends at step {last}: nothing after that is compared")

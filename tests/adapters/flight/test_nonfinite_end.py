@@ -1,45 +1,16 @@
 """Which steps end a replay until the first NaN: what is not finite by design ends none, and does not hide the module that is at fault."""
 
-import json
 import sys
 
 import pytest
 import torch
+from kit.adapters.nonfinite_cases import Ended
 from torch.nn import functional
 
 from trainfold import Progress, attach
-from trainfold.adapters.flight import nonfinite_end as room
 from trainfold.adapters.flight.flight_recorder import FlightRecorder
-from trainfold.adapters.flight.nonfinite import NonFiniteWatch
 from trainfold.backends.flight.flight_file import FlightFile
 from trainfold.core.flight.step_record import float_bits_of
-from trainfold.core.rehearsal.orders import Orders, ReplayOrders
-
-
-class Ended(Exception):
-    """The program would have ended here."""
-
-
-@pytest.fixture
-def begun(monkeypatch, tmp_path):
-    """Begins a watch, and returns it with a function that reads what it has found."""
-    handles, install = [], NonFiniteWatch.install
-    monkeypatch.setattr(NonFiniteWatch, "install", lambda self: handles.extend(install(self)))
-    monkeypatch.setattr(room, "Finalize", lambda *_, **__: None)
-
-    def ended(*_):
-        raise Ended
-
-    monkeypatch.setattr(room, "end_replay", ended)
-    orders = Orders(str(tmp_path), str(tmp_path), 1, 100, 0, ReplayOrders("runs/a", until_nonfinite=True))
-    with torch.compiler.set_stance("default"):
-        yield (
-            room.nonfinite_end(orders, 0, lambda: 7),
-            lambda: json.loads((tmp_path / room.NONFINITE_NAME).read_text()),
-        )
-    for handle in handles:
-        handle.remove()
-        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 class Odd(torch.Tensor):
@@ -226,7 +197,10 @@ def test_parameters_that_a_gradient_broke_are_said_to_be_of_the_step_before(begu
     loss = model(torch.ones(1, 2))
     with pytest.raises(Ended):
         watch.stepped(3, float_bits_of(loss.item()))
-    assert found()["text"].splitlines()[-1] == "parameters became so in step 2, by their gradients or the optimizer"
+    assert (
+        found()["text"].splitlines()[-2]
+        == "parameters became so in step 2, by their gradients or the optimizer; step 3 shows it"
+    )
 
 
 @pytest.mark.parametrize("broken_in", [100, 99])
@@ -337,7 +311,7 @@ def test_a_program_that_ends_itself_in_the_step_is_judged_there(begun, monkeypat
     monkeypatch.setattr(sys, "last_value", FloatingPointError("planted"), raising=False)
     with pytest.raises(Ended):
         watch._at_exit()
-    assert "the program ended in this step with FloatingPointError: planted" in found()["text"]
+    assert "the program ended in step 7 with FloatingPointError: planted" in found()["text"]
 
 
 def test_what_is_not_attached_is_not_trained(begun, tmp_path):
