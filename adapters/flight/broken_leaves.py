@@ -11,7 +11,7 @@ from trainfold.adapters.flight.leaf_text import LeafText, looked_at
 
 @final
 class BrokenLeaves:
-    """What was not finite of a module when it was first seen is no fault of a step: it is a mask by design, or nothing has set it yet, as after `torch.empty`.
+    """What was not finite of a module when it was first seen is not at fault in a step: it is a mask by design, or nothing has set it yet, as after `torch.empty`.
 
     It counts only once more of it is a NaN, or it is not finite in another way, or once the module was `used` and made a NaN of it.
     """
