@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
@@ -18,7 +18,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     TrainfoldError,
 )
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, step_of
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.indexes.proved import ReadIndex
 from trainfold.core.format.manifest import (
@@ -30,7 +30,7 @@ from trainfold.core.format.manifest import (
 )
 from trainfold.core.format.manifest_reader import check_structures, decode_first_line, decode_manifest
 from trainfold.core.format.run_file import RUN_LIMIT_BYTES, run_id_of
-from trainfold.core.history.inventory import OLDER, Entry, Inventory, head_order, heads_of, with_order_known
+from trainfold.core.history.inventory import OLDER, Entry, Inventory, with_order_known
 from trainfold.core.history.recognise import (
     HEADER_LENGTH_BYTES,
     FileCheck,
@@ -44,7 +44,6 @@ from trainfold.core.history.recognise import (
 from trainfold.core.problem import Problem, problem_of
 
 _OLDER = f"{OLDER} of the run"
-_COMPARED: Final = 8  # so many of the newest may prove damaged before one that cannot be read stops a resume
 
 
 def read_inventory(run: Run) -> Inventory:
@@ -82,17 +81,14 @@ def read_inventory(run: Run) -> Inventory:
 
 
 def _with_order_known(store: Store, inventory: Inventory) -> Inventory:
-    """`with_order_known`, by what the store says; it is asked only where a manifest is not known, and of the newest ones that can."""
+    """`with_order_known`, by what the store says; it is asked only where a manifest is not known."""
     unread = [entry.name for entry in inventory.entries if entry.may_come_back]
     if not unread:
         return inventory
-    heads = sorted(heads_of(inventory), key=head_order, reverse=True)[:_COMPARED]
     try:
-        times = {
-            name: store.committed_at(f"{name}/{MANIFEST}")
-            for name in (*unread, *(directory_of(head.step) for head in heads))
-        }
         latest = store.pointers().get("latest")
+        asked = [] if inventory.entry(latest or "") is None else [*unread, latest or ""]
+        times = {name: store.committed_at(f"{name}/{MANIFEST}") for name in asked}
     except (TrainfoldError, OSError):  # then nothing is known of them
         return inventory
     return with_order_known(inventory, times, latest)

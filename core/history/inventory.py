@@ -26,7 +26,7 @@ class Entry:
         manifest: the manifest, once it was read whole and proved; None before that.
         problem: why the checkpoint cannot be used; None if nothing is known against it.
         summary: what the first line of the manifest claims about the rest; None before version 3.
-        before: the checkpoints that were committed after it, as far as `with_order_known` can say without its manifest.
+        before: the checkpoints than which it is not newer in their timelines, as far as `with_order_known` can say without its manifest.
     """
 
     name: str
@@ -154,16 +154,17 @@ class Inventory:
     def maybe_newer(self, head: Head | None) -> tuple[Entry, ...]:
         """The checkpoints that cannot be read now, and that may be newer than another one: that is not taken for them. Nothing proves damage, so to go on from it could part the run in two.
 
+        Where a rewind has left the other one behind, and what came after the rewind is damaged, that are all from which it may have come.
+
         Args:
             head: of the other one; None to find all that cannot be read now.
         """
 
         def may_be(entry: Entry, head: Head) -> bool:
-            if entry.head is not None:
-                return head_order(entry.head) > head_order(head)
-            # in a later timeline lower steps are newer
-            is_higher = not head.timeline and (step_of(entry.name) or 0) >= head.step
-            return is_higher or directory_of(head.step) not in entry.before
+            newer = [each for each in heads_of(self) if head_order(each) > head_order(head)]
+            if any(_may_be_before(entry, each) for each in newer if not is_within(head, _limits(each))):
+                return True
+            return directory_of(head.step) not in entry.before if entry.head is None else entry.head in newer
 
         return tuple(entry for entry in self.entries if entry.is_unreadable and (head is None or may_be(entry, head)))
 
@@ -198,7 +199,7 @@ def lineage(inventory: Inventory) -> tuple[Entry, ...]:
     claims = [(entry.head, entry) for entry in inventory.entries if entry.head is not None]
     ordered = sorted(claims, key=lambda pair: head_order(pair[0]), reverse=True)
     for source, _ in ordered:
-        limits = dict(source.forks) | {source.timeline: None}
+        limits = _limits(source)
         found = tuple(entry for head, entry in ordered if entry.is_candidate and is_within(head, limits))
         if found:
             return found
@@ -211,17 +212,19 @@ def current_head(inventory: Inventory) -> Head | None:
 
 
 def with_order_known(inventory: Inventory, committed_at: Mapping[str, float | None], latest: str | None) -> Inventory:
-    """Mark of the checkpoints whose manifests are not known now before which others they were committed.
+    """Mark of the checkpoints whose manifests are not known now than which others they are not newer.
 
-    Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. One is older than another if its step is lower, or the other is in a timeline after the first,
-    if it was committed before, and if the hint does not name it. Each of these alone can deceive: a lower step is newer after a rewind, and then it was
-    committed later and named by the hint; the times of a copy are those of the copying, which says nothing of their order, and its hint is that of the run.
-    What is not marked stops a resume; where a time or the hint is not known, or the hint names it, nothing is marked. A step that was saved again has
-    the time of its last commit. That one is older than the newest says nothing of others: if that proves damaged, it may be the newest.
+    Such as an object that a rule of the bucket has archived: without this it would stop each resume for good. What the hint names was committed last. So another one that was
+    committed before, by the store's clock, is older than that, or a rewind has left it behind; and so it is with those that the named one descends from, unless its step lies
+    between the two: steps rise along a lineage. One that descends from the named one was committed after the hint, and only lower steps are older than that.
+
+    The times of a copy are those of the copying, and say nothing of the order; so a time decides nothing alone, and none between two of which the hint names neither. What is not
+    marked stops a resume. Nothing is marked where a time, the hint, or the head that it names is not known, or where the three contradict one another.
 
     Args:
         inventory: the run.
-        committed_at: name -> when its manifest was committed, by the store's own clock; None if that is not known.
+        committed_at: name -> when its manifest was committed, by the store's own clock; None if that is not known. Only the times of the checkpoints that are not
+            known, and of the named one, are used.
         latest: the checkpoint that the hint ``latest`` names, or None.
 
     Examples:
@@ -231,16 +234,37 @@ def with_order_known(inventory: Inventory, committed_at: Mapping[str, float | No
         >>> with_order_known(found, times, "step-00000007").entries[0].before
         ('step-00000007',)
     """
+    heads = {entry.name: entry.head for entry in inventory.entries if entry.head is not None}
+    named = heads.get(latest or "")
+    named_at = committed_at.get(latest or "")
+    if named is None or named_at is None:
+        return inventory
 
     def others(entry: Entry) -> tuple[str, ...]:
-        at = committed_at.get(entry.name)
-        if at is None or latest is None or entry.name == latest:
+        at, step = committed_at.get(entry.name), step_of(entry.name) or 0
+        is_first_and_below = not named.timeline and step > named.step  # none of a higher step was committed before it
+        if at is None or at >= named_at or is_first_and_below:
             return ()
-        heads = [each.name for each in inventory.entries if each.head is not None]
-        return tuple(name for name in heads if at < (committed_at.get(name) or at))
+        return tuple(name for name, head in heads.items() if _is_not_newer(step, head, named))
 
     marked = (attrs.evolve(each, before=others(each)) if each.may_come_back else each for each in inventory.entries)
     return attrs.evolve(inventory, entries=tuple(marked))
+
+
+def _is_not_newer(step: int, head: Head, named: Head) -> bool:
+    """Whether a checkpoint of that step, committed before the one that the hint names, is not newer than another one in the lineage of these two."""
+    if is_within(head, _limits(named)):
+        return not head.step < step < named.step
+    return is_within(named, _limits(head)) and step < named.step
+
+
+def _may_be_before(entry: Entry, head: Head) -> bool:
+    """Whether another checkpoint may be on the lineage of a newer one."""
+    return (step_of(entry.name) or 0) < head.step if entry.head is None else is_within(entry.head, _limits(head))
+
+
+def _limits(head: Head) -> Mapping[int, int | None]:
+    return dict(head.forks) | {head.timeline: head.step}
 
 
 def heads_of(inventory: Inventory) -> list[Head]:

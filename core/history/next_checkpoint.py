@@ -1,13 +1,16 @@
 """`next_checkpoint`: the identity of the checkpoint about to be saved: its timeline, parent and revision."""
 
 from collections.abc import Collection
+from typing import Final
 
 import attrs
 
-from trainfold.core.format.file_names import MANIFEST, directory_of, step_of
+from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Inventory, current_head, head_order, heads_of, is_within, lineage
 from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
+
+_ROOM: Final = 1000  # so many rewinds may lie between a manifest that is not known and those that are, since their checkpoints are deleted
 
 
 def next_checkpoint(  # noqa: PLR0913 - keywords
@@ -86,34 +89,30 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
         (1, ((0, 100),), 'step-00000100')
     """
     newest, heads = current_head(inventory), heads_of(inventory)
-    unread = len([each for each in inventory.entries if each.may_come_back])  # each may be in a timeline of its own
+    room = _ROOM if any(each.may_come_back for each in inventory.entries) else 0
     if descends_from == BEGINNING:
         taken = {of for head in heads for of in (head.timeline, *dict(head.forks))}
-        return Head(run_id, step, max(taken, default=-1) + 1 + unread)
+        return Head(run_id, step, max(taken, default=-1) + 1 + room)
     origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
     if origin is None:
-        return Head(run_id, step, unread + (0 if newest is None else newest.timeline + 1))
+        return Head(run_id, step, room + (0 if newest is None else newest.timeline + 1))
     earlier = origin.forks or next((head.forks for head in heads if head.timeline == origin.timeline), ())
     last = min(origin.step, step - 1)  # the step's own directory is about to hold something else
     left = tuple((of, min(at, last)) for of, at in (*earlier, (origin.timeline, origin.step)) if last >= 0)
     before = [head for head in heads if is_within(head, dict(left))]
     nearest = max(before, key=head_order, default=None)
     parent = None if nearest is None else f"step-{nearest.step:08d}"
-    hides = _hides(inventory, origin.step, step if descends_from is None else origin.step)
+    hides = _hides(inventory, origin.step)
     is_newest = not hides and (newest is None or head_order(newest) <= (origin.timeline, origin.step))
     if is_newest and origin.step <= step and left[:-1] == earlier:
         return Head(run_id, step, origin.timeline, earlier, parent)
     taken = {origin.timeline, *dict(earlier), *(of for head in heads for of in (head.timeline, *dict(head.forks)))}
-    return Head(run_id, step, max(taken) + 1 + (unread if hides else 0), left, parent)
+    return Head(run_id, step, max(taken) + 1 + (room if hides else 0), left, parent)
 
 
-def _hides(inventory: Inventory, origin: int, step: int) -> bool:
-    """Whether the manifest of a checkpoint of a higher step is not known now that may be in the timeline in which a state goes on: it would be taken for what came of it.
-
-    One that was committed before the checkpoint from which the state comes is in an earlier timeline, for in one timeline steps rise with time.
-    """
-    found = [entry for entry in inventory.entries if entry.may_come_back]
-    return any((step_of(each.name) or 0) > step and directory_of(origin) not in each.before for each in found)
+def _hides(inventory: Inventory, origin: int) -> bool:
+    """Whether the manifest of a checkpoint is not known now that may be newer than that from which a state comes: it would be taken for what came of it."""
+    return any(each.may_come_back and directory_of(origin) not in each.before for each in inventory.entries)
 
 
 def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> ParentCheckpoint | None:

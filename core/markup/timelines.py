@@ -34,16 +34,15 @@ def lineage_chart(
         steps = [step for step, of, _ in drawn if of == timeline]
         source = origin[timeline]
         first[timeline] = (min(steps) if source is None else min(source[1], *steps), max(steps))
-    lines = tuple(
-        ((float(low), float(of)), (float(high), float(of))) for of, (low, high) in first.items() if high > low
-    )
+    row = {timeline: float(at) for at, timeline in enumerate(shown)}  # their numbers may have gaps
+    lines = tuple(((float(low), row[of]), (float(high), row[of])) for of, (low, high) in first.items() if high > low)
     bends = tuple(
-        ((float(source[1]), float(source[0] if source[0] in shown else shown[0])), (float(source[1]), float(of)))
+        ((float(source[1]), row.get(source[0], 0.0)), (float(source[1]), row[of]))
         for of, source in origin.items()
         if source is not None
     )
-    present = tuple(((float(step), float(of)),) for step, of, is_present in drawn if is_present)
-    others = tuple(((float(step), float(of)),) for step, of, is_present in drawn if not is_present)
+    present = tuple(((float(step), row[of]),) for step, of, is_present in drawn if is_present)
+    others = tuple(((float(step), row[of]),) for step, of, is_present in drawn if not is_present)
     text = f"{count_text(len(checkpoints), 'checkpoint')} on {count_text(len(timelines), 'timeline')}"
     text += f"; {len(others)} {'is' if len(others) == 1 else 'are'} left behind, or cannot be used" if others else ""
     text += "." + "".join(
@@ -54,7 +53,7 @@ def lineage_chart(
     text += f" {count_text(left_out, 'earlier timeline')} not shown." if left_out else ""
     low = min(step for step, _ in first.values())  # a rewind may lie before the checkpoints that are left
     high = max(step for _, step in first.values())
-    y = Axis(shown[-1] + 0.5, shown[0] - 0.5, tuple((of, str(of)) for of in shown), "timeline")
+    y = Axis(len(shown) - 0.5, -0.5, tuple((at, str(of)) for of, at in row.items()), "timeline")
     marks = (
         Series("", "line", "quiet", lines),
         Series("a rewind", "dashed", "quiet", bends),

@@ -281,6 +281,109 @@ def test_what_was_committed_last_is_never_taken_for_an_older_one(steps, unread, 
     assert (last in {each.name for each in marked.maybe_newer(current_head(marked))}) == (steps[-1] in unread)
 
 
+@attrs.frozen
+class Accident:
+    """What became of a run: of each step, and what is known of the order."""
+
+    states: dict[int, str]
+    times: dict[str, float | None]
+    latest: str | None
+    is_exact: bool
+
+
+@st.composite
+def accidents(draw):
+    """Histories with rewinds, saves of a step again and deletions; then damage, manifests that cannot be read, and copies whose times are in another order."""
+    run, descent, order, hints = run_of(()), None, [], []
+    for _ in range(draw(st.integers(2, 7))):
+        usable = [entry.head for entry in run.entries]
+        if usable and draw(st.integers(0, 2)) == 0:
+            head = draw(st.sampled_from(usable))
+            descent = ParentCheckpoint(head.timeline, head.step, head.forks)
+        ahead = draw(st.sampled_from([1, 1, 2, 3]))
+        step = (0 if descent is None else descent.step) + ahead
+        head = next_head(run, "r", step, descends_from=descent)
+        run = after(run, head)
+        descent = ParentCheckpoint(head.timeline, head.step, head.forks)
+        order = [name for name in order if name != directory_of(step)] + [directory_of(step)]
+        hints.append(directory_of(step))
+        if len(run.entries) > 2 and draw(st.integers(0, 4)) == 0:
+            gone = draw(st.sampled_from([entry.name for entry in run.entries if entry.name != order[-1]]))
+            run = run_of(entry for entry in run.entries if entry.name != gone)
+            order.remove(gone)
+    times = {name: float(at) for at, name in enumerate(order)}
+    told = draw(st.sampled_from(["true", "copied", "in part", "not", "hint before"]))
+    if told == "copied":
+        times = dict(zip(order, map(float, draw(st.permutations(range(len(order))))), strict=True))
+    elif told == "in part":
+        times = {name: at if draw(st.booleans()) else None for name, at in times.items()}
+    latest = hints[-1]
+    if told == "not":
+        latest = None
+    elif told == "hint before":  # the process was killed before it wrote the hint; nothing has copied the run since
+        latest = hints[-2]
+    kinds = st.sampled_from(["whole", "whole", "damaged", "torn", "unreadable", "unreadable", "files"])
+    states = {entry.head.step: draw(kinds) for entry in run.entries}
+    return run, Accident(states, times, latest, told == "true")
+
+
+def as_found(run, accident, also=()):
+    """The run as a reader sees it; those of `also` can be read after all."""
+
+    def entry(each):
+        state = accident.states[each.head.step]
+        if state in ("unreadable", "files") and each.name not in also:
+            return Entry(each.name, None if state == "unreadable" else each.head, problem=DENIED)
+        if state == "torn":  # its first line has wrong bytes
+            return Entry(each.name, None, problem=PROBLEM)
+        return attrs.evolve(each, problem=PROBLEM if state == "damaged" else None)
+
+    return run_of(sorted(map(entry, run.entries), key=lambda each: each.name))
+
+
+@given(accidents(), st.data())
+@settings(max_examples=1500 if IS_DEEP else 300, deadline=None)
+def test_what_is_resumed_is_what_would_be_if_all_could_be_read(case, data):
+    """E01, P07: after rewinds, saves of a step again, deletions and copies, with whatever damaged; else the resume is refused."""
+    run, accident = case
+    found = with_order_known(as_found(run, accident), accident.times, accident.latest)
+    resumed = next(iter(lineage(found)), None)
+    if resumed is None or found.maybe_newer(resumed.head):
+        return
+    hidden = [entry.name for entry in found.entries if entry.is_unreadable]
+    also = data.draw(st.sets(st.sampled_from(hidden))) if hidden else set()
+    assert lineage(as_found(run, accident, also))[0].name == resumed.name
+
+
+@given(accidents(), st.data())
+@settings(max_examples=1500 if IS_DEEP else 300, deadline=None)
+@example((run_of([Entry(directory_of(1), Head("r", 1)), Entry(directory_of(3), Head("r", 3, 2, ((0, 1),)))]),
+          Accident({1: "whole", 3: "torn"}, {directory_of(1): 1.0, directory_of(3): 2.0}, directory_of(3), True)), None)  # fmt: skip
+def test_what_is_saved_is_resumed_next_whatever_can_be_read_by_then(case, data):
+    """E01, A14: it goes on from any checkpoint, by step= too. The timeline of what cannot be read may be that of a rewind of which nothing else is left."""
+    run, accident = case
+    found = with_order_known(as_found(run, accident), accident.times, accident.latest)
+    usable = [entry.head for entry in found.entries if entry.is_candidate]
+    if not usable:
+        return
+    origin, ahead = (usable[0], 1) if data is None else data.draw(st.tuples(st.sampled_from(usable), st.integers(0, 5)))
+    descent = ParentCheckpoint(origin.timeline, origin.step, origin.forks)
+    head = next_head(found, "r", origin.step + ahead, descends_from=descent)
+    assert lineage(after(run, head))[0].head == head, "all is as it was once"
+
+
+@given(accidents())
+def test_a_newest_one_that_is_whole_is_resumed_whatever_older_ones_cannot_be_read(case):
+    """E01: where the times are those of the commits, and the hint is there; also after rewinds."""
+    run, accident = case
+    newest = current_head(run)
+    if accident.states[newest.step] != "whole" or not accident.is_exact:
+        return
+    found = with_order_known(as_found(run, accident), accident.times, accident.latest)
+    assert lineage(found)[0].head == newest
+    assert found.maybe_newer(newest) == ()
+
+
 def test_an_old_manifest_that_cannot_be_read_is_older_by_step_time_and_hint():
     """E01: each of the three alone can deceive, after a rewind or a copy."""
     found = run_of([Entry(directory_of(2), None, problem=DENIED), Entry(directory_of(7), Head("r", 7))])
@@ -321,3 +424,27 @@ def test_what_is_older_than_the_newest_may_be_newer_than_the_one_before_that():
     marked = with_order_known(found, dict(zip(names, (1.0, 2.0, 3.0), strict=True)), names[2])
     assert marked.maybe_newer(Head("r", 7)) == ()
     assert [entry.name for entry in marked.maybe_newer(Head("r", 2))] == [names[1]]
+
+
+def test_where_the_newest_of_a_rewound_run_is_damaged_one_between_it_and_the_older_one_may_be_the_newest():
+    """E01: the times are those of a copy, in another order. The older one was resumed in silence."""
+    old, hidden, new = Head("r", 3, 1, ((0, 2),)), directory_of(5), Head("r", 7, 1, ((0, 2),))
+    found = run_of([Entry(directory_of(3), old), Entry(hidden, None, problem=DENIED), Entry(directory_of(7), new)])
+    marked = with_order_known(found, {hidden: 1.0, directory_of(3): 2.0, directory_of(7): 3.0}, directory_of(7))
+    assert marked.maybe_newer(new) == ()
+    assert [entry.name for entry in marked.maybe_newer(old)] == [hidden]
+
+
+def test_what_a_rewind_has_left_behind_is_not_taken_where_that_before_the_rewind_cannot_be_read():
+    """E01, E16: step 3 was resumed in silence, since step 1 is of a lower step."""
+    heads = [Head("r", 1), Head("r", 2, 1, ((0, 1),)), Head("r", 3)]
+    for hidden in (None, heads[0]):
+        found = run_of(
+            [
+                Entry(directory_of(1), hidden, problem=DENIED),
+                Entry(directory_of(2), heads[1], problem=PROBLEM),
+                Entry(directory_of(3), heads[2]),
+            ]
+        )
+        marked = with_order_known(found, {directory_of(at): float(at) for at in (1, 2, 3)}, directory_of(3))
+        assert [entry.name for entry in marked.maybe_newer(heads[2])] == [directory_of(1)]
