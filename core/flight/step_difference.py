@@ -138,6 +138,21 @@ def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | N
     return StepDifference(step, tuple(parts), tuple(same), mine, theirs, components) if parts else None
 
 
+def is_compared(one: Flight, other: Flight, step: int, part: str) -> bool:
+    """Whether both flights know a part of a step, so that it would show if it differed.
+
+    Examples:
+        >>> from trainfold.core.flight.flight import flight_of
+        >>> log = flight_of([StepRecord(1, loss=bytes(8))])
+        >>> is_compared(log, log, 1, "loss"), is_compared(log, log, 2, "loss"), is_compared(log, log, 1, "state")
+        (True, False, False)
+    """
+    if part == "state":
+        return all(step in each.states for each in (one, other))
+    mine, theirs = one.steps.get(step), other.steps.get(step)
+    return mine is not None and theirs is not None and mine.is_comparable(theirs, part)
+
+
 def steps_with_other_batch_digests(one: Flight, other: Flight) -> list[int]:
     """The steps whose batches both flights know, and of which they have digests that cannot be compared: of one every byte, of the other samples."""
     both = ((one.steps[step], other.steps[step]) for step in sorted(one.steps.keys() & other.steps.keys()))

@@ -7,7 +7,7 @@ import attrs
 
 from trainfold.core.flight.causes.evidence import Evidence
 from trainfold.core.flight.flight import Flight
-from trainfold.core.flight.step_difference import StepDifference, host_draws, step_difference
+from trainfold.core.flight.step_difference import StepDifference, host_draws, is_compared, step_difference
 from trainfold.core.flight.step_record import StepRecord
 
 Logs: TypeAlias = Mapping[int, Flight]
@@ -19,13 +19,16 @@ _Steps: TypeAlias = list[tuple[StepRecord, StepRecord]]
 
 
 def only_rank(flights: tuple[Logs, Logs], rank: int, first: StepDifference) -> int | None:
-    """The rank, if its logs alone differ in that step as they do: what one rank computes otherwise may reach all of them in the same step. None if a rank has a log in one run alone."""
+    """The rank, if its logs alone differ in that step as they do: what one rank computes otherwise may reach all of them in the same step. None if that is not known of each other rank."""
     one, other = flights
     if one.keys() != other.keys():
         return None
-    found = (step_difference(one[each], other[each], first.step) for each in one.keys() & other.keys())
+    others = [(one[each], other[each]) for each in one.keys() - {rank}]
+    if not all(is_compared(*pair, first.step, part) for pair in others for part in first.parts):
+        return None
+    found = (step_difference(*pair, first.step) for pair in others)
     alike = [each for each in found if each is not None and each.is_of_one_rank == first.is_of_one_rank]
-    return rank if len(alike) == 1 else None
+    return None if alike else rank
 
 
 def of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:
