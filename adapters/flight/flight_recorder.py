@@ -168,7 +168,9 @@ class FlightRecorder:
         """Write the step."""
         if self.journal is not None:
             self.journal.did(progress.step)
-        batches, is_whole = (None, False) if not self._batches else digest_of_batches(self._batches)
+        live = None if self._watched is None else self._watched()
+        is_known = self._batches and (live is None or live.uncounted() is None)  # else it may have read those instead
+        batches, is_whole = digest_of_batches(self._batches) if is_known else (None, False)
         self._file.append([StepRecord(progress.step, progress.epoch, progress.samples, self._values.get(_LOSS),
                                       self._values.get(_NORM), batches, *self._streams(), is_whole=is_whole)])  # fmt: skip
         if self._nonfinite is not None:

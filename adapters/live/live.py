@@ -447,9 +447,11 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
             IncompleteWindow: naming what is open; `HalfRestored` after a restore that failed halfway.
         """
         self._microbatches.check_closed("live")
-        self._watch.check_boundary(
-            lambda: None if self._data is None else self._data.unaccounted(), is_swapped=self.swap is not None
-        )
+        self._watch.check_boundary(self.uncounted, is_swapped=self.swap is not None)
+
+    def uncounted(self) -> str | None:
+        """Batches that were handed out and not counted since, in words; None if there are none."""
+        return None if self._data is None else self._data.unaccounted()
 
     def check_counted(self) -> None:
         """Raise if an optimizer has stepped since the last `advance`: a loop that never counts is never saved.

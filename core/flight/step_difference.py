@@ -94,24 +94,6 @@ def first_step_apart(one: Flight, other: Flight, *, after: int = 0, until: int |
     return stray
 
 
-def steps_unrecorded(one: Flight, other: Flight) -> tuple[tuple[int, int], ...]:
-    """The steps of which a flight has no record, and another one has, from the first to the last that both can have: (first, last) of each hole.
-
-    Examples:
-        >>> from trainfold.core.flight.flight import flight_of
-        >>> steps_unrecorded(*(flight_of(map(StepRecord, steps)) for steps in ([1, 5, 7], range(1, 9))))
-        ((2, 4), (6, 6))
-    """
-    if not one.steps or not other.steps:
-        return ()
-    first, last = max(min(one.steps), min(other.steps)), min(max(one.steps), max(other.steps))
-    holes: list[tuple[int, int]] = []
-    for step in sorted(step for step in other.steps.keys() - one.steps.keys() if first <= step <= last):
-        begin = holes.pop()[0] if holes and holes[-1][1] == step - 1 else step
-        holes.append((begin, step))
-    return tuple(holes)
-
-
 def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | None:
     """What differs in one step; None if nothing does that both know."""
     mine, theirs = one.steps.get(step), other.steps.get(step)

@@ -20,12 +20,8 @@ from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
 from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.causes.parting import steps_text
-from trainfold.core.flight.step_difference import (
-    StepDifference,
-    first_step_apart,
-    steps_unrecorded,
-    steps_with_other_batch_digests,
-)
+from trainfold.core.flight.holes import steps_in_neither, steps_unrecorded
+from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_with_other_batch_digests
 from trainfold.core.format.file_names import directory_of
 
 _ALL_FINITE: Final = "no output of a module, with torch.compile off; what it compiles may have other bits"
@@ -164,15 +160,21 @@ def log_warnings(
         found += [each.text_of(f"{run.where}/{flight_name(rank)}") for rank, flight in own.items() for each in flight.left_out
                   if each.last > after and (until is None or each.first <= until)]  # fmt: skip
         for rank in sorted(own.keys() & other.keys()):
-            where = f" of rank {rank}" if rank else ""
-            holes = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in steps_unrecorded(own[rank], other[rank]))  # fmt: skip
-            found += [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record in {name}{where}" for hole in holes if hole[0] <= hole[1]]  # fmt: skip
+            found += _holes(steps_unrecorded(own[rank], other[rank]), f"in {name}", rank, after, until)
     one, other = (run.flights for run in runs)
     for rank in sorted(one.keys() & other.keys()):
+        found += _holes(steps_in_neither(one[rank], other[rank]), f"in {names[0]}, and none in {names[1]}", rank, after, until)  # fmt: skip
         steps = [each for each in steps_with_other_batch_digests(one[rank], other[rank]) if after < each <= (each if until is None else until)]  # fmt: skip
         if steps:
             found.append(f"the batches of {steps_text(steps[0], steps[-1])}{f' of rank {rank}' if rank else ''} were not compared: one log has digests of every byte of them, the other of samples, as of an older version")  # fmt: skip
     return found
+
+
+def _holes(holes: tuple[tuple[int, int], ...], where: str, rank: int, after: int, until: int | None) -> list[str]:
+    """The steps without a record, after one and up to another one, in words."""
+    cut = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in holes)
+    of = f" of rank {rank}" if rank else ""
+    return [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record {where}{of}" for hole in cut if hole[0] <= hole[1]]  # fmt: skip
 
 
 def difference_data(difference: StepDifference | None) -> dict[str, Any] | None:

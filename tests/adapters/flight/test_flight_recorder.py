@@ -129,3 +129,27 @@ def test_the_longest_name_fits_a_line_whatever_its_characters():
     """The limit of a name is that of a line of the journal."""
     line = JournalLine(1e10, "evaluated", 2**62, data={"metric": "\U0001f600" * MOST_NAME, "score": -1e-300})
     assert decode_journal_line(encode_journal_line(line)[:-1]) == line
+
+
+def test_the_batches_of_a_step_are_not_known_where_others_were_handed_out_and_not_counted(tmp_path):
+    """A loop that leaves a batch out without `drop_window` read another one than its log said; two runs of which one does so had equal batches, for certain."""
+    model, x = torch.nn.Linear(2, 1), torch.randn(16, 2)
+    live = attach(model, loader=torch.utils.data.DataLoader(x, batch_size=2))
+    recorder = FlightRecorder(FlightFile(tmp_path / flight_name(0)), 0)
+    recorder.watch(live)
+    for number, x in enumerate(live.batches(epochs=1)):
+        if number == 2:
+            continue  # its samples are counted where those of the next batch are meant
+        if number == 5:
+            live.drop_window()
+            continue
+        live.advance(samples=len(x))
+    recorder.close()
+    assert {step: each.batch is not None for step, each in read_flights(tmp_path)[0].steps.items()} == {
+        1: True,
+        2: True,
+        3: False,
+        4: False,
+        5: True,
+        6: True,
+    }

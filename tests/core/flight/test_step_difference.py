@@ -1,17 +1,15 @@
 """The first step in which two flights differ."""
 
+from itertools import pairwise
+
 import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfold.core.flight.flight import flight_of
-from trainfold.core.flight.step_difference import (
-    first_step_apart,
-    step_difference,
-    steps_unrecorded,
-    steps_with_other_batch_digests,
-)
+from trainfold.core.flight.holes import steps_in_neither, steps_unrecorded
+from trainfold.core.flight.step_difference import first_step_apart, step_difference, steps_with_other_batch_digests
 from trainfold.core.flight.step_record import StateDigest, StepRecord, float_bits_of
 
 FULL = [
@@ -84,6 +82,27 @@ def test_steps_that_only_one_log_has_are_listed(mine, theirs):
         step for step in range(max(min(mine), min(theirs)), last + 1) if step not in mine and step in theirs
     ]
     assert first_step_apart(one, other) is None
+
+
+@given(*[st.sets(st.integers(1, 9), min_size=1)] * 2, st.integers(1, 4))
+def test_steps_that_neither_log_has_are_listed(mine, theirs, stride):
+    """A record may count several steps: those in between are not missing."""
+    listed = [
+        step
+        for first, end in steps_in_neither(
+            *(flight_of(map(StepRecord, (each * stride for each in steps))) for steps in (mine, theirs))
+        )
+        for step in range(first, end + 1)
+    ]
+    shared = range(max(min(mine), min(theirs)), min(max(mine), max(theirs)) + 1)
+    known = [step for step in shared if step in mine | theirs]
+    usual = min((b - a for a, b in pairwise(known)), default=1)
+    assert {step for step in listed if step % stride == 0} == {
+        step * stride for a, b in pairwise(known) if b - a > usual for step in range(a + 1, b)
+    }
+    assert usual > 1 or {each for each in shared if each not in known} == {
+        step // stride for step in listed if step % stride == 0
+    }
 
 
 def test_the_state_of_a_step_without_a_record_is_compared():

@@ -322,6 +322,22 @@ def test_what_a_log_has_lost_is_named_and_does_not_count(plain, tmp_path, lost):
     assert all(word in each for word, each in zip(words[lost], found["warnings"], strict=True)), found["warnings"]
 
 
+def test_steps_that_neither_log_has_are_said(plain, tmp_path):
+    """Both disks lost them: what was done there is known of none, and nothing said so."""
+    for name in "ab":
+        shutil.copytree(plain, tmp_path / name, symlinks=True)
+        log = tmp_path / name / "flight-00000.log"
+        lines = log.read_bytes()
+        kept = [
+            lines[at : at + 64]
+            for at in range(0, len(lines), 64)
+            if decode_line(lines[at : at + 64]).step not in (4, 5)
+        ]
+        log.write_bytes(b"".join(kept))
+    found = named(tmp_path / "a", tmp_path / "b")
+    assert (found["step"], found["warnings"]) == (None, ["steps 4 to 5 have no record in A, and none in B"])
+
+
 def test_a_difference_after_a_damaged_line_is_not_called_arithmetic(plain, tmp_path):
     """Another batch, whose record is lost, gives other losses after it."""
     train(tmp_path / "b", swaps=True, record=0)
