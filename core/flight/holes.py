@@ -25,7 +25,7 @@ def steps_unrecorded(one: Flight, other: Flight) -> tuple[tuple[int, int], ...]:
 
 
 def steps_in_neither(one: Flight, other: Flight) -> tuple[tuple[int, int], ...]:
-    """The steps of which neither has a record, in the same form. Where each record counts several steps, those between two of them are none.
+    """The steps of which neither has a record, in the same form. Where each record counts several steps, those between two of them are not missing.
 
     Examples:
         >>> from trainfold.core.flight.flight import flight_of

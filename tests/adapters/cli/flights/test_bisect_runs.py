@@ -323,7 +323,7 @@ def test_what_a_log_has_lost_is_named_and_does_not_count(plain, tmp_path, lost):
 
 
 def test_steps_that_neither_log_has_are_said(plain, tmp_path):
-    """Both disks lost them: what was done there is known of none, and nothing said so."""
+    """Both disks lost them: what was done there is known of none, and no warning named them."""
     for name in "ab":
         shutil.copytree(plain, tmp_path / name, symlinks=True)
         log = tmp_path / name / "flight-00000.log"
