@@ -33,7 +33,6 @@ _MISWRITTEN: Final = re.compile(
     rf"(?:[\s\u200b\u2060\ufeff'\"`<“”\u2018\u2019«]+|[^\w/.~]+(?=(?:{_KNOWN}):/|[^/]*:/.*[@?]))([A-Za-z][A-Za-z0-9+._-]+):/|({_KNOWN}):(?!/)",
     re.IGNORECASE | re.DOTALL,
 )
-_LOGIN: Final = re.compile(r"(?<=:/)(/?)[^\s\"']*@")
 
 
 def is_object_url(place: str) -> bool:
@@ -65,16 +64,6 @@ def shown_url(url: str) -> str:
         ('ftp://…@host/run?…', 'hdfs://host/run', '…@host')
     """
     return re.sub(r"[?#].*", "?…", re.sub(r"^([^/@]*:/{1,2})?.*@", r"\1…@", url, flags=re.DOTALL), flags=re.DOTALL)
-
-
-def without_logins(text: str) -> str:
-    """A text in which no URL has a name or a password; what is before the last @ of a URL is left out, as a password may have one too.
-
-    Examples:
-        >>> without_logins('no answer of "http://user:secret@host/a"'), without_logins("s3://bucket/run")
-        ('no answer of "http://…@host/a"', 's3://bucket/run')
-    """
-    return _LOGIN.sub(r"\1…@", text)
 
 
 def url_text(url: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final, TypeAlias
 
+from trainfold.backends.stores.object_store.errors.library_logs import hide_logins_of_aws
 from trainfold.backends.stores.object_store.errors.shown_errors import without_secrets
 from trainfold.backends.stores.object_store.over_fsspec.calls import FsspecPrefix
 from trainfold.core.format.file_names import is_data_file, step_of
@@ -107,6 +108,7 @@ def _aborted(call: _Call, places: Sequence[Mapping[str, str]]) -> tuple[int, Exc
 
 def _client(store: Any) -> Any:
     """A client of boto3 for the same server, with the same credentials: those that the store was given, or else the provider's own chain."""
+    hide_logins_of_aws()
     boto3, config, environ = import_module("boto3"), store.config, os.environ
     keys = dict(config)
     if store.credential_provider is not None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from trainfold.backends.stores.object_store.errors.bucket_errors import raise_alone
+from trainfold.backends.stores.object_store.errors.library_logs import hide_logins_of_aws
 from trainfold.backends.stores.object_store.errors.shown_errors import without_secrets
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.open_filesystem import open_foreign_url
@@ -135,6 +136,7 @@ def _store(scheme: str, bucket: str, prefix: str) -> Any:
     if _needs_profile():
         from obstore.auth.boto3 import Boto3CredentialProvider
 
+        hide_logins_of_aws()
         try:
             options["credential_provider"] = Boto3CredentialProvider()
         except import_module("botocore.exceptions").BotoCoreError as error:  # such as a profile that is not there

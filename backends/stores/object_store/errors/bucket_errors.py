@@ -22,9 +22,13 @@ from trainfold.core.errors import (
 E = TypeVar("E", bound=TrainfoldError)
 
 _REJECTED: Final = re.compile(  # by their codes, where the client has no class for them, as of a list
-    r"\b401 Unauthorized|\b(ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed)\b"
+    r"\b401 Unauthorized|\b(ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch)\b"
 )
 _SKEWED: Final = re.compile(r"\bRequestTimeTooSkewed\b")
+_REJECTED_OR_SKEWED: Final = re.compile(r"\b(AuthenticationFailed|invalid_grant)\b")  # Azure's and Google's, of both
+_DISABLED: Final = re.compile(
+    r"\b(AccountIsDisabled|AccountProblem|AllAccessDisabled|InvalidPayer|UserProjectAccountProblem|accountDisabled)\b"
+)
 _ELSEWHERE: Final = re.compile(r"\b(AuthorizationHeaderMalformed|PermanentRedirect)\b|redirect without LOCATION")
 _DENIED: Final = re.compile(r"\b403 Forbidden|\b(AccessDenied|AuthorizationPermissionMismatch)\b")
 _BARRED: Final = re.compile(r": 407 |\(407\)$")
@@ -39,6 +43,7 @@ _MAY_WRITE: Final = "give these credentials the right to write and delete there,
 _MAY_READ: Final = "give these credentials the right to read and list there (without s3:ListBucket, S3 denies what is not there too); this does not prove damage"
 _RENEW: Final = "renew or correct these credentials"
 _SET_CLOCK: Final = "set this machine's clock: a store refuses what is signed at another time than its own"
+_ENABLE: Final = "look at the account at its provider: it is closed, or not paid for"
 _TOOLS: Final = {
     "s3": "`aws s3`",
     "gs": "`gcloud storage`",
@@ -47,6 +52,9 @@ _TOOLS: Final = {
     "abfs": "`az storage`",
 }
 _BY_PROXY: Final = "give HTTPS_PROXY or HTTP_PROXY a login that the proxy takes, or name the store in NO_PROXY"
+_NO_PROXY: Final = re.compile(r"\bProxyConnectionError\b")
+_LOOK_AT_PROXY: Final = f"look whether the proxy runs that HTTPS_PROXY or HTTP_PROXY names; {_BY_PROXY}"
+_LOOK: Final = "look at the network and at the store"
 _TRUST: Final = (
     "correct the address of the store, or let this machine trust the authority that has signed its certificate"
 )
@@ -54,6 +62,8 @@ _SET_REGION: Final = "set AWS_REGION to the region of the bucket"
 
 _BY_SIGN: Final = (
     (_SKEWED, "a request with the time of the store", _SET_CLOCK),
+    (_REJECTED_OR_SKEWED, "credentials that the store takes", f"{_RENEW}; or {_SET_CLOCK}"),
+    (_DISABLED, "an account that the store serves", _ENABLE),
     (_ELSEWHERE, "the region of the bucket", _SET_REGION),
     (_BARRED, "a proxy that passes requests on", _BY_PROXY),
     (_UNTRUSTED, "a store whose certificate is trusted", _TRUST),
@@ -137,12 +147,13 @@ class BucketErrors:
             return self._named(NoCredentials, key, **said)
         if said := self._refusal(error, "write", _MAY_WRITE):
             return self._named(NotWritable, key, **said)
+        found = without_secrets(error)
         return self._named(
             SaveFailed,
             key,
             expected="the planned bytes to be stored",
-            found=without_secrets(error),
-            fix="look at the network and at the store; earlier checkpoints are intact",
+            found=found,
+            fix=f"{_look_at(found)}; earlier checkpoints are intact",
         )
 
     def unreadable(self, key: str, error: BaseException) -> CheckpointUnreadable:
@@ -157,7 +168,7 @@ class BucketErrors:
             key,
             expected="bytes from the store",
             found=found,
-            fix="look at the network and at the store, and try again; this does not prove damage",
+            fix=f"{_look_at(found)}, and try again; this does not prove damage",
         )
 
     def _named(self, kind: type[E], key: str, *, expected: str, found: str, fix: str) -> E:
@@ -181,6 +192,11 @@ class BucketErrors:
     def is_final(self, error: BaseException) -> bool:
         """Whether a second try soon after would end alike."""
         return missing_credentials(error) is not None or self._refusal(error, "read", "") is not None
+
+
+def _look_at(found: str) -> str:
+    """Where to look after a request that was not answered: a proxy may be in between, which may be back soon."""
+    return _LOOK_AT_PROXY if _NO_PROXY.search(found) else _LOOK
 
 
 def raise_alone(error: Exception) -> NoReturn:

@@ -11,7 +11,6 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from trainfold.backends.stores.object_store.over_fsspec.exceptions import GenericError
-from trainfold.backends.stores.place import without_logins
 
 CUT: Final = "…"
 """What ends a text of which something is not shown."""
@@ -44,7 +43,8 @@ _CODE: Final = re.compile(
     r"""<Code>([A-Za-z_.]{2,64})</Code>|"(?:code|error)"\s*:\s*"([A-Za-z_.]{2,64})"|\(code: ([A-Za-z_.]{2,64})\)"""
 )
 _IS_CODE: Final = re.compile(r"[A-Za-z_.]{2,64}")
-_QUERY: Final = re.compile(r"\?[^\s\"')]*")  # of an address in an error's text: it may hold a signature
+_LOGIN: Final = re.compile(r"(?<=://).*@", re.DOTALL)  # of an address: a password may have any sign in it
+_QUERY: Final = re.compile(r"\?.*", re.DOTALL)  # it may hold a signature
 _LIMIT: Final = 400
 _OWN_WORDS: Final = frozenset({  # other libraries' errors that are made before there is an answer
     "ClientConnectorCertificateError", "ClientConnectorDNSError", "ClientConnectorError", "ConfigNotFound", "ConnectTimeoutError",
@@ -142,4 +142,4 @@ def _status_and_code(error: BaseException) -> list[str]:
 
 
 def _without_logins_or_query(text: str) -> str:
-    return _QUERY.sub(f"?{CUT}", without_logins(text))
+    return _QUERY.sub(f"?{CUT}", _LOGIN.sub(f"{CUT}@", text))

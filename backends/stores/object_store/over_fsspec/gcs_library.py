@@ -2,14 +2,13 @@
 
 import io
 import json
-import logging
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, final
 
-from trainfold.backends.stores.object_store.errors.shown_errors import without_secrets
+from trainfold.backends.stores.object_store.errors.library_logs import hide_answers_in_logs
 from trainfold.backends.stores.object_store.over_fsspec.buffered_upload import BufferedUpload
 from trainfold.backends.stores.object_store.over_fsspec.exceptions import (
     BaseError,
@@ -27,7 +26,7 @@ class GcsLibrary:
 
     def __init__(self, filesystem: Any) -> None:
         self._files = filesystem
-        logging.getLogger("gcsfs").addFilter(_without_answers)
+        hide_answers_in_logs("gcsfs")
 
     def get(self, path: str, span: str | None) -> tuple[bytes, ObjectDescription]:
         """See `Library.get`."""
@@ -83,14 +82,6 @@ class GcsLibrary:
         if str(error).startswith("Forbidden"):  # 403, which gcsfs raises as an OSError without a number
             return PermissionDeniedError(str(error))
         return UnauthenticatedError(str(error)) if getattr(error, "code", None) in {401, "401"} else None
-
-
-def _without_answers(record: logging.LogRecord) -> bool:
-    """Take the server's words out of what gcsfs logs of its own accord when a request fails: it is an error, which most programs print."""
-    if record.exc_info and record.exc_info[1] is not None:
-        record.msg, record.args = f"{record.funcName}: {without_secrets(record.exc_info[1])}", ()
-        record.exc_info = record.exc_text = None
-    return True
 
 
 @final

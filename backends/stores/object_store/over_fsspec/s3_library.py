@@ -5,6 +5,7 @@ from typing import Any, final
 
 import fsspec.asyn
 
+from trainfold.backends.stores.object_store.errors.library_logs import hide_logins_of_aws
 from trainfold.backends.stores.object_store.over_fsspec.buffered_upload import BufferedUpload
 from trainfold.backends.stores.object_store.over_fsspec.exceptions import (
     BaseError,
@@ -20,6 +21,7 @@ class S3Library:
 
     def __init__(self, filesystem: Any) -> None:
         self._files = filesystem
+        hide_logins_of_aws()
 
     def get(self, path: str, span: str | None) -> tuple[bytes, ObjectDescription]:
         """See `Library.get`."""

@@ -10,7 +10,8 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from trainfold.backends.stores.object_store.bucket import Bucket
 from trainfold.backends.stores.object_store.errors.bucket_errors import BucketErrors
-from trainfold.core.errors import CheckpointUnreadable
+from trainfold.backends.stores.object_store.over_fsspec import exceptions
+from trainfold.core.errors import CheckpointError, CheckpointUnreadable
 
 SECRET = "pa55"
 TEXT = """Generic S3 error: Error performing GET https://h:1/bucket/run/k in 1ms - HTTP error: error sending request
@@ -69,6 +70,51 @@ def test_a_refused_connection_and_a_proxy_that_asks_for_a_login_are_named(proxy,
         found = failure(store_of(scheme, where, proxy_url=way))
         assert (found.expected, "407" in found.found) == ("a proxy that passes requests on", True)
         assert "HTTPS_PROXY" in found.fix
+
+
+@pytest.mark.parametrize("sign", "'\"`<>()[]{}|^?#&=:@/%")
+def test_no_sign_in_a_password_of_an_endpoint_shows_the_rest_of_it(sign):
+    """U05: a password was cut up to a quotation mark in it, and shown from there on."""
+    where = f"http://user:{sign}{SECRET}{sign}{SECRET}@host:1/bucket"
+    asked = f"Generic S3 error: Error performing GET {where}?x=1 in 1ms - HTTP error: error sending request\n\nDebug source:\n{where}"
+    known = type("EndpointConnectionError", (Exception,), {})(f'Could not connect to the endpoint URL: "{where}"')
+    for error in (OSError(asked), known):
+        assert SECRET not in str(BucketErrors(obstore.exceptions, "s3://bucket/run").unreadable("k", error))
+
+
+def test_a_client_shows_no_password_with_a_quotation_mark(proxy):
+    """U05: the same with the client itself, which sends such a password as it is."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert "connection refused" in failure(store_of("s3", f"http://user:x'{SECRET}@127.0.0.1:{port}")).found
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ("403 Forbidden: <Code>AuthenticationFailed</Code>", "renew or correct these credentials; or set this machine's clock"),
+        ('400 Bad Request: {"error":"invalid_grant"}', "renew or correct these credentials; or set this machine's clock"),
+        ("403 Forbidden: <Code>AccountIsDisabled</Code>", "look at the account at its provider"),
+        ("403 Forbidden: <Code>AccessDenied</Code>", "give these credentials the right"),
+    ],
+)  # fmt: skip
+def test_a_code_has_the_advice_of_each_of_its_causes(said, fix):
+    """R09: Azure and Google have one code for a wrong key and a wrong clock, and a closed account was a missing right."""
+    text = f"Generic S3 error: Error performing GET http://h/a in 1ms - Server returned non-2xx status code: {said}\n\nDebug source:"
+    assert BucketErrors(obstore.exceptions, "az://bucket/run").unreadable("k", OSError(text)).fix.startswith(fix)
+
+
+@pytest.mark.parametrize("doing", ["reading", "writing"])
+def test_a_proxy_that_botocore_cannot_reach_is_named(doing):
+    """R09: through s3fs, the advice was to look at the store."""
+    raised = exceptions.GenericError("ProxyConnectionError: pa55")
+    raised.__cause__ = type("ProxyConnectionError", (Exception,), {})("http://user:pa55@proxy")
+    errors = BucketErrors(exceptions, "s3://bucket/run")
+    with pytest.raises(CheckpointError) as failed, getattr(errors, doing)("k"):
+        raise raised
+    assert "HTTPS_PROXY" in failed.value.fix
+    assert SECRET not in str(failed.value)
+    assert not errors.is_final(raised)  # it may be back soon
 
 
 @pytest.mark.parametrize(

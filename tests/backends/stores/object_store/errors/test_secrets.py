@@ -1,5 +1,7 @@
 """What a provider repeats of a request in its answer is shown nowhere: it may be a session token or what was signed."""
 
+import socket
+
 import pytest
 import torch
 from kit.backends.buckets.planted import SECRET, answer, said_by
@@ -146,3 +148,26 @@ def test_no_file_of_a_run_shows_it(proxy, tmp_path, caplog):
     assert any(b"403 Forbidden: InvalidRequest" in data for data in files.values())
     assert not [path for path, data in files.items() if SECRET.encode() in data]
     assert SECRET not in said_by(failed.value) + caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.quarantine_file.QuarantineIgnored")
+def test_no_log_shows_what_the_program_of_a_login_prints_when_it_fails(monkeypatch, tmp_path, caplog, capfd):
+    """U05: botocore warns of a login that it cannot renew, with all that the program has printed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    program, once, file = tmp_path / "login.sh", tmp_path / "once", tmp_path / "config"
+    given = f'{{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "{SECRET}", "Expiration": "2020-01-01T00:00:00Z"}}'
+    program.write_text(
+        f"if [ -e {once} ]; then echo {SECRET} >&2; exit 1; fi\ntouch {once}\necho '{given}'\n", encoding="ascii"
+    )
+    file.write_text(f"[default]\nregion = us-east-1\ncredential_process = sh {program}\n", encoding="ascii")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    with pytest.raises(CheckpointError) as failed:
+        trainfold.load("s3://bucket/a", like=STATE)
+    assert "CredentialRetrievalError" in str(failed.value) + caplog.text
+    assert SECRET not in said_by(failed.value) + caplog.text + "".join(capfd.readouterr())
