@@ -9,10 +9,10 @@ import attrs
 from trainfold.adapters.live.live import Live
 from trainfold.backends.ranks.all_ranks import on_all_ranks
 from trainfold.backends.runs.scan import read_inventory, read_manifest
+from trainfold.backends.stores.os_errors import cannot_save
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.errors import CheckpointMissing, RunNotRestored
 from trainfold.core.layout.world import Collectives
-from trainfold.core.problem import error_from
 from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
 from trainfold.core.state.state import TrainState
 
@@ -30,7 +30,7 @@ def look(store: Store) -> HeldRun:
     """What a run contains now.
 
     Raises:
-        TrainfoldError: if that cannot be read: a run that does not answer now may hold checkpoints.
+        SaveFailed: if that cannot be read: a run that does not answer now may hold checkpoints.
 
     Examples:
         >>> from trainfold.stores import MemoryStore
@@ -39,7 +39,7 @@ def look(store: Store) -> HeldRun:
     """
     inventory = read_inventory(glimpse(store))
     if inventory.problem is not None and inventory.problem.error != CheckpointMissing.__name__:
-        raise error_from(inventory.problem)
+        raise cannot_save(inventory.problem)
     known = tuple(entry.name for entry in inventory.entries if entry.head is not None)
     return HeldRun(inventory.run_id or "", known or tuple(entry.name for entry in inventory.maybe_newer(None)))
 

@@ -4,8 +4,9 @@ import uuid
 from contextlib import suppress
 
 from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
+from trainfold.backends.stores.os_errors import cannot_save
 from trainfold.backends.stores.protocol import Store, glimpse, least_revision_of
-from trainfold.core.errors import CommitConflict, InvalidArgument, SaveFailed
+from trainfold.core.errors import CommitConflict, InvalidArgument
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import (
     Head,
@@ -54,8 +55,7 @@ def begin_checkpoint(
     assert run_id is not None  # it was committed just now
     inventory = read_inventory(seen)
     if inventory.problem is not None:  # such as a directory that could not be listed: its checkpoints are not known
-        problem = inventory.problem
-        raise SaveFailed(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
+        raise cannot_save(inventory.problem)
     directory = directory_of(step)
     name = f"{directory}/{MANIFEST}"
     size = seen.size(name)

@@ -20,6 +20,7 @@ from trainfold.core.errors import (
     SaveFailed,
     SaveFailedElsewhere,
 )
+from trainfold.core.problem import Problem, problem_of
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LOST = {
@@ -119,17 +120,29 @@ def locked(store: Store, fix: Callable[[RunLocked], str]) -> Iterator[None]:
 
 @contextmanager
 def named_failures(where: str) -> Iterator[None]:
-    """Turn each `OSError` and `MemoryError` of a block into a `SaveFailed`, whether it came from a write or from reading the directory."""
+    """Turn each `OSError` and `MemoryError` of a block into a `SaveFailed`, whether it came from a write or from reading the run, and what cannot be read now too."""
     try:
         yield
     except CheckpointDamaged as error:
-        if not isinstance(error.__cause__, OSError):  # as `named_reads` has raised it
+        if isinstance(error.__cause__, OSError):  # as `named_reads` has raised it
+            raise save_failure(error.__cause__, error.where) from error
+        if not isinstance(error, CheckpointUnreadable):
             raise
-        raise save_failure(error.__cause__, error.where) from error
+        raise cannot_save(problem_of(error)) from error
     except OSError as error:
         raise save_failure(error, where) from error
     except MemoryError as error:
         raise no_memory(where) from error
+
+
+def cannot_save(problem: Problem) -> SaveFailed:
+    """The error for a save that has to know what its run holds, and cannot.
+
+    Examples:
+        >>> print(cannot_save(Problem("CheckpointUnreadable", "runs/a", "an answer", "503", "try again")))
+        runs/a: expected an answer, found 503; try again
+    """
+    return SaveFailed(problem.where, expected=problem.expected, found=problem.found, fix=problem.fix)
 
 
 def no_memory(where: str) -> SaveFailed:

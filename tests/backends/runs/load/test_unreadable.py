@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import pytest
@@ -23,7 +23,7 @@ from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores import local, os_errors, staged_files
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import CheckpointUnreadable, HalfRestored, ResumeRefused, RunNotRestored, TrainfoldError
+from trainfold.core.errors import CheckpointUnreadable, HalfRestored, ResumeRefused, RunNotRestored, SaveFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import HEAD_BYTES
 from trainfold.core.history.inventory import lineage
@@ -283,7 +283,7 @@ def test_a_run_of_which_the_disk_gives_no_list_is_refused_by_name(run, monkeypat
         with pytest.raises(ResumeRefused, match=re.escape(f"{run}: expected a file that can be read")) as refused:
             trainfold.load(run, like=state_at(0))
         assert not refused.value.refusal.finds_nothing
-        with pytest.raises(TrainfoldError, match=re.escape(os.strerror(code))), CheckpointManager(run) as manager:
+        with pytest.raises(SaveFailed, match=re.escape(os.strerror(code))), CheckpointManager(run) as manager:
             manager.save(state_at(1))
     assert opened(run) == 2
 
@@ -434,6 +434,28 @@ def test_a_run_that_does_not_answer_for_a_moment_is_not_taken_for_a_new_one(run,
 
         with monkeypatch.context() as patch:
             patch.setattr(LocalStore, verb, once)
-            with pytest.raises((RunNotRestored, CheckpointUnreadable)), CheckpointManager(run) as manager:
+            with pytest.raises(SaveFailed), CheckpointManager(run) as manager:
                 manager.save(state_at(9))
     assert opened(run) == 2
+
+
+@pytest.mark.parametrize("verb", ["list", "size", "read"])
+def test_a_save_whose_run_cannot_be_read_for_a_moment_fails_as_a_save(run, monkeypatch, verb):
+    """C15: a loop that catches `SaveFailed` and goes on ended with the error of the read, if the list or the run file was refused once."""
+    call = getattr(LocalStore, verb)
+    for failing_call in itertools.count(1):
+        calls = itertools.count(1)
+
+        def once(store, *args, calls=calls, failing_call=failing_call, **kwargs):
+            if next(calls) == failing_call:
+                raise CheckpointUnreadable(store.url, expected="an answer", found="503", fix="try again")
+            return call(store, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, verb, once)
+            with suppress(SaveFailed):
+                trainfold.save(state_at(3), run)
+        if next(calls) <= failing_call:
+            break
+        assert opened(run) in (2, 3)
+    assert failing_call > 1
