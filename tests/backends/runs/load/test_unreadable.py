@@ -23,7 +23,14 @@ from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores import local, os_errors, staged_files
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
-from trainfold.core.errors import CheckpointUnreadable, HalfRestored, ResumeRefused, RunNotRestored, SaveFailed, TrainfoldError
+from trainfold.core.errors import (
+    CheckpointUnreadable,
+    HalfRestored,
+    ResumeRefused,
+    RunNotRestored,
+    SaveFailed,
+    TrainfoldError,
+)
 from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.manifest import HEAD_BYTES
 from trainfold.core.history.inventory import lineage
