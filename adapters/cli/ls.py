@@ -17,7 +17,7 @@ from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.scan import examine, read_root
 from trainfold.backends.side_by_side import side_by_side
-from trainfold.backends.stores.protocol import Store, writers_in
+from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.indexes.needed import nothing_needed
@@ -105,14 +105,13 @@ def list_store(
     present = [entry.name for entry in lineage(inventory)]
     names = pointed_names(store)
     times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
-    writers = writers_in(store, inventory.unfinished)
     listed = [
         Listed(
             entry,
             at,
             names.get(entry.name, ()),
             is_left_behind=entry.is_candidate and entry.name not in present,
-            writer=writers.get(entry.name),
+            writer=inventory.writers.get(entry.name),
         )
         for entry, at in zip(inventory.entries, times, strict=True)
     ]
@@ -128,7 +127,9 @@ def list_store(
         "checkpoints": [_json(each, now) for each in listed],
     }
     table = Table(f"{inventory.run}  run {inventory.run_id}", _COLUMNS, rows, _SPARE)
-    return Answer(data, (table,), None if newest is not None else nothing_complete(inventory, under_way=writers))
+    return Answer(
+        data, (table,), None if newest is not None else nothing_complete(inventory, under_way=inventory.writers)
+    )
 
 
 def _with(listed: list[Listed], components: Sequence[str] | None) -> list[Listed]:

@@ -30,6 +30,7 @@ from trainfold.core.errors import InvalidArgument
 from trainfold.core.flight.flight import Flight, flight_of
 from trainfold.core.flight.step_difference import StepDifference, step_difference
 from trainfold.core.flight.step_record import LogLine
+from trainfold.core.markup.texts import steps_text
 from trainfold.core.rehearsal.orders import orders_of
 from trainfold.core.state.state import TrainState
 
@@ -134,9 +135,13 @@ class Replayed:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return f"steps {self.first} to {self.last} are those of the log, bit for bit"
-        before = "" if self.last == self.first else f"steps {self.first} to {self.last - 1} are those of the log; "
+            return f"{_are_equal(self.first, self.last)}, bit for bit"
+        before = "" if self.last == self.first else f"{_are_equal(self.first, self.last - 1)}; "
         return f"{before}{self.difference} (first the log, then the replay)"
+
+
+def _are_equal(first: int, last: int) -> str:
+    return f"{steps_text(first, last)} {'is that' if first == last else 'are those'} of the log"
 
 
 def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | Run") -> Replayed:
@@ -161,7 +166,7 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
         ...     return state.evolve(trainer=Progress(state.trainer.step + 1, samples=state.trainer.samples + batch)), {"loss": batch / 2}
         >>> log = flight_of([StepRecord(1, 0, 8, loss=float_bits_of(4.0)), StepRecord(2, 0, 16, loss=float_bits_of(4.0))])
         >>> print(replay(step, TrainState(trainer=Progress()), [8, 9], log))
-        steps 1 to 1 are those of the log; step 2: the samples are 16 and 17; the loss is 4.0 and 4.5; the same: epoch (first the log, then the replay)
+        step 1 is that of the log; step 2: the samples are 16 and 17; the loss is 4.0 and 4.5; the same: epoch (first the log, then the replay)
     """
     if not isinstance(log, Flight):
         log = read_flights(log).get(0, Flight())

@@ -9,7 +9,7 @@ import attrs
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.local import Run, local_store, open_store
-from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.protocol import Store, writers_in
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
     CheckpointForeign,
@@ -77,7 +77,15 @@ def read_inventory(run: Run) -> Inventory:
     problem = _run_problem(store, run_id, names, entries)
     has_none = run_id is not None and not any(entry.head is not None for entry in entries)
     lost = lost_checkpoint(names, store.pointers(), best_file=BEST_FILE) if has_none else None
-    return _with_order_known(store, Inventory(store.url, run_id, entries, problem, lost))
+    return _with_writers(store, _with_order_known(store, Inventory(store.url, run_id, entries, problem, lost)))
+
+
+def _with_writers(store: Store, inventory: Inventory) -> Inventory:
+    """The inventory with the processes that may be writing, which a store is asked for only where a save has no manifest."""
+    try:
+        return attrs.evolve(inventory, writers=writers_in(store, inventory.unfinished))
+    except (TrainfoldError, OSError):  # then nothing is known of them, and nothing depends on them
+        return inventory
 
 
 def _with_order_known(store: Store, inventory: Inventory) -> Inventory:

@@ -6,6 +6,8 @@ from typing import final
 
 import attrs
 
+from trainfold.core.markup.texts import steps_text
+
 
 @final
 @attrs.frozen
@@ -63,9 +65,8 @@ class LeftOut:
             >>> print(LeftOut(9, 10, 12).text_of("flight-00000.log"))
             flight-00000.log: steps 9 to 10 are not used: it has no record of step 12, which the run has saved, so that a resume which recorded nothing may have undone them
         """
-        steps = f"step {self.first} is" if self.first == self.last else f"steps {self.first} to {self.last} are"
-        undone = "it" if self.first == self.last else "them"
-        return f"{name}: {steps} not used: it has no record of step {self.saved}, which the run has saved, so that a resume which recorded nothing may have undone {undone}"
+        is_or_are, undone = ("is", "it") if self.first == self.last else ("are", "them")
+        return f"{name}: {steps_text(self.first, self.last)} {is_or_are} not used: it has no record of step {self.saved}, which the run has saved, so that a resume which recorded nothing may have undone {undone}"
 
 
 def steps_left_out(steps: Collection[int], saved: Mapping[int, int]) -> Iterator[LeftOut]:

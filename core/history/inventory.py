@@ -74,6 +74,7 @@ class Inventory:
         entries: every step directory, sorted by name; foreign names are ignored.
         problem: what is wrong with the run itself, or None.
         lost: evidence of a whole checkpoint in a run that has no manifest now, such as ``"latest names step-00000120"``; else None.
+        writers: checkpoint without a manifest -> the process that may be writing it now. For people: it is no part of what a run holds, and decides nothing.
     """
 
     run: str
@@ -81,6 +82,7 @@ class Inventory:
     entries: tuple[Entry, ...]
     problem: Problem | None = None
     lost: str | None = None
+    writers: Mapping[str, str] = attrs.field(factory=dict, eq=False)
 
     @property
     def current_steps(self) -> dict[int, int]:
@@ -101,7 +103,8 @@ class Inventory:
             )
             status = "a manifest, not read yet" if entry.manifest is None else "complete"
             if entry.problem is not None:
-                status = f"{entry.problem.error}: {entry.problem.found}"
+                writer = self.writers.get(entry.name)
+                status = f"being written by {writer}" if writer else f"{entry.problem.error}: {entry.problem.found}"
             elif entry is resumed:
                 status = f"{status}; a resume tries it first"
             rows.append((entry.name, *head, status))

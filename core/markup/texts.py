@@ -36,6 +36,16 @@ def _is_leap(year: int) -> bool:
     return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
 
 
+def steps_text(first: int, last: int) -> str:
+    """Some steps, in words.
+
+    Examples:
+        >>> steps_text(16, 20), steps_text(4, 4)
+        ('steps 16 to 20', 'step 4')
+    """
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def secs_text(secs: float) -> str:
     """A duration in the unit that suits it.
 

@@ -71,7 +71,6 @@ class RunPage:
         is_copied: whether the logs got their times by a copy, so that the last line of the journal is the last sign of a process.
         flight: from the flight log of rank 0; None for a run without one.
         resume: what a resume would do.
-        writers: checkpoint without a manifest -> the process that may be writing it now.
         unread: what of the run could not be read, and why.
     """
 
@@ -86,7 +85,6 @@ class RunPage:
     unread: tuple[str, ...] = ()
     left_out: int = 0
     is_copied: bool = False
-    writers: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def has_several_ranks(self) -> bool:

@@ -122,7 +122,9 @@ def _under_way(page: RunPage) -> dict[str, str]:
     steps = steps_under_way(page.journal, page.flight)
     begun = page.inventory.unfinished
     found = {name: _BEING_WRITTEN for name in begun if step_of(name) in steps}
-    return found | {name: f"being written by {page.writers[name]}" for name in begun if name in page.writers}
+    return found | {
+        name: f"being written by {page.inventory.writers[name]}" for name in begun if name in page.inventory.writers
+    }
 
 
 def _age(entry: Entry) -> tuple[int, int, str]:

@@ -4,10 +4,10 @@ import attrs
 
 from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, recorded_environment
 from trainfold.backends.flight.flights import flight_name
-from trainfold.core.flight.causes.parting import steps_text
 from trainfold.core.flight.flight import Flight, state_digests
 from trainfold.core.flight.step_difference import last_result
 from trainfold.core.format.leaf_texts import fingerprints
+from trainfold.core.markup.texts import steps_text
 
 
 def believed(run: ReadRun, other: Logs) -> tuple[ReadRun, list[str]]:

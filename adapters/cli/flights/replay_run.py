@@ -19,10 +19,10 @@ from trainfold.adapters.cli.flights.scratch_run import (
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
 from trainfold.backends.flight.flights import flight_name
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.flight.causes.parting import steps_text
 from trainfold.core.flight.holes import steps_in_neither, steps_unrecorded
 from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_with_other_batch_digests
 from trainfold.core.format.file_names import directory_of
+from trainfold.core.markup.texts import steps_text
 
 _ALL_FINITE: Final = "no output of a module, with torch.compile off; what it compiles may have other bits"
 _PLACE: Final = scratch_place("replay", "replay")

@@ -8,6 +8,7 @@ from trainfold.core.flight.causes.doubts import Cause, doubts, in_words
 from trainfold.core.flight.causes.evidence import Evidence
 from trainfold.core.flight.causes.leaf_kinds import follows_results, is_position, scheduled
 from trainfold.core.flight.step_difference import StepDifference
+from trainfold.core.markup.texts import steps_text
 
 _WORDS: Final[dict[Cause, str]] = {
     "nothing": "nothing that is known differs",
@@ -91,16 +92,6 @@ def parting_of(evidence: Evidence) -> Parting:
     parts = frozenset[str]() if by_state or difference is None else frozenset(difference.parts)
     cause, names = _cause(evidence, parts, by_state=by_state)
     return Parting(step, cause, names, evidence, doubts(evidence, cause, parts))
-
-
-def steps_text(first: int, last: int) -> str:
-    """Some steps, in words.
-
-    Examples:
-        >>> steps_text(16, 20), steps_text(4, 4)
-        ('steps 16 to 20', 'step 4')
-    """
-    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _is_write(difference: StepDifference) -> bool:

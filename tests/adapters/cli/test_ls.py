@@ -120,13 +120,14 @@ def test_a_save_under_way_is_not_called_torn(run, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", WRITER, run], stdout=subprocess.PIPE) as writer:
         writer.stdout.readline()
         monkeypatch.setattr(fcntl, "flock", None)
-        answer = list_run(run)
+        answer, shown = list_run(run), read_inventory(run)._repr_html_()
         writer.kill()
     holder = f"process {writer.pid} on {socket.gethostname()}"
     old, new = cells(answer, "step", "status")[-2:]
     assert old[1].startswith("CheckpointTorn")
     assert new == ("", f"being written by {holder}")
     assert [(each["writer"], each["problem"] is None) for each in answer.data["checkpoints"][-2:]] == [(None, False), (holder, True)]  # fmt: skip
+    assert (shown.count(f"being written by {holder}"), shown.count("CheckpointTorn")) == (1, 1), "in a notebook too"
     assert cells(list_run(run), "status")[-1][0].startswith("CheckpointTorn"), "it was killed"
 
 

@@ -202,7 +202,8 @@ def test_a_save_under_way_is_not_called_torn():
     assert "being written" in sections_html(in_the_loop)["checkpoints"], (
         "a save in the loop is written down when it has returned"
     )
-    bare = attrs.evolve(facts, journal=(), writers={"step-00000040": "process 7 on a"})
+    written = attrs.evolve(facts.inventory, writers={"step-00000040": "process 7 on a"})
+    bare = attrs.evolve(facts, journal=(), inventory=written)
     assert "being written by process 7 on a" in sections_html(bare)["checkpoints"], (
         "without a journal, the lock says it"
     )
