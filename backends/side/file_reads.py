@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from trainfold.core.errors import CheckpointHostile, InvalidState
 
 _TRIES: Final = 3
+_MISSING: Final = (errno.ENOENT, errno.ENOTDIR)
 _COARSE_NS: Final = (
     2_000_000_000  # of some filesystems: a file that was written again in this time may have the same stamp
 )
@@ -80,27 +81,39 @@ def read_whole(path: Path, *, most_bytes: int) -> WholeFile:
 
 
 def files_below(directory: Path) -> dict[str, Path]:
-    """Name -> path of each file in a directory and in those in it, sorted.
+    """Name -> path of each file in a directory and in those in it, sorted. What is removed meanwhile is left out.
 
     Raises:
         CheckpointHostile: for a link that leads out of it.
-        InvalidState: for a link to a directory, or to nothing.
+        InvalidState: for a link to a directory, or to nothing; for what is neither a file nor a directory; and for a directory that cannot be read.
     """
+
+    def unread(error: OSError) -> None:
+        if error.errno not in _MISSING:
+            raise _unreadable(Path(error.filename), error, kind="a directory") from error
+
     home, found = directory.resolve(), dict[str, Path]()
-    for above, folders, names in os.walk(directory):
+    for above, folders, names in os.walk(directory, onerror=unread):
         for name in [*folders, *names]:
             path = Path(above, name)
             if path.is_symlink() and not path.resolve().is_relative_to(home):
                 raise CheckpointHostile(str(path), expected="a file in its directory", found=f"a link to {path.resolve()}",
                                         fix='name the files that are meant one by one: SideFiles({"name": path})')  # fmt: skip
             if path.is_symlink() and not path.is_file():
-                raise InvalidState(str(path), expected="a file, a directory, or a link to a file", found=f"a link to {'a directory' if path.is_dir() else 'nothing'}",
+                raise InvalidState(str(path), expected="a file, a directory, or a link to a file", found=f"a link to {_kind_of(path)}",
                                    fix='remove the link, or name the files that are meant: SideFiles({"name": path})')  # fmt: skip
         for name in names:
             path = Path(above, name)
             if path.is_file():
                 found[path.relative_to(directory).as_posix()] = path
+            elif os.path.lexists(path):
+                raise InvalidState(str(path), expected="a file, a directory, or a link to a file", found="a special file, such as a pipe or a socket",
+                                   fix='remove it, or name the files that are meant: SideFiles({"name": path})')  # fmt: skip
     return dict(sorted(found.items()))
+
+
+def _kind_of(link: Path) -> str:
+    return "a directory" if link.is_dir() else "a special file" if link.exists() else "nothing"
 
 
 def _bytes_of(fd: int, size_bytes: int) -> bytes:
@@ -115,7 +128,6 @@ def _identity(found: os.stat_result) -> FileIdentity:
     return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def _unreadable(path: Path, error: OSError) -> InvalidState:
-    is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
-    return InvalidState(str(path), expected="a file that can be read", found="nothing" if is_missing else error.strerror,
+def _unreadable(path: Path, error: OSError, *, kind: str = "a file") -> InvalidState:
+    return InvalidState(str(path), expected=f"{kind} that can be read", found="nothing" if error.errno in _MISSING else error.strerror,
                         fix="put it there, leave it out of SideFiles, or name the component in optional= of attach")  # fmt: skip

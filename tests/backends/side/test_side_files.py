@@ -1,6 +1,9 @@
 """Files that belong to a checkpoint: their bytes at the moment of the save, confined, bounded, and put into a directory whole."""
 
+import errno
 import os
+import socket
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -123,6 +126,39 @@ def test_what_is_not_a_file_of_the_run_is_refused_by_name(tmp_path):
     for odd in ({"a": tmp_path, "a/b": tmp_path}, 3, {}, ["a"]):
         with pytest.raises(InvalidArgument, match=r"SideFiles\.files"):
             SideFiles(odd)
+
+
+def test_a_directory_is_taken_whole_or_refused_by_the_name_of_what_cannot_be_taken(tmp_path, monkeypatch):
+    """C13: a pipe, a socket and a directory that could not be read were left out without a word."""
+    below = tmp_path / "in" / "below"
+    below.mkdir(parents=True)
+    (tmp_path / "in" / "a").write_bytes(b"1")
+    (tmp_path / "in" / "link").symlink_to("below/odd")
+
+    def bind(path):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+
+    for make in (os.mkfifo, bind):
+        make(below / "odd")
+        with pytest.raises(InvalidState, match=r"link: .*a link to a special file"):
+            SideFiles(tmp_path / "in").capture()
+        with pytest.raises(InvalidState, match=r"below/odd: .*a special file, such as a pipe.*; remove it, or name"):
+            SideFiles(tmp_path / "in" / "below").capture()
+        (below / "odd").unlink()
+    (tmp_path / "in" / "link").unlink()
+    real = os.scandir
+
+    def refused(path, *, with_errno):
+        if path == str(below):
+            raise OSError(with_errno, os.strerror(with_errno), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", partial(refused, with_errno=errno.EACCES))
+    with pytest.raises(InvalidState, match="below: expected a directory that can be read, found Permission"):
+        SideFiles(tmp_path / "in").capture()
+    monkeypatch.setattr(os, "scandir", partial(refused, with_errno=errno.ENOENT))
+    assert held(SideFiles(tmp_path / "in")) == {"a": b"1"}, "removed meanwhile"
 
 
 def test_files_of_a_checkpoint_are_put_into_a_directory_whole_or_not_at_all(tmp_path, monkeypatch):
