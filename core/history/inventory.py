@@ -74,7 +74,7 @@ class Inventory:
         entries: every step directory, sorted by name; foreign names are ignored.
         problem: what is wrong with the run itself, or None.
         lost: evidence of a whole checkpoint in a run that has no manifest now, such as ``"latest names step-00000120"``; else None.
-        writers: checkpoint without a manifest -> the process that may be writing it now. For people: it is no part of what a run holds, and decides nothing.
+        writers: checkpoint without a manifest -> the process that may be writing it now. For people: two inventories that differ only here are equal, and it decides nothing.
     """
 
     run: str
