@@ -24,6 +24,7 @@ from trainfold.core.resume.request import ResumeRequest
 from trainfold.core.resume.resume_plan import NOT_ASKED_FOR, Refusal, ResumePlan
 
 RELISTINGS: Final = 5  # another process that saves or deletes all the time must not hold a resume for ever
+_GONE: Final = (CheckpointMissing.__name__, CheckpointTorn.__name__)
 _RESTORES: Final = " restores "  # between the digest of a plan for some components and their names
 
 
@@ -144,14 +145,15 @@ def may_be_deleted(inventory: Inventory) -> bool:
     Args:
         inventory: what was found since.
     """
-    gone = (CheckpointMissing.__name__, CheckpointTorn.__name__)
     return any(
-        each.head is not None and each.problem is not None and each.problem.error in gone for each in inventory.entries
+        each.head is not None and each.problem is not None and each.problem.error in _GONE for each in inventory.entries
     )
 
 
 def with_failed(listed: Inventory, before: Inventory) -> Inventory:
     """A run that was listed again, with what was proved of checkpoints that are still the same ones.
+
+    A step that was deleted and saved again may have the same head, with other fingerprints. That files were gone is looked at again, which costs no read of data.
 
     Args:
         listed: the run as it is now.
@@ -163,8 +165,9 @@ def with_failed(listed: Inventory, before: Inventory) -> Inventory:
             old.head is not None
             and old.problem is not None
             and not old.is_unreadable
+            and old.problem.error not in _GONE
             and now is not None
-            and now.head == old.head
+            and (now.head, now.summary) == (old.head, old.summary)
         ):
             listed = listed.with_entry(attrs.evolve(now, problem=old.problem))
     return listed

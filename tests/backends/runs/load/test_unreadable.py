@@ -24,6 +24,7 @@ from trainfold.backends.stores import local, os_errors, staged_files
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import (
+    CheckpointMissing,
     CheckpointUnreadable,
     HalfRestored,
     ResumeRefused,
@@ -341,6 +342,28 @@ def test_live_objects_that_are_read_in_place_count_no_attempt(tmp_path, monkeypa
             with pytest.raises((HalfRestored, ResumeRefused), match="Permission denied"):
                 restored()
     assert restored() == 2
+
+
+def test_a_checkpoint_that_is_deleted_and_saved_again_during_a_load_is_the_newest_all_the_same():
+    """E01: by its head it is the one that had lost its files, and the older one was loaded, with a warning."""
+    store = saved_run(4, 6)
+    done = []
+
+    class SavedAgain(Faulty):
+        def read_into(self, name, buffer, *, start=0):
+            if name.startswith("step-00000006/") and not done:
+                done.append(name)
+                store.delete("step-00000006/")
+                with pytest.raises(CheckpointMissing):
+                    self.inner.read_into(name, buffer, start=start)
+                trainfold.save(state_at(7).evolve(trainer=Progress(step=6)), store)
+                raise CheckpointMissing(name, expected="a file", found="none", fix="list the run")
+            self.inner.read_into(name, buffer, start=start)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trainfold.load(SavedAgain({}, inner=store), like=state_at(0)).trainer.step == 6
+    assert done
 
 
 @pytest.mark.parametrize("others", [(4,), (4, 8)])
