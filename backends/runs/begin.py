@@ -1,5 +1,6 @@
 """`begin_checkpoint`: make the run if it is new, and choose the identity of its next checkpoint."""
 
+import time
 import uuid
 from contextlib import suppress
 
@@ -62,4 +63,13 @@ def begin_checkpoint(
     files = seen.list(directory) if size is not None or inventory.refers_to(directory) else []
     old = None if size is None else store.read(name, start=0, stop=size)
     least = least_revision_of(store)
-    return next_checkpoint(inventory, run_id, step, files=files, descends_from=descends_from, least_revision=least), old
+    head = next_checkpoint(
+        inventory,
+        run_id,
+        step,
+        files=files,
+        descends_from=descends_from,
+        least_revision=least,
+        now_ms=int(time.time() * 1000),
+    )
+    return head, old

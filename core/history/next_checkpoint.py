@@ -1,7 +1,6 @@
 """`next_checkpoint`: the identity of the checkpoint about to be saved: its timeline, parent and revision."""
 
 from collections.abc import Collection
-from typing import Final
 
 import attrs
 
@@ -9,8 +8,6 @@ from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Inventory, current_head, head_order, heads_of, is_within, lineage
 from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
-
-_ROOM: Final = 1000  # so many rewinds may lie between a manifest that is not known and those that are, since their checkpoints are deleted
 
 
 def next_checkpoint(  # noqa: PLR0913 - keywords
@@ -21,6 +18,7 @@ def next_checkpoint(  # noqa: PLR0913 - keywords
     files: Collection[str] = (),
     descends_from: ParentCheckpoint | None = None,
     least_revision: int = 0,
+    now_ms: int = 0,
 ) -> Head:
     """The head of the next checkpoint, with a revision that differs from those of all files of the step.
 
@@ -35,6 +33,7 @@ def next_checkpoint(  # noqa: PLR0913 - keywords
         files: the names of the files that the step's directory holds now.
         descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown.
         least_revision: that of a store whose lost writers may still write.
+        now_ms: as in `next_head`.
 
     Examples:
         >>> from trainfold.core.history.inventory import Entry
@@ -45,7 +44,8 @@ def next_checkpoint(  # noqa: PLR0913 - keywords
         >>> next_checkpoint(torn, "r", 100, files=["manifest.json", "model-00000-of-00001.r2.safetensors"]).revision
         3
     """
-    head = attrs.evolve(next_head(inventory, run_id, step, descends_from=descends_from), revision=least_revision)
+    head = next_head(inventory, run_id, step, descends_from=descends_from, now_ms=now_ms)
+    head = attrs.evolve(head, revision=least_revision)
     is_referred = inventory.refers_to(directory_of(step))
     if MANIFEST not in files and not is_referred:
         return head
@@ -62,7 +62,14 @@ def _revision_in(files: Collection[str]) -> int:
     return max((int(part[1:]) for part in parts if part[:1] == "r" and part[1:].isdecimal()), default=0)
 
 
-def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: ParentCheckpoint | None = None) -> Head:
+def next_head(
+    inventory: Inventory,
+    run_id: str,
+    step: int,
+    *,
+    descends_from: ParentCheckpoint | None = None,
+    now_ms: int = 0,
+) -> Head:
     """The head of the next checkpoint: in the same timeline if it continues the newest checkpoint, else in a new one.
 
     Law: the lineage of the new checkpoint is the lineage of what it descends from, up to the step below. Everything else that the run
@@ -78,6 +85,8 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
         run_id: its id.
         step: the step to save.
         descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown.
+        now_ms: milliseconds since 1970. That is the number of a timeline that begins beside manifests that are not known: the number of
+            rewinds before those is not known, and one of them may itself be in a timeline that began so. 0 if the time is not known.
 
     Examples:
         >>> from trainfold.core.history.inventory import Entry
@@ -89,13 +98,13 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
         (1, ((0, 100),), 'step-00000100')
     """
     newest, heads = current_head(inventory), heads_of(inventory)
-    room = _ROOM if any(each.may_come_back for each in inventory.entries) else 0
+    least = now_ms if any(each.may_come_back for each in inventory.entries) else 0
     if descends_from == BEGINNING:
         taken = {of for head in heads for of in (head.timeline, *dict(head.forks))}
-        return Head(run_id, step, max(taken, default=-1) + 1 + room)
+        return Head(run_id, step, max(0, least, *(of + 1 for of in taken)))
     origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
     if origin is None:
-        return Head(run_id, step, room + (0 if newest is None else newest.timeline + 1))
+        return Head(run_id, step, max(least, 0 if newest is None else newest.timeline + 1))
     earlier = origin.forks or next((head.forks for head in heads if head.timeline == origin.timeline), ())
     last = min(origin.step, step - 1)  # the step's own directory is about to hold something else
     left = tuple((of, min(at, last)) for of, at in (*earlier, (origin.timeline, origin.step)) if last >= 0)
@@ -107,7 +116,7 @@ def next_head(inventory: Inventory, run_id: str, step: int, *, descends_from: Pa
     if is_newest and origin.step <= step and left[:-1] == earlier:
         return Head(run_id, step, origin.timeline, earlier, parent)
     taken = {origin.timeline, *dict(earlier), *(of for head in heads for of in (head.timeline, *dict(head.forks)))}
-    return Head(run_id, step, max(taken) + 1 + (room if hides else 0), left, parent)
+    return Head(run_id, step, max(least if hides else 0, *(of + 1 for of in taken)), left, parent)
 
 
 def _hides(inventory: Inventory, origin: int) -> bool:

@@ -291,6 +291,9 @@ class Accident:
     is_exact: bool
 
 
+STATES = st.sampled_from(["whole", "whole", "damaged", "torn", "unreadable", "unreadable", "files"])
+
+
 @st.composite
 def accidents(draw):
     """Histories with rewinds, saves of a step again and deletions; then damage, manifests that cannot be read, and copies whose times are in another order."""
@@ -322,8 +325,7 @@ def accidents(draw):
         latest = None
     elif told == "hint before":  # the process was killed before it wrote the hint; nothing has copied the run since
         latest = hints[-2]
-    kinds = st.sampled_from(["whole", "whole", "damaged", "torn", "unreadable", "unreadable", "files"])
-    states = {entry.head.step: draw(kinds) for entry in run.entries}
+    states = {entry.head.step: draw(STATES) for entry in run.entries}
     return run, Accident(states, times, latest, told == "true")
 
 
@@ -357,19 +359,23 @@ def test_what_is_resumed_is_what_would_be_if_all_could_be_read(case, data):
 
 @given(accidents(), st.data())
 @settings(max_examples=1500 if IS_DEEP else 300, deadline=None)
-@example((run_of([Entry(directory_of(1), Head("r", 1)), Entry(directory_of(3), Head("r", 3, 2, ((0, 1),)))]),
-          Accident({1: "whole", 3: "torn"}, {directory_of(1): 1.0, directory_of(3): 2.0}, directory_of(3), True)), None)  # fmt: skip
 def test_what_is_saved_is_resumed_next_whatever_can_be_read_by_then(case, data):
-    """E01, A14: it goes on from any checkpoint, by step= too. The timeline of what cannot be read may be that of a rewind of which nothing else is left."""
+    """E01, A14: it goes on from any checkpoint, by step= too, one accident after another. The timeline of what cannot be read may be that of a rewind of which nothing else is left."""
     run, accident = case
-    found = with_order_known(as_found(run, accident), accident.times, accident.latest)
-    usable = [entry.head for entry in found.entries if entry.is_candidate]
-    if not usable:
-        return
-    origin, ahead = (usable[0], 1) if data is None else data.draw(st.tuples(st.sampled_from(usable), st.integers(0, 5)))
-    descent = ParentCheckpoint(origin.timeline, origin.step, origin.forks)
-    head = next_head(found, "r", origin.step + ahead, descends_from=descent)
-    assert lineage(after(run, head))[0].head == head, "all is as it was once"
+    for now_ms in range(1_000_000, 1_000_000 + data.draw(st.integers(1, 4))):
+        found = with_order_known(as_found(run, accident), accident.times, accident.latest)
+        usable = [entry.head for entry in found.entries if entry.is_candidate]
+        if not usable:
+            return
+        origin, ahead = data.draw(st.tuples(st.sampled_from(usable), st.integers(0, 5)))
+        descent = ParentCheckpoint(origin.timeline, origin.step, origin.forks)
+        head = next_head(found, "r", origin.step + ahead, descends_from=descent, now_ms=now_ms)
+        run, last = after(run, head), directory_of(head.step)
+        assert lineage(run)[0].head == head, "all is as it was once"
+        assert len({(entry.head.timeline, entry.head.step) for entry in run.entries}) == len(run.entries)
+        times = accident.times | {last: float(now_ms) if accident.is_exact else None}
+        states = {entry.head.step: data.draw(STATES) for entry in run.entries}
+        accident = attrs.evolve(accident, states=states, times=times, latest=accident.latest and last)
 
 
 @given(accidents())
