@@ -55,8 +55,10 @@ class NonFiniteEnd:
         self._orders, self._rank, self._step = orders, rank, step
         self._watch = NonFiniteWatch()
         self._watch.install()
-        self._broke_in: int | None = None  # the step after which a parameter was not finite, where all outputs were
-        self._buffers_broke_in: int | None = None
+        self._parameters: dict[
+            str, int
+        ] = {}  # those that are not finite -> the step after which they were, where all outputs were finite
+        self._buffers: dict[str, int] = {}
         Finalize(None, self._at_exit, exitpriority=0)  # also in a process of multiprocessing, where atexit is not asked
 
     def stepped(self, step: int, loss: bytes | None = None, norm: bytes | None = None) -> None:
@@ -68,15 +70,15 @@ class NonFiniteEnd:
             norm: of the gradients; one that is not finite counts only if the optimizer took the step.
         """
         bad = _not_finite(loss, norm)
-        is_broken = bool(self._watch.broken())
+        broken = self._watch.broken()
         if loss is not None and "loss" not in bad and not self._watch.has_nan:
             self._watch.harmless()  # infinities that did not reach the loss: then a gradient or the optimizer broke the parameters
         is_made = self._watch.found is not None or (loss is None and self._watch.has_known_nan)
-        if "loss" in bad or (is_broken and (bad or is_made)):
+        if "loss" in bad or (broken and (bad or is_made)):
             self._end(step, f"{f'the recorded {bad[0]}' if bad else 'a parameter'} is not finite, and the output of every module is")  # fmt: skip
         self._watch.harmless()
-        self._broke_in = None if not is_broken else self._broke_in or step
-        self._buffers_broke_in = None if not self._watch.broken_buffers() else self._buffers_broke_in or step
+        self._parameters = {leaf.path: self._parameters.get(leaf.path, step) for leaf in broken}
+        self._buffers = {leaf.path: self._buffers.get(leaf.path, step) for leaf in self._watch.broken_buffers()}
         if step >= self._orders.steps:
             self._end_broken()
 
@@ -118,10 +120,10 @@ class NonFiniteEnd:
 
     def _end_broken(self) -> None:
         """End with what no output has shown, and none will: no step follows."""
-        if self._broke_in is not None and self._watch.broken():
-            self._end(self._broke_in, "a parameter is not finite, and the output of every module is")
-        if self._buffers_broke_in is not None and self._watch.broken_buffers():
-            self._end(self._buffers_broke_in, "a buffer is not finite, and each loss and trainable parameter is; an evaluation may show it")  # fmt: skip
+        if self._parameters and self._watch.broken():
+            self._end(min(self._parameters.values()), "a parameter is not finite, and the output of every module is")
+        if self._buffers and self._watch.broken_buffers():
+            self._end(min(self._buffers.values()), "a buffer is not finite, and each loss and trainable parameter is; an evaluation may show it")  # fmt: skip
 
     def _end(self, step: int | None, what: str, why: str = "") -> None:
         """Write down what was found, and end this process at once: what it would train from here on is worthless."""
@@ -129,19 +131,21 @@ class NonFiniteEnd:
         known = "; ".join(self._watch.known[:_SHOWN])
         but = f", but for those that gave the same in steps that went well: {known}" if known else ""
         lines = [f"{what}{but}" if found is None else str(found)]
-        for since, text, leaves in (
+        for broke, text, leaves in (
             (
-                self._broke_in,
+                self._parameters,
                 "parameters became so in step {}, by their gradients or the optimizer",
                 self._watch.broken,
             ),
-            (self._buffers_broke_in, "buffers became so in step {}", self._watch.broken_buffers),
+            (self._buffers, "buffers became so in step {}", self._watch.broken_buffers),
         ):
-            if since is not None and (broken := leaves()):
+            since = min(broke.values(), default=step)
+            broken = [leaf for leaf in leaves() if broke.get(leaf.path) == since] if broke else []
+            if broken:
                 shown = "" if step in (since, None) else f"; step {step} shows it"
                 lines += [text.format(since) + shown, *(f"  {leaf}" for leaf in broken[:_SHOWN])]
-        if self._broke_in is not None and (found is None or self._watch.is_broken):
-            step = self._broke_in
+        if self._parameters and (found is None or self._watch.is_broken):
+            step = min(self._parameters.values())
         if found is None and torch.distributed.is_initialized():
             time.sleep(_WAITED_SECS)
         if found is not None or not (notes / NONFINITE_NAME).exists():

@@ -6,9 +6,15 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.adapters.cli.flights.log_checks import believed, ended_apart, replayed_otherwise, uncompared
+from trainfold.adapters.cli.flights.log_checks import (
+    believed,
+    ended_apart,
+    log_warnings,
+    replayed_otherwise,
+    uncompared,
+)
 from trainfold.adapters.cli.flights.read_run import ReadRun, read_run
-from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks, log_warnings
+from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks
 from trainfold.adapters.cli.flights.run_evidence import evidence_of
 from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,

@@ -5,7 +5,8 @@ import attrs
 from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, recorded_environment
 from trainfold.backends.flight.flights import flight_name
 from trainfold.core.flight.flight import Flight, state_digests
-from trainfold.core.flight.step_difference import last_result
+from trainfold.core.flight.holes import steps_in_neither, steps_unrecorded
+from trainfold.core.flight.step_difference import last_result, steps_with_other_batch_digests
 from trainfold.core.format.leaf_texts import fingerprints
 from trainfold.core.markup.texts import steps_text
 
@@ -75,6 +76,45 @@ def _components(run: ReadRun) -> set[str]:
     """Those of whose states the logs of a run have digests, in the last step that has any."""
     states = (flight.states[max(flight.states)] for flight in run.flights.values() if flight.states)
     return {name for each in states for name in each}
+
+
+def log_warnings(
+    runs: tuple[ReadRun, ReadRun],
+    names: tuple[str, str],
+    *,
+    after: int = 0,
+    until: int | None = None,
+) -> list[str]:
+    """What the logs of two runs have not: lines that cannot be read, and steps of which only the other one has a record.
+
+    Args:
+        runs: the runs.
+        names: of the runs, in a sentence.
+        after: name holes after this step.
+        until: and up to this one; None for all.
+    """
+    found = []
+    for run, beside, name in zip(runs, runs[::-1], names, strict=True):
+        own, other = run.flights, beside.flights
+        found += [flight.damage.text_of(f"{run.where}/{flight_name(rank)}") for rank, flight in own.items() if flight.damage]  # fmt: skip
+        found += [each.text_of(f"{run.where}/{flight_name(rank)}") for rank, flight in own.items() for each in flight.left_out
+                  if each.last > after and (until is None or each.first <= until)]  # fmt: skip
+        for rank in sorted(own.keys() & other.keys()):
+            found += _holes(steps_unrecorded(own[rank], other[rank]), f"in {name}", rank, after, until)
+    one, other = (run.flights for run in runs)
+    for rank in sorted(one.keys() & other.keys()):
+        found += _holes(steps_in_neither(one[rank], other[rank]), f"in {names[0]}, and none in {names[1]}", rank, after, until)  # fmt: skip
+        steps = [each for each in steps_with_other_batch_digests(one[rank], other[rank]) if after < each <= (each if until is None else until)]  # fmt: skip
+        if steps:
+            found.append(f"the batches of {steps_text(steps[0], steps[-1])}{f' of rank {rank}' if rank else ''} were not compared: one log has digests of every byte of them, the other of samples, as of an older version")  # fmt: skip
+    return found
+
+
+def _holes(holes: tuple[tuple[int, int], ...], where: str, rank: int, after: int, until: int | None) -> list[str]:
+    """The steps without a record, after one and up to another one, in words."""
+    cut = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in holes)
+    of = f" of rank {rank}" if rank else ""
+    return [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record {where}{of}" for hole in cut if hole[0] <= hole[1]]  # fmt: skip
 
 
 def ended_apart(runs: tuple[ReadRun, ReadRun]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainfold.adapters.cli.diff import diff_checkpoints
-from trainfold.adapters.cli.flights.log_checks import replayed_otherwise
+from trainfold.adapters.cli.flights.log_checks import log_warnings, replayed_otherwise
 from trainfold.adapters.cli.flights.read_run import Logs, ReadRun, read_run
 from trainfold.adapters.cli.flights.replayed_steps import replayed_steps
 from trainfold.adapters.cli.flights.scratch_run import (
@@ -17,11 +17,11 @@ from trainfold.adapters.cli.flights.scratch_run import (
     scratch_place,
 )
 from trainfold.adapters.cli.terminal.output import Answer, Different, Table
-from trainfold.backends.flight.flights import flight_name
 from trainfold.core.errors import InvalidArgument
-from trainfold.core.flight.holes import steps_in_neither, steps_unrecorded
-from trainfold.core.flight.step_difference import StepDifference, first_step_apart, steps_with_other_batch_digests
+from trainfold.core.flight.causes.known_states import unlike_leaves
+from trainfold.core.flight.step_difference import StepDifference, first_step_apart
 from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.leaf_texts import leaf_texts
 from trainfold.core.markup.texts import steps_text
 
 _ALL_FINITE: Final = "no output of a module, with torch.compile off; what it compiles may have other bits"
@@ -138,51 +138,17 @@ def _data(request: ReplayRequest, reached: int | None, **found: Any) -> dict[str
     return {"run": request.run.where, "from": request.begin, "to": request.end, **known, **found}
 
 
-def log_warnings(
-    runs: tuple[ReadRun, ReadRun],
-    names: tuple[str, str],
-    *,
-    after: int = 0,
-    until: int | None = None,
-) -> list[str]:
-    """What the logs of two runs have not: lines that cannot be read, and steps of which only the other one has a record.
-
-    Args:
-        runs: the runs.
-        names: of the runs, in a sentence.
-        after: name holes after this step.
-        until: and up to this one; None for all.
-    """
-    found = []
-    for run, beside, name in zip(runs, runs[::-1], names, strict=True):
-        own, other = run.flights, beside.flights
-        found += [flight.damage.text_of(f"{run.where}/{flight_name(rank)}") for rank, flight in own.items() if flight.damage]  # fmt: skip
-        found += [each.text_of(f"{run.where}/{flight_name(rank)}") for rank, flight in own.items() for each in flight.left_out
-                  if each.last > after and (until is None or each.first <= until)]  # fmt: skip
-        for rank in sorted(own.keys() & other.keys()):
-            found += _holes(steps_unrecorded(own[rank], other[rank]), f"in {name}", rank, after, until)
-    one, other = (run.flights for run in runs)
-    for rank in sorted(one.keys() & other.keys()):
-        found += _holes(steps_in_neither(one[rank], other[rank]), f"in {names[0]}, and none in {names[1]}", rank, after, until)  # fmt: skip
-        steps = [each for each in steps_with_other_batch_digests(one[rank], other[rank]) if after < each <= (each if until is None else until)]  # fmt: skip
-        if steps:
-            found.append(f"the batches of {steps_text(steps[0], steps[-1])}{f' of rank {rank}' if rank else ''} were not compared: one log has digests of every byte of them, the other of samples, as of an older version")  # fmt: skip
-    return found
-
-
-def _holes(holes: tuple[tuple[int, int], ...], where: str, rank: int, after: int, until: int | None) -> list[str]:
-    """The steps without a record, after one and up to another one, in words."""
-    cut = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in holes)
-    of = f" of rank {rank}" if rank else ""
-    return [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record {where}{of}" for hole in cut if hole[0] <= hole[1]]  # fmt: skip
-
-
 def difference_data(difference: StepDifference | None) -> dict[str, Any] | None:
     """A difference as JSON can hold it."""
     if difference is None:
         return None
     lists = {name: list(getattr(difference, name)) for name in ("parts", "same", "components")}
     return {"step": difference.step, **lists, "text": str(difference)}
+
+
+def _is_unseeded(run: ReadRun, made: ReadRun, step: int) -> bool:
+    """Whether two states are the same but for streams that programs seldom seed, which begin elsewhere at each start; a checkpoint would put them back."""
+    return not unlike_leaves(*(leaf_texts(each.checkpoint(step).manifest) for each in (run, made)))
 
 
 def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
@@ -202,12 +168,18 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
         raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}",
                               found=f"a run that ends at step {last}" if last <= begin else "neither",
                               fix="pass --to with a step that has a checkpoint" if last > begin else "pass an earlier --from")  # fmt: skip
-    state = "the same" if states is not None and states.error is None else "other bits"
+    is_state_same = states is None or states.error is None
+    state = "the same" if is_state_same else "other bits"
+    if not is_state_same and not begin and _is_unseeded(run, made.run, end):
+        is_state_same, state = (
+            True,
+            "the same, but for streams of python or numpy, which the program has not seeded, and on which nothing that is known depends",
+        )
     if states is None:
         state = f"not compared: the {'replay' if end in run.saved else 'run'} has no checkpoint there"
     warnings = log_warnings((run, made.run), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
     warnings += _start_warnings(request) if request.until_nonfinite else []
-    is_same = found is None and not is_short and (states is None or states.error is None)
+    is_same = found is None and not is_short and is_state_same
     if end > last:
         warnings.append(f"--to is step {end}, and the run ends at step {last}: nothing after that is compared")
     if not is_same and (elsewhere := replayed_otherwise(run, made.run, "the run", begin, end)):
@@ -224,7 +196,7 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
         *(("warning", text) for text in warnings),
     ]
     tables = [Table(f"{run.where}, and its replay", ("", ""), tuple(rows))]
-    tables += [] if states is None or states.error is None else states.tables
+    tables += [] if states is None or is_state_same else states.tables
     error = None
     if not is_same:
         error = Different(

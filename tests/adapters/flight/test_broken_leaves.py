@@ -140,6 +140,7 @@ def test_a_step_whose_gradients_broke_the_parameters_is_the_one_that_is_named(be
     """It was the step after it, whose outputs show it."""
     watch, found = begun
     model = torch.nn.Linear(2, 1, bias=False)
+    model.register_parameter("last", torch.nn.Parameter(torch.ones(1)))
     loop = Recorded(watch, tmp_path, model)
     for number in (7, 8):
         loss = model(torch.full((1, 2), 1.0 if number == 8 else 0.0)).square().sum().sqrt()
@@ -148,6 +149,9 @@ def test_a_step_whose_gradients_broke_the_parameters_is_the_one_that_is_named(be
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         if number == 7:
             loop.step(7, loss=loss.detach())
+    unset(
+        model, "last"
+    )  # as the optimizer does in step 8, with all others: of the step before it is said what broke there
     with pytest.raises(Ended):
         loop.step(8, loss=loss.detach())
     assert found()["step"] == 7

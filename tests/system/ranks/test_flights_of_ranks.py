@@ -84,6 +84,6 @@ def test_a_run_of_two_ranks_is_replayed_and_the_rank_with_the_first_nan_is_named
     code, found = asked(capsys, "replay", "runs/a", "--from", "3", "--to", "6", "--", *command, "runs/a")
     assert (code, found["same"], found["steps"]) == (0, True, 3)
     code, found = asked(capsys, "replay", "runs/a", "--from", "6", "--until-nonfinite", "--", *command, "runs/a")
-    assert (code, found["rank"], found["nonfinite"]["step"]) == (0, 1, 9)
+    assert (code, found["rank"], found["nonfinite"]["step"]) == (0, 1, 8)
     assert found["nonfinite"]["output"]["module"] == "2"
     assert [leaf["path"] for leaf in found["nonfinite"]["output"]["tensors"]] == ["weight"]

@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 
+import pytest
 from kit.adapters.cli_cases import fits_its_schema, flip
 from kit.adapters.manager import replay_cases
 
@@ -34,6 +35,24 @@ def test_a_program_is_replayed_from_a_checkpoint_and_its_run_is_only_read(ran, r
     assert (code, found["same"], found["steps"], found["to"]) == (0, True, 11, 12)
     assert "1 line cannot be read, at byte 0" in found["warnings"][0]
     assert contents(tmp_path / "runs/a") == before
+
+
+@pytest.mark.parametrize("uses_it", [False, True])
+def test_streams_that_a_program_does_not_seed_are_no_difference_from_its_start(ran, replayed, uses_it):
+    """A healthy program had "other bits" at its end, and was said not to repeat itself: each start of python begins its stream elsewhere."""
+    uses = ("    loss.backward()", "    loss = loss * random.random()\n    loss.backward()")
+    command = [
+        *ran("a", ("random.seed(0); np.random.seed(0);", "random.seed(os.urandom(9));"), *([uses] if uses_it else []))[
+            :-1
+        ],
+        "{run}",
+    ]
+    code, found = replayed("replay", "runs/a", "--from", 0, command=command)
+    fits_its_schema("replay", found)
+    assert (code, found["same"], found["difference"] is not None) == ((3, False, True) if uses_it else (0, True, False))
+    if not uses_it:
+        code, found = replayed("replay", "runs/a", "--from", 4, command=command)
+        assert (code, found["same"], found["states"]["same"]) == (0, True, True)
 
 
 def test_the_first_step_that_differs_is_named_with_what_differs_in_it(ran, replayed, tmp_path, capsys):
