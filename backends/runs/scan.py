@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.side_by_side import side_by_side
-from trainfold.backends.stores.local import Run, local_store, open_store
+from trainfold.backends.stores.local import LocalStore, Run, local_store, open_store
 from trainfold.backends.stores.protocol import Store, writers_in
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
@@ -125,7 +126,7 @@ def read_run_id(store: Store) -> str | None:
 def check_place(store: Store) -> None:
     """Check that the store holds a run, or that one may start there. Reads only names and writes nothing.
 
-    A folder with a user's logs and configs may become a run. A checkpoint, a folder of runs, checkpoints whose run file is lost, and weights of
+    A folder with a user's logs and configs may become a run. A checkpoint, the place of one in a run on a disk, a folder of runs, checkpoints whose run file is lost, and weights of
     another format may not.
 
     Raises:
@@ -136,9 +137,17 @@ def check_place(store: Store) -> None:
     if read_run_id(store) is not None:
         return
     names = store.list("")
-    error = _not_a_place(store, names, _entries(store, names, None))
-    if error is not None:
-        raise error
+    _check(_not_a_place(store, names, _entries(store, names, None)) or _inside_a_run(store))
+
+
+def _inside_a_run(store: Store) -> CheckpointForeign | None:
+    """The error for the place of a checkpoint in a run: a run in it would be the rest of a torn save to the one around it, which may be deleted."""
+    local = local_store(store)
+    place = None if local is None else Path(local.url).resolve()
+    if place is None or step_of(place.name) is None or not _has(LocalStore(place.parent), RUN_FILE):
+        return None
+    return CheckpointForeign(store.url, expected="a run", found=f"the place of a checkpoint in the run {place.parent}",
+                             fix=f"name the run, {place.parent}: the step of the state names the checkpoint")  # fmt: skip
 
 
 def examine(  # noqa: PLR0913 - keywords
@@ -288,7 +297,9 @@ def _not_a_place(store: Store, names: list[str], entries: tuple[Entry, ...]) -> 
     from trainfold.backends.formats.detect import detect_format  # commands that read a run start without it
     from trainfold.core.weights.detected import FORMATS, NATIVE, reader_of
 
-    error = not_a_place_for_a_run(store.url, names, entries, [name for name in names if _is_run(store, name)])
+    error = not_a_place_for_a_run(
+        store.url, names, entries, [name for name in names if _has(store, f"{name}/{RUN_FILE}")]
+    )
     found = detect_format(store.url) if local_store(store) is not None and names else None
     if found is None or found.format not in FORMATS or found.format in NATIVE:
         return error
@@ -298,9 +309,9 @@ def _not_a_place(store: Store, names: list[str], entries: tuple[Entry, ...]) -> 
                              fix=f"use another folder for the run{begins}")  # fmt: skip
 
 
-def _is_run(store: Store, name: str) -> bool:
+def _has(store: Store, file: str) -> bool:
     try:
-        return store.size(f"{name}/{RUN_FILE}") is not None
+        return store.size(file) is not None
     except (TrainfoldError, OSError):  # a file, a link, or a folder without permission
         return False
 

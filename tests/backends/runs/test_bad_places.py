@@ -115,6 +115,23 @@ def test_a_path_that_is_no_run_never_starts_one(run, tmp_path, case):
     assert trainfold.load(run, like=state_at(0)).trainer.step == 2
 
 
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_the_place_of_a_checkpoint_in_a_run_never_becomes_a_run(run, is_torn):
+    """C03: a run began in it, which was a torn save to the run around it, and deleted as such."""
+    place = run / "step-00000009"
+    if is_torn:
+        place.mkdir()
+    before = listing(run)
+    with pytest.raises(errors.CheckpointForeign, match=r"in the run .*; name the run, .*: the step of the state names"):
+        trainfold.save(state_at(9), place)
+    with pytest.raises(errors.CheckpointForeign, match="name the run"), trainfold.CheckpointManager(place) as manager:
+        manager.save(state_at(9))
+    assert names_of(refused(place)) == ["CheckpointMissing"], "a read makes nothing"
+    assert listing(run) == before
+    trainfold.save(state_at(9), run.parent / "step-00000009" / "run")  # no run is around it
+    trainfold.save(state_at(9), run / "below")
+
+
 def test_a_folder_with_a_users_own_files_may_become_a_run(tmp_path):
     for name in ("config.json", "train.log", "notes.md", "events.out.tfevents.1"):
         (tmp_path / name).write_text("x")
