@@ -70,7 +70,8 @@ def save_best(
         InvalidArgument: if it has no score, or is of another run; or if no plan could keep ``kept``.
         InvalidState: if the run has no checkpoint of a named step; or if an earlier best there is better, so that a restart
             without `load_best`, or `load_best_n`, would lose it.
-        CheckpointDamaged: if the existing best cannot be read: it is never replaced silently.
+        CheckpointDamaged: if the existing best cannot be read: it is never replaced silently. `CheckpointUnreadable` where the store does not
+            give a checkpoint now that it names, or that is named here.
         RunLocked: if another process, or a manager with another store object, saves into the run.
         SaveFailed: if it could not be written; the existing file is untouched.
 
@@ -116,6 +117,7 @@ def load_best(run: Run, wanted: BestRecord, *, collectives: Collectives | None =
     Raises:
         InvalidArgument: if ``wanted`` is not a `BestRecord`.
         CheckpointDamaged: if the file is torn or altered; `CheckpointHostile` or `CheckpointForeign` if it is another file.
+            `CheckpointUnreadable` where the store does not give a checkpoint now that it names: it may be whole, and still the best.
         FutureVersion: if a newer trainfold wrote it.
 
     Examples:

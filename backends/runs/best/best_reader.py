@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+import attrs
+
 from trainfold.backends.runs.scan import examine, read_inventory
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, Placed, best_file_from_json
@@ -18,6 +20,7 @@ from trainfold.core.best.record import BestRecord
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.file_names import directory_of
 from trainfold.core.history.inventory import lineage
+from trainfold.core.problem import Problem, error_from
 
 BEST_POINTER: Final = "best"
 
@@ -54,16 +57,29 @@ def carried_entries(
 
 
 def timelines_at(store: Store, steps: Iterable[int]) -> dict[int, int]:
-    """Step -> timeline of its checkpoint, for steps with a whole checkpoint in the run's lineage."""
+    """Step -> timeline of its checkpoint, for steps with a whole checkpoint in the run's lineage.
+
+    Raises:
+        CheckpointUnreadable: if the store does not give one of them now: as one that is gone, it would lose its place to a worse one.
+    """
     inventory = read_inventory(store)
+    _check_read(inventory.problem, store)
     usable = {entry.name for entry in lineage(inventory)}
     found = {}
     for step in steps:
-        if (name := directory_of(step)) in usable:
-            entry = examine(store, inventory, name).entry(name)
-            if entry is not None and entry.problem is None and entry.head is not None:
+        name = directory_of(step)
+        entry = (examine(store, inventory, name) if name in usable else inventory).entry(name)
+        if entry is not None:
+            _check_read(entry.problem, store)
+            if name in usable and entry.problem is None and entry.head is not None:
                 found[step] = entry.head.timeline
     return found
+
+
+def _check_read(problem: Problem | None, store: Store) -> None:
+    if problem is not None and problem.is_unreadable:
+        fix = f"{problem.fix}; if it is lost for good, delete its directory, and the best goes on without it"
+        raise error_from(attrs.evolve(problem, fix=problem.fix if problem.where == store.url else fix))
 
 
 def read_best(store: Store) -> BestFile | None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.backends import best_file_cases
 from kit.backends.best_file_cases import LIKE, WANTED, best_name, best_names, best_scores, save_at, won
+from kit.backends.runs_cases import state_at
 
 from trainfold.backends.runs.api import load, save
 from trainfold.backends.runs.best.best_file import (
@@ -25,10 +26,11 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.best.record import is_better, make_best_record, updated
 from trainfold.core.best.top_n import BestEntry, plan_best, rewound
 from trainfold.core.errors import (
+    CheckpointUnreadable,
     InvalidArgument,
     InvalidState,
 )
-from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.state.state import Progress, TrainState
 
 store = best_file_cases.store
@@ -125,6 +127,55 @@ def test_a_best_whose_checkpoint_is_gone_or_broken_is_ignored_with_a_warning(tmp
     with pytest.warns(BestIgnored, match="the checkpoint of step 10"):
         found = load_best(tmp_path, WANTED)
     assert save_best(tmp_path, won(0.9, 20, found)).score == 0.9
+
+
+class Denied(MemoryStore):
+    """A store that does not give some files now, or no list of a run."""
+
+    files, lists = frozenset(), True
+
+    def _check(self, name):
+        if name in self.files or (not name and not self.lists):
+            raise CheckpointUnreadable(f"{self.url}/{name}", expected="bytes from the store", found="503", fix="wait")
+
+    def read(self, name, *, start=0, stop=None):
+        self._check(name)
+        return super().read(name, start=start, stop=stop)
+
+    def size(self, name):
+        self._check(name)
+        return super().size(name)
+
+    def list(self, prefix=""):
+        self._check(prefix)
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize("lost", [MANIFEST, "model-00000-of-00001.safetensors", None])
+def test_a_best_that_cannot_be_read_now_is_not_taken_for_one_that_is_gone(lost):
+    """E09, P07: a worse one took its place in best.json, and the retention deleted it, since the bucket answered 503 once."""
+    store = Denied()
+    for step in (10, 20, 30):
+        save(state_at(step), store)
+    best = save_best(store, won(0.3, 20), kept=[BestEntry(0.3, 20), BestEntry(0.5, 10)])
+    was = store.read("best.json")
+    store.files, store.lists = frozenset() if lost is None else {f"{directory_of(10)}/{lost}"}, lost is not None
+    with pytest.raises(CheckpointUnreadable, match="503"):
+        load_best_n(store, WANTED)
+    with pytest.raises(CheckpointUnreadable, match="503"):
+        save_best(store, won(0.1, 30, best))
+    store.files, store.lists = frozenset(), True
+    assert store.read("best.json") == was
+    assert load_best_n(store, WANTED) == (BestEntry(0.3, 20), BestEntry(0.5, 10))
+
+
+def test_an_old_best_that_cannot_be_read_does_not_stop_a_better_one():
+    """E09: nothing depends on it."""
+    store = Denied()
+    save_at(store, 10, 20)
+    best = save_best(store, won(0.5, 10))
+    store.files = {f"{directory_of(10)}/{MANIFEST}"}
+    assert save_best(store, won(0.1, 20, best)).step == 20
 
 
 def test_where_there_is_no_best_none_is_warned_of(store):
