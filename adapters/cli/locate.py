@@ -14,9 +14,10 @@ from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.stores.staged_files import check_path, too_long
 from trainfold.core import errors
 from trainfold.core.component_names import BUILTIN_COMPONENTS, validate_components
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Inventory, current_head
+from trainfold.core.history.recognise import unread_newest
 from trainfold.core.problem import error_from
 
 
@@ -202,12 +203,9 @@ def _newest(inventory: Inventory) -> str:
     head = current_head(inventory)
     if head is None:
         raise nothing_complete(inventory)
-    newest = next(entry.name for entry in inventory.entries if entry.head == head)
-    for entry in inventory.maybe_newer(head):
-        if (problem := entry.problem) is not None:
-            fix = f"{problem.fix}; it may be the newest: to take another one, name it, such as {inventory.run}/{newest}"
-            raise error_from(attrs.evolve(problem, fix=fix))
-    return newest
+    if (error := unread_newest(inventory, head)) is not None:
+        raise error
+    return directory_of(head.step)
 
 
 def nothing_complete(inventory: Inventory, *, under_way: Collection[str] = ()) -> errors.RunEmpty:

@@ -25,6 +25,7 @@ from trainfold.core.errors import CheckpointForeign, CheckpointMissing, InvalidA
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import current_head
+from trainfold.core.history.recognise import unread_newest
 from trainfold.core.transform.families.adapter_rules import adapter_rules, is_of_adapter
 from trainfold.core.weights.detected import FORMATS, NATIVE, Detected
 from trainfold.core.weights.hub.hub_config import config_of
@@ -184,6 +185,8 @@ def _native(detected: Detected, found: str, store: Store, directory: str) -> Ope
             )
     else:
         head = current_head(inventory)
+        if (error := unread_newest(inventory, head)) is not None:
+            raise error
         if head is None:
             raise CheckpointMissing(
                 detected.path, expected="a complete checkpoint", found="none", fix=f"see `trainfold ls {store.url}`"

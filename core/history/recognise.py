@@ -9,13 +9,14 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointForeign, CheckpointTorn
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
+from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointForeign, CheckpointTorn, TrainfoldError
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, step_of
 from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.indexes.proved import OF_ONE_RANK
 from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.format.run_file import run_document
-from trainfold.core.history.inventory import OLDER, Entry
+from trainfold.core.history.inventory import OLDER, Entry, Inventory
+from trainfold.core.problem import error_from
 
 HEADER_LENGTH_BYTES: Final = 8  # the first bytes of a safetensors file: the length of its header
 _OTHER_FORMATS: Final = (
@@ -164,6 +165,22 @@ def file_checks(manifest: Manifest, needs: Needs | None = None) -> tuple[FileChe
         if needs is None or needs.looks_at(number, each.rank, opened)
     )
     return (*files, *more)
+
+
+def unread_newest(inventory: Inventory, newest: Head | None) -> TrainfoldError | None:
+    """The error for a run of which the newest checkpoint is meant, where one cannot be read now that may be newer than the newest known one.
+
+    Args:
+        inventory: the run.
+        newest: the head of the newest one that is known; None without one.
+    """
+    problem = next((entry.problem for entry in inventory.maybe_newer(newest) if entry.problem is not None), None)
+    if problem is None:
+        return None
+    other = (
+        "" if newest is None else f": to take another one, name it, such as {inventory.run}/{directory_of(newest.step)}"
+    )
+    return error_from(attrs.evolve(problem, fix=f"{problem.fix}; it may be the newest{other}"))
 
 
 def not_a_place_for_a_run(

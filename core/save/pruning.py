@@ -221,12 +221,15 @@ def _spared(plan: Pruning, why: str) -> Pruning:
 
 
 def best_still_there(inventory: Inventory, best: BestFile) -> str | None:
-    """The best of the kept checkpoints on the current lineage; None if a rewind has left all of them behind.
+    """The best of the kept checkpoints on the current lineage; None if a rewind has left all of them behind. That of a best which cannot be read now is not known.
 
     Args:
         inventory: the run.
         best: the best and the N best, each with its timeline.
     """
+    mine = inventory.entry(best.name)
+    if mine is not None and mine.head is None and mine.is_unreadable:
+        return best.name
     present = {(entry.name, entry.head.timeline) for entry in lineage(inventory) if entry.head is not None}
     ranked = [(directory_of(entry.step), timeline) for entry, timeline in (best.best, *best.kept)]
     return next((name for name, timeline in ranked if (name, timeline) in present), None)

@@ -193,3 +193,13 @@ def test_the_best_that_is_still_there_is_the_first_that_the_lineage_goes_through
     found = best_still_there(run, BestFile(record, ranked[0].timeline, kept))
     present = {entry.head for entry in lineage(run)}
     assert found == next((directory_of(head.step) for head in ranked if head in present), None)
+
+
+def test_a_best_that_cannot_be_read_now_is_not_called_left_behind():
+    """E10: the pointer was removed for good, with the words that a rewind had left it behind."""
+    denied = Problem("CheckpointUnreadable", "r", "bytes", "503", "wait")
+    entries = [Entry(directory_of(10), None, problem=denied), Entry(directory_of(20), Head("r", 20))]
+    best = BestFile(BestRecord(run_id="r", metric="loss", direction="min", min_delta=0.0, score=0.1, step=10))
+    assert best_still_there(Inventory("r", "r", tuple(entries)), best) == directory_of(10)
+    torn = attrs.evolve(entries[0], problem=attrs.evolve(denied, error="CheckpointDamaged"))
+    assert best_still_there(Inventory("r", "r", (torn, entries[1])), best) is None
