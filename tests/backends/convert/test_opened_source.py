@@ -37,7 +37,7 @@ def test_an_older_checkpoint_of_a_run_is_not_converted_where_one_cannot_be_read_
     """E01: `convert` and `link` took the one before it without a word."""
     monkeypatch.setattr(Denied, "steps", {6})
     with pytest.raises(
-        CheckpointUnreadable, match="it may be the newest: to take another one, name it, such as .*/step-00000004"
+        CheckpointUnreadable, match=r"it may be the newest: to take another one, name it, such as .*/step-00000004"
     ):
         open_source(run)
     assert open_source(run / "step-00000004").step == 4
