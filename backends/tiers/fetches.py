@@ -29,7 +29,7 @@ from trainfold.core.errors import (
     TrainfoldError,
     error_text,
 )
-from trainfold.core.format.file_names import MANIFEST, step_of
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
 from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Entry, Inventory, current_head, head_order, lineage
 from trainfold.core.history.quarantine import outcome_of
@@ -71,6 +71,7 @@ class Fetches:
             got = self._fetch(far, there, _NOWHERE if mine is None else _age_in(here, mine))
             if got is None and mine is None:
                 self._check_empty(there)
+                self._take_over_run(far, here)
             self._logs.fetch(missing=got is None)
             here = inventory_in(self._near, may_be_new=True)
             self._report_parted(far, here, there)
@@ -88,6 +89,13 @@ class Fetches:
         if lost:
             raise SaveFailed(self._far.url, expected="a whole checkpoint of the run", found=f"none, of {', '.join(lost[-8:])}",
                              fix=f"see `trainfold verify {self._far.url}`; to begin again on purpose, name a new place as far=")  # fmt: skip
+
+    def _take_over_run(self, far: Store, here: Inventory) -> None:
+        """Be the run of the far tier, where a machine was lost before its first upload had ended: nothing could be sent into it as another one."""
+        if here.run_id is None:
+            with self._reading():
+                record = far.read(RUN_FILE)
+            self._near.commit(RUN_FILE, record)
 
     def _report_parted(self, far: Store, here: Inventory, there: Inventory) -> None:
         """Report the newest checkpoints that are other ones in the two tiers: the run went on in two places."""
