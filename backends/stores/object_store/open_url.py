@@ -28,6 +28,10 @@ _SETTING: Final = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME",
 }
 _LOGINS: Final = frozenset({"aws_access_key_id", "credential_process", "credential_source", "login_session", "role_arn", "sso_session", "sso_start_url", "web_identity_token_file"})  # fmt: skip
+_KEYS: Final = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
+}
+_NOT_IN_ADDRESS: Final = re.compile(r"""[\s"<>\\^`{|}\x7f]|[^\x00-\x7f].*@""")
 _ENDPOINTS: Final = {
     "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -75,7 +79,7 @@ def open_url(place: str) -> ObjectStore:
         )
     from obstore.exceptions import BaseError
 
-    _check_endpoints(scheme)
+    _check_environment(scheme)
     try:
         store = _store(scheme, bucket, prefix)
     except (BaseError, ValueError) as error:
@@ -98,25 +102,30 @@ def _run_in(place: str) -> str:
     return "/".join(parts)
 
 
-def _check_endpoints(scheme: str) -> None:
-    """Check the addresses that the environment gives: with anything else, the client ends a request with a panic.
+def _check_environment(scheme: str) -> None:
+    """Check the keys and addresses that the environment gives: with anything else, the client ends a request with a panic.
 
     Raises:
         InvalidArgument: naming the variable.
     """
+    for name in _KEYS.get(scheme, ()):
+        if not os.environ.get(name, "").isprintable():
+            raise InvalidArgument(name, expected="a text of one line", found="one with a line break, or another sign that cannot be printed",
+                                  fix=f"set {name} without it: files of secrets often end with a line break")  # fmt: skip
     for name in _ENDPOINTS.get(scheme, ()):
         value = os.environ.get(name)
         if value is not None and not _is_address(value):
             raise InvalidArgument(name, expected="an address such as http://127.0.0.1:9000", found=repr(shown_url(value)),
-                                  fix=f"write it with http:// or https://, a machine, and a port of at most 65535, or unset {name}")  # fmt: skip
+                                  fix=f"write it with http:// or https://, a machine, a port of at most 65535, and a sign such as a quotation mark as %22, or unset {name}")  # fmt: skip
 
 
 def _is_address(value: str) -> bool:
     try:
         found = urlsplit(value)
-        return found.scheme in {"http", "https"} and bool(found.hostname) and found.port != 0
+        is_whole = found.scheme in {"http", "https"} and bool(found.hostname) and found.port != 0
     except ValueError:  # of a port
         return False
+    return is_whole and not _NOT_IN_ADDRESS.search(value)
 
 
 def _store(scheme: str, bucket: str, prefix: str) -> Any:

@@ -44,6 +44,9 @@ def test_an_endpoint_that_is_no_address_is_refused_with_its_variable(keys, answe
         "user:a secret@host",
         "http:user:#secret@host",
         "host?key=secret",
+        'http://user:"secret@host',
+        "http://user:sec\u20acsecret@host",
+        "http://user:secret@host/<a>",
     ],
 )
 def test_an_endpoint_with_a_login_is_refused_without_it(keys, value):
@@ -52,6 +55,17 @@ def test_an_endpoint_with_a_login_is_refused_without_it(keys, value):
     with pytest.raises(InvalidArgument) as failed:
         open_store("s3://bucket/a")
     assert "secret" not in str(failed.value)
+
+
+@pytest.mark.parametrize("variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"])
+@pytest.mark.parametrize("sign", ["\n", "\r\n", "\x7f"])
+def test_a_key_with_a_line_break_is_refused_with_its_variable(keys, variable, sign):
+    """R09, U05: it was a panic of the client with the advice to look at the network, or a signature that does not match."""
+    keys.setenv(variable, f"secret{sign}")
+    with pytest.raises(InvalidArgument, match=variable) as failed:
+        open_store("s3://bucket/a")
+    assert "line break" in str(failed.value)
+    assert "secret\n" not in str(failed.value)
 
 
 def test_a_file_url_with_a_login_is_refused_without_it():
