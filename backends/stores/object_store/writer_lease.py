@@ -346,9 +346,9 @@ def _is_gone(record: LeaseRecord) -> bool | None:
 
 
 def _machine() -> str:
-    """This boot of this machine, and this namespace of processes: host names alone repeat."""
+    """This boot of this machine, and these namespaces of processes and of time, in which starts are counted: host names alone repeat."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+        return ":".join((boot, *(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("pid", "time"))))
     except OSError:
         return uuid.uuid4().hex

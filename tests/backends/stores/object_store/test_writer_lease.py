@@ -19,7 +19,7 @@ from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.object_store import writer_lease
 from trainfold.backends.stores.object_store.bucket import Found, Stored
 from trainfold.backends.stores.object_store.object_store import ObjectStore
-from trainfold.backends.stores.object_store.writer_lease import LEASE, WriterLease
+from trainfold.backends.stores.object_store.writer_lease import LEASE, LeaseRecord, WriterLease, _machine
 from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced, SaveFailed
 from trainfold.core.state.leaves import Leaves
@@ -426,3 +426,20 @@ def test_what_is_not_a_lease_is_hostile(data):
     client.put(LEASE, data)
     with pytest.raises(CheckpointHostile, match="a lease of trainfold"):
         ObjectStore(client, url="memory://run").lock().__enter__()
+
+
+def test_a_living_holder_is_not_gone_where_starts_are_counted_from_another_time():
+    """C03: a container that was restored on another machine has a namespace of time, in which /proc shows other starts: another process, by the number."""
+    with subprocess.Popen(["sleep", "60"]) as holder:
+        record = LeaseRecord(f"process {holder.pid} on a ({_machine()})", "token", 1, 30.0, 0, (), start_of(holder.pid))
+        program = f"from trainfold.backends.stores.object_store.writer_lease import *; from trainfold.backends.stores.object_store.writer_lease import _is_gone; print(_is_gone({record!r}))"
+        found = subprocess.run(
+            ["unshare", "--time", "--boottime", "100000", "--fork", sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        holder.kill()
+    if "unshare" in found.stderr:
+        pytest.skip(f"no namespaces of time here: {found.stderr}")
+    assert found.stdout.strip() == "None"
