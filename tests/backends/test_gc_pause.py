@@ -4,7 +4,9 @@ import gc
 import threading
 
 import pytest
+from kit.adapters.manager.manager_cases import Job
 
+from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.gc_pause import without_collecting
 
 
@@ -70,3 +72,37 @@ def test_a_pause_inside_of_a_pause_and_one_that_raises_end_with_the_outer_one():
     assert (outer(), gc.isenabled()) == (False, True)
     gc.disable()
     assert (outer(), gc.isenabled()) == (False, False)
+
+
+@pytest.fixture
+def collected():
+    """The generations that programs have collected so far: Python itself collects nothing in this test, whether it is switched on or not."""
+    found, thresholds = [], gc.get_threshold()
+
+    def note(phase, info):
+        if phase == "start":
+            found.append(info["generation"])
+
+    gc.set_threshold(0)
+    gc.callbacks.append(note)
+    yield found
+    gc.callbacks.remove(note)
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_loop_that_collects_at_its_boundaries_is_the_only_one_that_collects(tmp_path, collected, is_on, mode):
+    """R06: garbage is not collected around saves, which was measured to cost more (ADR-0062): a loop may choose, and nothing collects beside it."""
+    (gc.enable if is_on else gc.disable)()
+    for until in (4, 8):
+        job = Job(until)
+        with CheckpointManager(tmp_path, every=2, mode=mode) as manager:
+            assert manager.restore(job.live).is_fresh is (until == 4)
+            for step in range(until - 3, until + 1):
+                job.run(manager, step)
+                assert gc.isenabled() is is_on
+        assert gc.isenabled() is is_on
+        assert job.live.progress.step == until
+        gc.collect()  # the loop's boundary
+    assert collected == [2, 2]
