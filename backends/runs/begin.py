@@ -7,7 +7,7 @@ from contextlib import suppress
 from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
 from trainfold.backends.stores.os_errors import cannot_save
 from trainfold.backends.stores.protocol import Store, glimpse, least_revision_of
-from trainfold.core.errors import CommitConflict, InvalidArgument
+from trainfold.core.errors import CheckpointUnreadable, CommitConflict, InvalidArgument, SaveFailed
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import (
     Head,
@@ -61,7 +61,7 @@ def begin_checkpoint(
     name = f"{directory}/{MANIFEST}"
     size = seen.size(name)
     files = seen.list(directory) if size is not None or inventory.refers_to(directory) else []
-    old = None if size is None else store.read(name, start=0, stop=size)
+    old = None if size is None else _read_replaced(store, name, size)
     least = least_revision_of(store)
     head = next_checkpoint(
         inventory,
@@ -73,3 +73,14 @@ def begin_checkpoint(
         now_ms=int(time.time() * 1000),
     )
     return head, old
+
+
+def _read_replaced(store: Store, name: str, size: int) -> bytes:
+    """The manifest that a save replaces: only that one is replaced, and none that another program commits meanwhile."""
+    try:
+        return store.read(name, start=0, stop=size)
+    except CheckpointUnreadable as error:
+        helps = f"this step cannot be saved again while its manifest cannot be read: if it is lost for good, delete {store.url}/{name.partition('/')[0]}"
+        raise SaveFailed(
+            error.where, expected=error.expected, found=error.found, fix=f"{error.fix}; {helps}"
+        ) from error

@@ -489,3 +489,21 @@ def test_a_save_whose_run_cannot_be_read_for_a_moment_fails_as_a_save(run, monke
             break
         assert opened(run) in (2, 3)
     assert failing_call > 1
+
+
+def test_a_step_whose_manifest_cannot_be_read_is_not_saved_again_and_the_error_says_what_helps(run, monkeypatch):
+    """C15: a rewound run that came to such a step each time ended there for good, with the words `try again`, or that a right to write is missing."""
+    read, name = LocalStore.read, f"step-00000002/{MANIFEST}"
+
+    def denied(store, asked, **limits):
+        if asked == name:
+            raise CheckpointUnreadable(asked, expected="a file that can be read", found="EACCES", fix="wait")
+        return read(store, asked, **limits)
+
+    monkeypatch.setattr(LocalStore, "read", denied)
+    with pytest.raises(SaveFailed, match="EACCES; wait; this step cannot be saved again while its manifest cannot be read: if it is lost for good, delete"):  # fmt: skip
+        trainfold.save(state_at(2), run)
+    trainfold.save(state_at(3), run)
+    (run / "step-00000002" / MANIFEST).unlink()
+    monkeypatch.undo()
+    trainfold.save(state_at(2), run)
