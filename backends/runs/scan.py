@@ -96,7 +96,7 @@ def _with_order_known(store: Store, inventory: Inventory) -> Inventory:
         return inventory
     try:
         latest = store.pointers().get("latest")
-        asked = [] if inventory.entry(latest or "") is None else [*unread, latest or ""]
+        asked = unread if inventory.entry(latest or "") is None else [*unread, latest or ""]
         times = {name: store.committed_at(f"{name}/{MANIFEST}") for name in asked}
     except (TrainfoldError, OSError):  # then nothing is known of them
         return inventory

@@ -27,6 +27,7 @@ class Entry:
         problem: why the checkpoint cannot be used; None if nothing is known against it.
         summary: what the first line of the manifest claims about the rest; None before version 3.
         before: the checkpoints than which it is not newer in their timelines, as far as `with_order_known` can say without its manifest.
+        committed_at: when its manifest was committed, by the store's clock in seconds since 1970, if that is not known otherwise; None if the store does not say.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Entry:
     problem: Problem | None = None
     summary: Summary | None = None
     before: tuple[str, ...] = ()
+    committed_at: float | None = None
 
     @property
     def is_candidate(self) -> bool:
@@ -240,17 +242,21 @@ def with_order_known(inventory: Inventory, committed_at: Mapping[str, float | No
     heads = {entry.name: entry.head for entry in inventory.entries if entry.head is not None}
     named = heads.get(latest or "")
     named_at = committed_at.get(latest or "")
-    if named is None or named_at is None:
-        return inventory
 
     def others(entry: Entry) -> tuple[str, ...]:
         at, step = committed_at.get(entry.name), step_of(entry.name) or 0
-        is_first_and_below = not named.timeline and step > named.step  # none of a higher step was committed before it
-        if at is None or at >= named_at or is_first_and_below:
+        if named is None or named_at is None or at is None or at >= named_at:
+            return ()
+        if not named.timeline and step > named.step:  # none of a higher step was committed before it
             return ()
         return tuple(name for name, head in heads.items() if _is_not_newer(step, head, named))
 
-    marked = (attrs.evolve(each, before=others(each)) if each.may_come_back else each for each in inventory.entries)
+    marked = (
+        attrs.evolve(each, before=others(each), committed_at=committed_at.get(each.name))
+        if each.may_come_back
+        else each
+        for each in inventory.entries
+    )
     return attrs.evolve(inventory, entries=tuple(marked))
 
 

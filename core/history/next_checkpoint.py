@@ -6,7 +6,7 @@ import attrs
 
 from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.format.manifest import Head
-from trainfold.core.history.inventory import Inventory, current_head, head_order, heads_of, is_within, lineage
+from trainfold.core.history.inventory import Entry, Inventory, current_head, head_order, heads_of, is_within, lineage
 from trainfold.core.state.parent_checkpoint import BEGINNING, ParentCheckpoint
 
 
@@ -77,7 +77,7 @@ def next_head(
 
     A deleted ancestor still says where its timeline was left, and the nearest ancestor that exists becomes the parent. If the descent
     is unknown, the steps decide: a step above the newest checkpoint continues it, and a lower step descends from the newest usable
-    checkpoint below it. A checkpoint whose manifest cannot be read now, or has wrong bytes, and from which the state does not come, is left behind too, as
+    checkpoint below it. A checkpoint whose manifest cannot be read now, or has wrong bytes, and that may be newer than what the state comes from, is left behind too, as
     when an older one was named: the new one is in a timeline that is later than any which that may be in.
 
     Args:
@@ -85,8 +85,8 @@ def next_head(
         run_id: its id.
         step: the step to save.
         descends_from: the checkpoint that the state was loaded from or saved as last; None if unknown.
-        now_ms: milliseconds since 1970. That is the number of a timeline that begins beside manifests that are not known: the number of
-            rewinds before those is not known, and one of them may itself be in a timeline that began so. 0 if the time is not known.
+        now_ms: milliseconds since 1970; 0 if not known. A timeline that begins beside manifests that are not known has the time of the newest of them as its number, or now where
+            the store does not say it: how many rewinds lie before those is not known, and one of them may itself be in a timeline that began so.
 
     Examples:
         >>> from trainfold.core.history.inventory import Entry
@@ -98,7 +98,8 @@ def next_head(
         (1, ((0, 100),), 'step-00000100')
     """
     newest, heads = current_head(inventory), heads_of(inventory)
-    least = now_ms if any(each.may_come_back for each in inventory.entries) else 0
+    hidden = [each for each in inventory.entries if each.may_come_back]
+    least = max((_after(each, now_ms) for each in hidden), default=0)
     if descends_from == BEGINNING:
         taken = {of for head in heads for of in (head.timeline, *dict(head.forks))}
         return Head(run_id, step, max(0, least, *(of + 1 for of in taken)))
@@ -111,7 +112,7 @@ def next_head(
     before = [head for head in heads if is_within(head, dict(left))]
     nearest = max(before, key=head_order, default=None)
     parent = None if nearest is None else f"step-{nearest.step:08d}"
-    hides = _hides(inventory, origin.step)
+    hides = any(_hides(each, origin) for each in hidden)
     is_newest = not hides and (newest is None or head_order(newest) <= (origin.timeline, origin.step))
     if is_newest and origin.step <= step and left[:-1] == earlier:
         return Head(run_id, step, origin.timeline, earlier, parent)
@@ -119,9 +120,15 @@ def next_head(
     return Head(run_id, step, max(least if hides else 0, *(of + 1 for of in taken)), left, parent)
 
 
-def _hides(inventory: Inventory, origin: int) -> bool:
-    """Whether the manifest of a checkpoint is not known now that may be newer than that from which a state comes: it would be taken for what came of it."""
-    return any(each.may_come_back and directory_of(origin) not in each.before for each in inventory.entries)
+def _hides(entry: Entry, origin: ParentCheckpoint) -> bool:
+    """Whether a checkpoint whose manifest is not known may be newer than that from which a state comes: it would be taken for what came of it."""
+    began_later = entry.committed_at is not None and _after(entry, 0) <= origin.timeline
+    return not began_later and directory_of(origin.step) not in entry.before
+
+
+def _after(entry: Entry, now_ms: int) -> int:
+    """The number of a timeline that begins after a manifest was committed which is not known: the time, in milliseconds. By the store's clock, which may not be that of this machine; a store knows seconds."""
+    return now_ms if entry.committed_at is None else int(entry.committed_at) * 1000 + 1000
 
 
 def _by_steps(inventory: Inventory, newest: Head | None, step: int) -> ParentCheckpoint | None:

@@ -1,6 +1,7 @@
 """Lineage: which checkpoint of a rewound run is the newest, compared with a model that remembers its history."""
 
 import attrs
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -369,7 +370,8 @@ def test_what_is_saved_is_resumed_next_whatever_can_be_read_by_then(case, data):
             return
         origin, ahead = data.draw(st.tuples(st.sampled_from(usable), st.integers(0, 5)))
         descent = ParentCheckpoint(origin.timeline, origin.step, origin.forks)
-        head = next_head(found, "r", origin.step + ahead, descends_from=descent, now_ms=now_ms)
+        clock = 0 if accident.is_exact else now_ms  # that of this machine, which counts only where the store has none
+        head = next_head(found, "r", origin.step + ahead, descends_from=descent, now_ms=clock)
         run, last = after(run, head), directory_of(head.step)
         assert lineage(run)[0].head == head, "all is as it was once"
         assert len({(entry.head.timeline, entry.head.step) for entry in run.entries}) == len(run.entries)
@@ -454,3 +456,16 @@ def test_what_a_rewind_has_left_behind_is_not_taken_where_that_before_the_rewind
         )
         marked = with_order_known(found, {directory_of(at): float(at) for at in (1, 2, 3)}, directory_of(3))
         assert [entry.name for entry in marked.maybe_newer(heads[2])] == [directory_of(1)]
+
+
+@pytest.mark.parametrize("knows_times", [True, False])
+def test_saves_beside_a_manifest_that_stays_hidden_are_in_one_timeline_where_the_store_has_a_clock(knows_times):
+    """E01, A14: a disk without links has no hint. Each save began a timeline, and the manifests grew with all of them."""
+    run = run_of([Entry(directory_of(1), None, problem=DENIED), Entry(directory_of(2), Head("r", 2))])
+    times = {directory_of(1): 5.0 if knows_times else None}
+    descent = ParentCheckpoint(0, 2)
+    for step in range(3, 9):
+        head = next_head(with_order_known(run, times, None), "r", step, descends_from=descent, now_ms=step)
+        descent = ParentCheckpoint(head.timeline, head.step, head.forks)
+        run = after(run, head)
+    assert [entry.head.timeline for entry in run.entries[2:]] == ([6000] * 6 if knows_times else [*range(3, 9)])
