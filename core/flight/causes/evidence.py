@@ -51,6 +51,7 @@ class Evidence:
         generators: components that are random generators, and elsewhere at ``apart_at``.
         host: streams of python and numpy that are elsewhere in the first checkpoint that both have, or in the last one that was compared.
         draws: which of them draw from such streams, by the logs; None if these do not show it.
+        drew_beside: whether torch's streams are known to have moved otherwise after the step and before its state, as in an evaluation with dropout.
         unrecorded: the first and the last step just before the difference, and after the last state that is the same, of which a log has no record;
             None without any.
         repeats: whether the program of the first did again what the first, and the second, did; None where that is not known.
@@ -77,12 +78,21 @@ class Evidence:
     generators: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
     draws: HostDraws | None = None
+    drew_beside: bool = False
     unrecorded: tuple[int, int] | None = None
     repeats: tuple[bool | None, bool | None] = (None, None)
     own: tuple[bool | None, bool | None] = (None, None)
     elsewhere: tuple[bool, bool] = (False, False)
     is_one_program: bool = False
     reached: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def is_by_state(self) -> bool:
+        """Whether only a state differs where they part: one before the first step that differs, or that after it, and not in both model and optimizer, as after another gradient."""
+        step = self.difference
+        if step is None or (self.apart_at is not None and self.apart_at < step.step):
+            return True
+        return step.parts == ("state",) and not {"model", "optimizer"} <= {*step.components}
 
     @property
     def repeat_themselves(self) -> tuple[bool | None, bool | None]:

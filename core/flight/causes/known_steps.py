@@ -6,6 +6,7 @@ from typing import Final, TypeAlias
 import attrs
 
 from trainfold.core.flight.causes.evidence import Evidence
+from trainfold.core.flight.causes.leaf_kinds import is_rng
 from trainfold.core.flight.flight import Flight
 from trainfold.core.flight.step_difference import StepDifference, host_draws, is_compared, step_difference
 from trainfold.core.flight.step_record import StepRecord
@@ -45,10 +46,7 @@ def of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:
     if not ends or not pairs:
         return known
     end, begin = min(ends), known.same_at or 0
-    both: list[_Steps] = [
-        [(a.steps[step], b.steps[step]) for step in sorted(a.steps.keys() & b.steps.keys()) if begin < step <= end]
-        for a, b in pairs
-    ]
+    both = [_both(*pair, begin + 1, end) for pair in pairs]
     is_whole = one.keys() == other.keys() and len(pairs) >= known.ranks and {len(each) for each in both} == {end - begin}  # fmt: skip
     states = {step for a, b in pairs for step in a.states.keys() & b.states.keys() if a.states[step] == b.states[step]}
     before = {name for name in _RESULTS for steps in both for each in steps if each[0].step < end and each[0].shows(each[1], name)}  # fmt: skip
@@ -62,6 +60,13 @@ def of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:
         seen["host_streams"] = {True}
     shown = {name for name, found in seen.items() if is_whole and found == {True}}
     unlike = {name for name, found in seen.items() if False in found}
+    drew_beside = False
+    if "streams" in shown and known.is_by_state:
+        # The line of a step is of before what the loop does after it; the state may be of after that.
+        after = {_is_alike(_both(*pair, end + 1, end + 1), "streams") for pair in pairs}
+        shown -= set() if after == {True} else {"streams"}
+        drew_beside = False in after or (end == known.apart_at and any(is_rng(leaf.path) for leaf in known.leaves))
+        unlike |= {"streams"} if drew_beside else set()
     earlier = [[each for each in steps if each[0].step < end] for steps in both]
     if is_whole and all(_is_alike(steps, "streams") if steps else "start" in known.alike for steps in earlier):
         shown.add("streams before")
@@ -70,9 +75,16 @@ def of_steps(one: Logs, other: Logs, known: Evidence) -> Evidence:
         alike=(known.alike - unlike) | shown,
         before=frozenset(before),
         is_whole=is_whole,
+        drew_beside=drew_beside,
         is_settled=end - 1 in {known.same_at, *states},
         draws=max((host_draws(*pair) for pair in pairs), key=(None, "no", "one", "both").index),
     )
+
+
+def _both(one: Flight, other: Flight, first: int, last: int) -> _Steps:
+    """What both have of the steps from one to another."""
+    steps = sorted(one.steps.keys() & other.steps.keys())
+    return [(one.steps[step], other.steps[step]) for step in steps if first <= step <= last]
 
 
 def _is_alike(steps: _Steps, name: str) -> bool | None:

@@ -6,8 +6,7 @@ import attrs
 
 from trainfold.core.flight.causes.doubts import Cause, doubts, in_words
 from trainfold.core.flight.causes.evidence import Evidence
-from trainfold.core.flight.causes.leaf_kinds import follows_results, is_position, scheduled
-from trainfold.core.flight.step_difference import StepDifference
+from trainfold.core.flight.causes.leaf_kinds import follows_results, is_position, is_rng, scheduled
 from trainfold.core.markup.texts import steps_text
 
 _WORDS: Final[dict[Cause, str]] = {
@@ -87,16 +86,11 @@ def parting_of(evidence: Evidence) -> Parting:
     at = evidence.apart_at
     if difference is None and at is None:
         return Parting(None, "nothing", (), evidence)
-    by_state = difference is None or (at is not None and at < difference.step) or _is_write(difference)
+    by_state = evidence.is_by_state
     step = at if difference is None else min(difference.step, at or difference.step)
     parts = frozenset[str]() if by_state or difference is None else frozenset(difference.parts)
     cause, names = _cause(evidence, parts, by_state=by_state)
     return Parting(step, cause, names, evidence, doubts(evidence, cause, parts))
-
-
-def _is_write(difference: StepDifference) -> bool:
-    """Whether only the state after a step differs, and not in both model and optimizer, as after another gradient."""
-    return difference.parts == ("state",) and not {"model", "optimizer"} <= {*difference.components}
 
 
 def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[Cause, tuple[str, ...]]:
@@ -126,6 +120,7 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
         (drawn, "streams", ()),
         (known.generators and not hole, "seed" if known.same_at is None else "streams", known.generators),
         (schedule, "setting", schedule),
+        (known.drew_beside and not hole, "streams", tuple(path for path in paths if is_rng(path))),
         (only_buffers, "buffer", paths),
         (one_element, "bit", paths),
         (host, "seed" if known.draws == "both" else "streams", host),

@@ -102,6 +102,10 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
         host = digest("numpy", seeds["numpy"], counts["numpy"])[:4]
         torch = digest("torch", seeds["torch"], counts["torch"])[:8]
         records[step] = StepRecord(step, 0, position, loss[:8], grads[:8], batch[:8], torch, host, is_whole=True)
+        if planted("streams", step, "evaluation", "evaluation with a buffer"):
+            counts["torch"] += 1  # after the line of the step, and before its state is saved
+            buffer = digest() if kind == "evaluation with a buffer" else buffer
+            torch = digest("torch", seeds["torch"], counts["torch"])[:8]
         of_model, of_optimizer = digest(weights, flips, buffer), digest(grads, rate)
         digests[step] = (StateDigest(step, "model", of_model[:16]), StateDigest(step, "optimizer", of_optimizer[:16]))
         leaves = {

@@ -4,7 +4,7 @@ import attrs
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kit.core.planted_worlds import STEPS, Kept, Plant, Program, evidence, run
+from kit.core.planted_worlds import STEPS, STREAMS, Kept, Plant, Program, evidence, run
 
 from trainfold.core.flight.causes.parting import parting_of
 
@@ -14,7 +14,7 @@ KINDS = {
     "batch": [""],
     "component": [""],
     "setting": ["contract", "loop", "once"],
-    "streams": ["torch", "numpy", "noise"],
+    "streams": ["torch", "numpy", "noise", "evaluation", "evaluation with a buffer"],
     "buffer": ["before", "after"],
     "bit": ["before", "after"],
     "environment": [""],
@@ -34,7 +34,7 @@ def worlds(draw):
     cause = draw(st.sampled_from(sorted(KINDS)))
     kind = draw(st.sampled_from(KINDS[cause]))
     drawn = draw(st.sets(st.sampled_from(["torch", "numpy", "noise"])))
-    drawn |= {kind} if cause in ("seed", "streams") else set()
+    drawn |= {kind if kind in STREAMS else "torch"} if cause in ("seed", "streams") else set()
     shuffles = draw(st.booleans())
     unused = {"torch", "numpy"} - drawn - ({"torch"} if shuffles else set())
     strays = tuple(sorted(draw(st.sets(st.sampled_from(sorted(unused)))))) if unused else ()
@@ -103,6 +103,8 @@ FULL = [
     (Plant("position", 3), ()),
     (Plant("batch", 3), ()),
     (Plant("streams", 3, "torch"), ()),
+    (Plant("streams", 3, "evaluation"), ("position", "batch", "seed", "component", "buffer", "environment")),
+    (Plant("streams", 3, "evaluation with a buffer"), ("position", "batch", "seed", "component", "environment")),
     (Plant("seed", 1, "torch"), ("position", "component", "setting", "environment")),
     (Plant("setting", 1, "contract"), ("position", "batch", "seed", "component", "streams", "environment")),
     (Plant("setting", 3, "loop"), ("position", "batch", "seed", "component", "streams", "environment")),
@@ -122,7 +124,7 @@ def test_with_all_the_evidence_the_planted_cause_is_named_and_what_is_the_same_i
     found = parting_of(known)
     assert found.cause == plant.cause
     assert not {*found.may_be} & {*excluded}
-    assert (found.may_be == ()) == (plant.cause in ("position", "batch", "streams"))
+    assert (found.may_be == ()) == (plant in [plant for plant, excluded in FULL if not excluded])
     replayed = parting_of(attrs.evolve(known, own=(True, True)))
     assert "bit" not in replayed.may_be
 
