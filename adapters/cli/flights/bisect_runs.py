@@ -18,6 +18,7 @@ from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_
 from trainfold.adapters.cli.flights.run_evidence import evidence_of
 from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,
+    ScratchRun,
     check_command,
     replay_program,
     scratch_place,
@@ -99,12 +100,13 @@ def _replayed(
     begin = known.same_at if known.same_at is not None and known.same_at < end else 0
     a, b = runs
     made = replay_program(directory, ReplayRequest(a, begin, end, commands[0], patience_secs=patience_secs))
-    said = [replayed_otherwise(a, made.run, "A", begin, end)]
+    said, failed = [replayed_otherwise(a, made.run, "A", begin, end)], _failure(made, "A")
     repeats = _repeated(a, made.run, begin, end), _repeated(b, made.run, begin, end)
     own_of_b = reached_by_b = None
     if commands[1]:
         other = replay_program(directory / _B, ReplayRequest(b, begin, end, commands[1], patience_secs=patience_secs))
         said.append(replayed_otherwise(b, other.run, "B", begin, end))
+        failed += _failure(other, "B")
         own_of_b, reached_by_b = _repeated(b, other.run, begin, end), other.run.last
     known = attrs.evolve(
         known,
@@ -114,7 +116,14 @@ def _replayed(
         elsewhere=(said[0] != "", said[-1] != "" and len(said) > 1),
         is_one_program=commands[0] == commands[1],
     )
-    return known, [text for text in said if text]
+    return known, [*(text for text in said if text), *failed]
+
+
+def _failure(made: ScratchRun, name: str) -> list[str]:
+    """What is said of a program that failed after some steps, which count, as the run may have ended so, too."""
+    if made.failure is None:
+        return []
+    return [f"the program of {name} failed after step {made.run.last}; what it said is in {made.output}"]
 
 
 def _repeated(run: ReadRun, made: ReadRun, begin: int, end: int) -> bool | None:

@@ -65,6 +65,8 @@ def replay_run(  # noqa: PLR0913 - one for each option
         _PLACE.mark(directory, {"command": list(command), "run": str(run), "from": begin, "to": end})
         request = ReplayRequest(read, begin, end, command, until_nonfinite, patience_secs)
         made = replay_program(directory, request)
+    if made.failure is not None:
+        raise made.failure
     if made.nonfinite is not None:
         return _nonfinite(request, made, made.nonfinite)
     return _uncompared(request, made) if begin and begin not in read.saved else _compared(request, made)

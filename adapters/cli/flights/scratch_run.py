@@ -65,11 +65,13 @@ class ScratchRun:
         run: the directory of the replay, with its log, if it recorded anything, and its last checkpoint.
         nonfinite: what was not finite, as it was written down; None if all was.
         output: the file with what the program said.
+        failure: of the program; None if it did not fail before the last step.
     """
 
     run: ReadRun
     nonfinite: Mapping[str, Any] | None
     output: Path
+    failure: ProgramFailed | None = None
 
 
 def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
@@ -82,7 +84,7 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     Raises:
         CheckpointMissing: if the run has no such checkpoint.
         NeverResumed: if the program did not go on from it.
-        ProgramFailed: if it fails by itself, or hangs.
+        ProgramFailed: if it fails by itself, or hangs, before it has done a step.
     """
     home = home.resolve()
     notes, run = home / "notes", home / "run"
@@ -105,11 +107,14 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
         is_silent = _follow(program, seen, request.patience_secs, is_found=(notes / NONFINITE_NAME).exists)
     nonfinite = json.loads((notes / NONFINITE_NAME).read_text()) if (notes / NONFINITE_NAME).exists() else None
     is_over = nonfinite is not None or any(entry.kind == "done" for entry in seen)
+    failure = None
     if is_silent or not (is_over or program.code == 0):
-        raise _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
+        failure = _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
     made = read_run(run, may_be_empty=True)
+    if failure is not None and made.last <= request.begin:
+        raise failure
     _check_resumed(request, seen, made.flights)
-    return ScratchRun(made, nonfinite, output)
+    return ScratchRun(made, nonfinite, output, failure)
 
 
 def scratch_place(command: str, noun: str, *more: str) -> Workplace:

@@ -374,6 +374,20 @@ def test_a_program_that_ends_before_the_step_in_question_does_not_count_as_one_t
 
 
 @pytest.mark.long
+def test_a_program_that_fails_again_in_the_step_in_question_counts_with_what_it_did(ran, replayed):
+    """Where the second run had died of its fault, the answer that the logs give was lost, as its program fails again."""
+    command = ran("a")
+    other = ran("b", OWN, ("    manager.step(live)", "    if live.progress.step == 7 and os.environ.get('TRAINFOLD_REHEARSAL'): raise SystemExit('it died')\n    manager.step(live)"))  # fmt: skip
+    code, found = replayed("bisect", "runs/a", "runs/b", "--program-b", shlex.join(map(str, other)), command=command)
+    fits_its_schema("bisect", found)
+    assert (code, found["step"], found["cause"]) == (3, 7, "arithmetic")
+    assert (found["repeats_itself"], found["reached"]) == ([True, True], [7, 7])
+    assert any("B failed after step 7" in each for each in found["warnings"]), found["warnings"]
+    code, found = replayed("bisect", "runs/a", "runs/b", "--program-b", "false", command=command)
+    assert found["error"]["kind"] == "ProgramFailed"
+
+
+@pytest.mark.long
 def test_a_run_of_another_program_that_repeats_itself_had_no_fault(ran, replayed):
     """The program of A does not do again what B did; B, whose own program does, had no fault."""
     command, other = ran("a"), ran("b", OWN)
