@@ -27,7 +27,11 @@ def replay(  # noqa: PLR0913 - one for each option
         ),
     ] = None,
     to: Annotated[
-        int | None, Parameter(converter=whole_typed, help="The last step; by default the last one of the log.")
+        int | None,
+        Parameter(
+            converter=whole_typed,
+            help="The last step; by default the last one of the log, or with --until-nonfinite the one after it.",
+        ),
     ] = None,
     until_nonfinite: Annotated[
         bool,

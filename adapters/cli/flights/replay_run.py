@@ -182,7 +182,7 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
     warnings = log_warnings((run, made.run), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
     warnings += _start_warnings(request) if request.until_nonfinite else []
     is_same = found is None and not is_short and is_state_same
-    if end > last:
+    if end > last + request.until_nonfinite:
         warnings.append(f"--to is step {end}, and the run ends at step {last}: nothing after that is compared")
     if not is_same and (elsewhere := replayed_otherwise(run, made.run, "the run", begin, end)):
         warnings.append(elsewhere)

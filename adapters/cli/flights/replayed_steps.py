@@ -19,7 +19,7 @@ def replayed_steps(
         inventory: of the run.
         flights: its logs by rank.
         begin: the step that was asked for; 0 for the start of the program, None for the newest checkpoint before the end that no rewind left behind.
-        end: the last step; None for the last one of the log.
+        end: the last step; None for the last one of the log, or the one after it where something not finite is looked for.
         until_nonfinite: whether the replay only looks for what is not finite, which it also does after a checkpoint that was left behind. Without ``begin``
             it begins before the first loss or norm of the logs that is not finite.
 
@@ -27,7 +27,8 @@ def replayed_steps(
         InvalidArgument: if the steps leave nothing to replay. CheckpointMissing: if there is no such checkpoint in the run as it is now.
     """
     last = max((step for flight in flights.values() for step in flight.steps), default=None)
-    end = last if end is None else end
+    if end is None and last is not None:
+        end = last + until_nonfinite  # a run may have died of it, in a step of which no log has a record
     if end is None:
         raise InvalidArgument("--to", expected="the last step, as the run has no flight log", found="none",
                               fix="pass --to; CheckpointManager(..., record=100) writes a log")  # fmt: skip

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 
 import pytest
@@ -128,6 +129,18 @@ def test_a_loss_that_is_not_finite_where_every_output_is_is_named(ran, replayed)
     code, found = replayed("replay", "runs/a", "--from", 4, "--until-nonfinite", command=command)
     assert (code, found["nonfinite"]["step"], found["nonfinite"]["output"]) == (0, 7, None)
     assert found["nonfinite"]["text"].startswith("the recorded loss is not finite")
+
+
+@pytest.mark.long
+def test_the_step_in_which_the_run_died_is_looked_at_too(ran, replayed, tmp_path):
+    """No log has a record of it, so the replay ended before it, and all outputs were said to be finite."""
+    dies = "    if live.progress.step == 6: model(x / 0.0); sys.exit(0)\n    loss.backward()"
+    ran("a", ("    loss.backward()", dies))
+    command = [sys.executable, str(tmp_path / "a.py"), "runs/a"]  # one that has an end of its own
+    code, found = replayed("replay", "runs/a", "--until-nonfinite", command=command)
+    fits_its_schema("replay", found)
+    assert (code, found["from"], found["to"], found["nonfinite"]["step"]) == (0, 4, 7, 7)
+    assert found["nonfinite"]["output"]["module"] == "first"
 
 
 def test_what_leaves_nothing_to_replay_is_refused_with_the_next_move(ran, replayed, tmp_path, monkeypatch):
