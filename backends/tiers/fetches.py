@@ -140,7 +140,7 @@ class Fetches:
     def _check_read(self, unread: Sequence[Entry]) -> None:
         for entry in reversed(unread):
             if entry.problem is not None:
-                raise self._unread(error_from(entry.problem))
+                raise self._unread(error_from(entry.problem), entry.name)
 
     def fetched_again(self, name: str, *, or_older: bool) -> str | None:
         """See `HasFarTier.refetch`."""
@@ -220,10 +220,11 @@ class Fetches:
     def _report_lost(self, name: str, why: str) -> None:
         self._report(Event("not_fetched", self._far.url, step=step_of(name), checkpoint=name, detail=why))
 
-    def _unread(self, error: TrainfoldError) -> SaveFailed:
-        """What is raised where nothing proves that the far tier has nothing newer: to go on without it would be a guess."""
+    def _unread(self, error: TrainfoldError, name: str | None = None) -> SaveFailed:
+        """What is raised where nothing proves that the far tier has nothing newer, or that this checkpoint of it is not: to go on without it would be a guess."""
+        and_then = f", and {name} can be read there, or was deleted there" if name else ""
         return SaveFailed(self._far.url, expected="a far tier that can be read: it may have a newer checkpoint than the near one", found=error_text(error),
-                          fix=f"start again when it answers; or, if no other machine has continued this run, use {self._near.url} by itself as the run: what it saves is sent when both are used again")  # fmt: skip
+                          fix=f"start again when it answers; or, if no other machine has continued this run, use {self._near.url} by itself as the run: what it saves is sent when both are used again{and_then}")  # fmt: skip
 
 
 def _age(head: Head) -> tuple[int, int, int]:

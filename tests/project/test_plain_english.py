@@ -9,7 +9,6 @@ import tokenize
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from time import process_time
 
 SOURCES = ("core", "backends", "adapters", "properties", "src/trainfold", "examples")
 PAGES = ("docs", "README.md", "CONTRIBUTING.md", "UPGRADING.md", "CHANGELOG.md")
@@ -104,9 +103,7 @@ def files(root: Path) -> list[Path]:
 
 def test_sources_and_pages_use_plain_words_and_name_no_requirement(root):
     """Every finding is listed, with its line and what to write instead."""
-    begin = process_time()
     found = [each for path in files(root) for each in check(path, root)]
-    assert process_time() - begin < 10.0, "too slow for a check that runs with every test"
     assert not found, f"{len(found)} findings:\n" + "\n".join(found)
 
 

@@ -241,6 +241,8 @@ def test_a_far_tier_that_answers_and_cannot_be_read_is_not_taken_for_an_older_on
             act(manager)
         assert "503 SlowDown" in str(refused.value)
         assert f"use {near.url} by itself as the run" in refused.value.fix
+        is_named = "step-00000004 can be read there, or was deleted there" in refused.value.fix
+        assert is_named == ("manifest" in part), "or it would be refused at each start if that stays"
     assert steps_in(near) == [2] * has_older
     assert far.list() == before
     far.part = ""
