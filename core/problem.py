@@ -27,8 +27,8 @@ class Problem:
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether the store did not give something now, which proves nothing against it."""
-        return self.error == errors.CheckpointUnreadable.__name__
+        """Whether something could not be read here and now, which proves nothing against it: the store did not give it, or a newer trainfold wrote it."""
+        return self.error in (errors.CheckpointUnreadable.__name__, errors.FutureVersion.__name__)
 
     @property
     def difference(self) -> str:
