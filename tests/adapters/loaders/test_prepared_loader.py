@@ -117,7 +117,7 @@ def read(live, loader, until=None, *, by_epoch=False, leave=None):
 
 @pytest.mark.parametrize("wrap", [LookAlike, prepared])
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}])
-@pytest.mark.parametrize("by_epoch", [False, True])
+@pytest.mark.parametrize("by_epoch", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_prepared_loader_is_resumed_at_every_step_and_gives_what_it_gave(wrap, arguments, by_epoch):
     """W04: the prepared loader draws one batch ahead of the loop."""
     if wrap is prepared and find_spec("accelerate") is None:

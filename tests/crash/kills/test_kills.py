@@ -121,7 +121,7 @@ def plan(random, mode, *, began):
 
 
 @pytest.mark.timeout(0 if IS_SOAK else 120)
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_killed_again_and_again_a_run_ends_with_the_bits_of_one_that_was_not(
     mode, lives, reference, template, tmp_path, record_property
 ):

@@ -80,7 +80,7 @@ def test_a_command_that_needs_torch_says_what_to_install(command):
     assert not words[-1].endswith("json") or json.loads(done.stdout)["error"]["exit_code"] == 5
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--json",), marks=pytest.mark.long)])
 def test_ls_inspect_verify_and_diff_import_no_torch(run, more):
     """V18: commands that read a run on a login node start in a fraction of a second."""
     two, four = run / "step-00000002", run / "step-00000004"
@@ -99,7 +99,7 @@ def live_run(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.long), ("--json",)])
 @pytest.mark.parametrize("kind", ["pure", "live"])
 def test_plan_imports_no_torch(run, live_run, kind, more):
     """V18: a plan compares what manifests say; importing torch took most of its time on a checkpoint of any size."""
