@@ -18,6 +18,7 @@ from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, end_replay
 from trainfold.core.flight.step_record import LogLine, StepRecord, is_finite
 from trainfold.core.rehearsal.orders import Orders
 
+_ALONE: Final = "is not finite, and the output of every module is"
 _SHOWN: Final = 12
 _WAITED_SECS: Final = 1.0  # for a rank that has the module, where this one has a mean over the ranks alone
 
@@ -75,7 +76,7 @@ class NonFiniteEnd:
             self._watch.harmless()  # infinities that did not reach the loss: then a gradient or the optimizer broke the parameters
         is_made = self._watch.found is not None or (loss is None and self._watch.has_known_nan)
         if "loss" in bad or (broken and (bad or is_made)):
-            self._end(step, f"{f'the recorded {bad[0]}' if bad else 'a parameter'} is not finite, and the output of every module is")  # fmt: skip
+            self._end(step, f"{f'the recorded {bad[0]}' if bad else 'a parameter'} {_ALONE}")
         self._watch.harmless()
         self._parameters = {leaf.path: self._parameters.get(leaf.path, step) for leaf in broken}
         self._buffers = {leaf.path: self._buffers.get(leaf.path, step) for leaf in self._watch.broken_buffers()}
@@ -87,7 +88,7 @@ class NonFiniteEnd:
         for line in lines:
             if isinstance(line, StepRecord):
                 if bad := _not_finite(line.loss, line.norm):
-                    self._end(line.step, f"the recorded {bad[0]} is not finite, and the output of every module is")
+                    self._end(line.step, f"the recorded {bad[0]} {_ALONE}")
                 self._watch.harmless()
 
     def begin(self, objects: Mapping[str, object]) -> None:
@@ -121,7 +122,7 @@ class NonFiniteEnd:
     def _end_broken(self) -> None:
         """End with what no output has shown, and none will: no step follows."""
         if self._parameters and self._watch.broken():
-            self._end(min(self._parameters.values()), "a parameter is not finite, and the output of every module is")
+            self._end(min(self._parameters.values()), f"a parameter {_ALONE}")
         if self._buffers and self._watch.broken_buffers():
             self._end(min(self._buffers.values()), "a buffer is not finite, and each loss and trainable parameter is; an evaluation may show it")  # fmt: skip
 

@@ -100,9 +100,9 @@ def next_head(
     newest, heads = current_head(inventory), heads_of(inventory)
     hidden = [each for each in inventory.entries if each.may_come_back]
     least = max((_after(each, now_ms) for each in hidden), default=0)
+    known = {of for head in heads for of in (head.timeline, *dict(head.forks))}
     if descends_from == BEGINNING:
-        taken = {of for head in heads for of in (head.timeline, *dict(head.forks))}
-        return Head(run_id, step, max(0, least, *(of + 1 for of in taken)))
+        return Head(run_id, step, max(0, least, *(of + 1 for of in known)))
     origin = _by_steps(inventory, newest, step) if descends_from is None else descends_from
     if origin is None:
         return Head(run_id, step, max(least, 0 if newest is None else newest.timeline + 1))
@@ -116,7 +116,7 @@ def next_head(
     is_newest = not hides and (newest is None or head_order(newest) <= (origin.timeline, origin.step))
     if is_newest and origin.step <= step and left[:-1] == earlier:
         return Head(run_id, step, origin.timeline, earlier, parent)
-    taken = {origin.timeline, *dict(earlier), *(of for head in heads for of in (head.timeline, *dict(head.forks)))}
+    taken = {origin.timeline, *dict(earlier), *known}
     return Head(run_id, step, max(least if hides else 0, *(of + 1 for of in taken)), left, parent)
 
 

@@ -78,8 +78,9 @@ def timelines_at(store: Store, steps: Iterable[int]) -> dict[int, int]:
 
 def _check_read(problem: Problem | None, store: Store) -> None:
     if problem is not None and problem.is_unreadable:
-        fix = f"{problem.fix}; if it is lost for good, delete its directory, and the best goes on without it"
-        raise error_from(attrs.evolve(problem, fix=problem.fix if problem.where == store.url else fix))
+        is_of_one = problem.where != store.url
+        more = "; if it is lost for good, delete its directory, and the best goes on without it" if is_of_one else ""
+        raise error_from(attrs.evolve(problem, fix=f"{problem.fix}{more}"))
 
 
 def read_best(store: Store) -> BestFile | None:
