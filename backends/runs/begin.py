@@ -4,7 +4,7 @@ import time
 import uuid
 from contextlib import suppress
 
-from trainfold.backends.runs.scan import check_place, read_inventory, read_run_id
+from trainfold.backends.runs.scan import check_place, listed_run, read_run_id
 from trainfold.backends.stores.os_errors import cannot_save
 from trainfold.backends.stores.protocol import Store, glimpse, least_revision_of
 from trainfold.core.errors import CheckpointUnreadable, CommitConflict, InvalidArgument, SaveFailed
@@ -54,7 +54,7 @@ def begin_checkpoint(
         seen = glimpse(store)
         run_id = read_run_id(seen)
     assert run_id is not None  # it was committed just now
-    inventory = read_inventory(seen)
+    inventory = listed_run(seen)
     if inventory.problem is not None:  # such as a directory that could not be listed: its checkpoints are not known
         raise cannot_save(inventory.problem)
     directory = directory_of(step)

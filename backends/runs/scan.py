@@ -67,6 +67,11 @@ def read_inventory(run: Run) -> Inventory:
         'CheckpointMissing'
     """
     store = open_store(run)
+    return _with_writers(store, listed_run(store))
+
+
+def listed_run(store: Store) -> Inventory:
+    """`read_inventory` for a save, which asks nothing of other writers: it holds the lock."""
     try:
         run_id = read_run_id(store)
         names = store.list("")
@@ -78,7 +83,7 @@ def read_inventory(run: Run) -> Inventory:
     problem = _run_problem(store, run_id, names, entries)
     has_none = run_id is not None and not any(entry.head is not None for entry in entries)
     lost = lost_checkpoint(names, store.pointers(), best_file=BEST_FILE) if has_none else None
-    return _with_writers(store, _with_order_known(store, Inventory(store.url, run_id, entries, problem, lost)))
+    return _with_order_known(store, Inventory(store.url, run_id, entries, problem, lost))
 
 
 def _with_writers(store: Store, inventory: Inventory) -> Inventory:
