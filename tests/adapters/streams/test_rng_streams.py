@@ -147,6 +147,8 @@ def test_a_block_can_draw_without_a_trace():
 )
 def test_a_stream_that_is_missing_or_damaged_is_refused_by_name(change, words):
     """H04, W20: never silently; type, size and range are checked before anything is written."""
+    torch.manual_seed(0)
+    torch.rand(1)  # 623 words are left; a stream with less than 14 left may be at word 612
     streams = capture_streams()
     change(streams)
     assert [words in str(problem) for problem in stream_problems(streams)] == [True]
