@@ -26,8 +26,8 @@ def check_live_steps(
     """The same step of an attached loop, of which one in ``every`` runs twice from the same state and batch, and whose bits are compared. What it leaves is the same.
 
     Before the second run everything attached, the random streams and the gradients are put back in place; counters and the position in the data do not move
-    in a step. What is not attached runs twice: if the step depends on it, the bits differ, and that is an error. On several ranks it also compares the new states of the
-    ranks, as `check_steps` does. The first step of a process under `torch.nn.parallel.DistributedDataParallel` on three or more ranks is not checked, with a warning: DDP sums in another
+    in a step. What is not attached runs twice: if the step depends on it, the bits differ, and that is an error. On several ranks it also compares the new parameters
+    and the states of the optimizers of the ranks, as `check_steps` does. The first step of a process under `torch.nn.parallel.DistributedDataParallel` on three or more ranks is not checked, with a warning: DDP sums in another
     order after its first backward. A check costs one more step, two copies of the state, writing it back and a comparison, and memory for two more states.
 
     Args:

@@ -14,7 +14,7 @@ from trainfold.core.exact.distance import distance
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.json_values import shown
 from trainfold.core.layout.world import Collectives
-from trainfold.core.state.components import components_of, select
+from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
 from trainfold.core.state.state import TrainState
 from trainfold.core.step.step import Step
@@ -26,8 +26,8 @@ _SHOWN = 6
 def check_steps(step: PureStep[S, B], *, every: int, collectives: Collectives | None = None) -> PureStep[S, B]:
     """The same step, of which one in ``every`` runs twice from the same state, and whose bits are compared. The result is the same.
 
-    On one device this finds transient faults, and operations that do not repeat. On several ranks whose replicas have one state, it also compares the new states
-    of the ranks, which finds a machine that is wrong in the same way twice. A check costs one more step, a comparison of the states, and memory
+    On one device this finds transient faults, and operations that do not repeat. On several ranks whose replicas have one state, it also compares the new parameters and
+    the states of the optimizers of the ranks, which finds a machine that is wrong in the same way twice. A check costs one more step, a comparison of the states, and memory
     for one more state; with donation, the first of the two copies its state.
 
     Args:
@@ -85,9 +85,7 @@ def judge_step(number: int, unlike: list[str], state: TrainState, collectives: C
     Raises:
         StepNotRepeated: on every rank.
     """
-    digest = (
-        None if collectives is None else fingerprint(select(state, ["model", "optimizer"]))
-    )  # what ranks have alike
+    digest = None if collectives is None else fingerprint(_alike_on_ranks(state))
     told = (
         [(unlike, digest)]
         if collectives is None
@@ -117,6 +115,12 @@ def judge_step(number: int, unlike: list[str], state: TrainState, collectives: C
             fix="go on from the last checkpoint, without the machine of that rank; each rank had the same bits twice, so it is wrong in the same way each "
             "time, or its state was another one before: pass check_replicas=500 to the manager to find that",
         )
+
+
+def _alike_on_ranks(state: TrainState) -> TrainState:
+    """What ranks with one state have alike after each step; buffers, such as the statistics of a batch norm, may be of the batch of each."""
+    model = state.model and attrs.evolve(state.model, buffers=Leaves({}))
+    return TrainState(model=model, optimizer=state.optimizer)
 
 
 def _of(rank: int, told: list[Any]) -> str:

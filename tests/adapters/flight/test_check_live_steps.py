@@ -172,6 +172,28 @@ def test_ranks_hear_which_of_them_is_always_wrong():
     run_threads(3, rank_of)
 
 
+def test_ranks_may_have_statistics_of_their_own():
+    """Between two forwards DistributedDataParallel leaves each rank the statistics of its own batch: a healthy run ended at its first check."""
+    built = [torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)) for _ in range(2)]
+    built[1].load_state_dict(built[0].state_dict())
+
+    def rank_of(ranks):
+        model = built[ranks.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        live = attach(model, optimizer)
+
+        def step(x):
+            model(x).sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)  # as summed over the ranks
+            optimizer.step()
+
+        check_live_steps(live, step, every=1, collectives=ranks)(torch.tensor([[0.0], [1.0 + ranks.rank]]))
+        return model[0].running_mean.item()
+
+    assert len({*run_threads(2, rank_of)}) == 2
+
+
 @dataclasses.dataclass
 class Output:
     """As models return it: the loss with its graph, numbers, and what has no bits."""
