@@ -103,7 +103,7 @@ def list_store(
     """
     inventory = with_quarantined(proved(store, inventory), quarantined(store))
     present = [entry.name for entry in lineage(inventory)]
-    names = pointed_names(store)
+    names = pointed_names(store, inventory)
     times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
     listed = [
         Listed(
@@ -175,7 +175,7 @@ def committed_at(store: Store, entry: Entry) -> float | None:
     return None if entry.head is None else store.committed_at(f"{entry.name}/{MANIFEST}")
 
 
-def pointed_names(store: Store) -> dict[str, tuple[str, ...]]:
+def pointed_names(store: Store, inventory: Inventory) -> dict[str, tuple[str, ...]]:
     """The pointers to each checkpoint, and its rank in ``best.json``; a file that cannot be read names nothing here."""
     found: dict[str, tuple[str, ...]] = {}
     for pointer, target in sorted(store.pointers().items()):
@@ -184,7 +184,7 @@ def pointed_names(store: Store) -> dict[str, tuple[str, ...]]:
         best = read_best(store)
     except CheckpointError:
         return found
-    for target, why in ({} if best is None else best.names).items():
+    for target, why in ({} if best is None else best.names_in(inventory.timelines)).items():
         name = why.removeprefix("the ")
         found[target] = tuple(dict.fromkeys((*found.get(target, ()), name)))
     return found

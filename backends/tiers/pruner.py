@@ -202,7 +202,7 @@ class Pruner:
             files={name: self._seen.list(name) for name in may_be_torn(inventory, written)},
             policy=self._policy,
             left_behind=self._left_behind,
-            protected={**pointed, **(best.names if best is not None else {})},
+            protected={**pointed, **(best.names_in(inventory.timelines) if best is not None else {})},
             problems=problems,
         )
 

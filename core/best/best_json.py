@@ -70,6 +70,21 @@ class BestFile:
         others = {directory_of(entry.step): f"one of the best {len(self.kept)}" for entry, _ in self.kept}
         return {self.name: "the best", **{name: why for name, why in others.items() if name != self.name}}
 
+    def names_in(self, timelines: Mapping[str, int]) -> dict[str, str]:
+        """`names` without the checkpoints that are of another timeline: a step that was trained again after a rewind is not the best.
+
+        Args:
+            timelines: checkpoint -> its timeline, as far as that is known.
+
+        Examples:
+            >>> from trainfold.retention import updated
+            >>> file = BestFile(updated(make_best_record(run_id="a1", metric="loss", direction="min"), {"loss": 0.5}, step=10))
+            >>> file.names_in({"step-00000010": 0}), file.names_in({"step-00000010": 1})
+            ({'step-00000010': 'the best'}, {})
+        """
+        of = {directory_of(entry.step): timeline for entry, timeline in (*self.entries, self.best)}
+        return {name: why for name, why in self.names.items() if timelines.get(name, of[name]) == of[name]}
+
     @property
     def scores(self) -> dict[tuple[str, int], float]:
         """(checkpoint, timeline) -> score, for every entry; a step trained again is on another timeline."""

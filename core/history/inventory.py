@@ -92,6 +92,11 @@ class Inventory:
         heads = [entry.head for entry in lineage(self) if entry.head is not None]
         return {head.step: step_of(head.parent or "") or 0 for head in heads}
 
+    @property
+    def timelines(self) -> dict[str, int]:
+        """Checkpoint -> its timeline, for each whose head is known."""
+        return {entry.name: entry.head.timeline for entry in self.entries if entry.head is not None}
+
     def _repr_html_(self) -> str:
         from trainfold.core.markup.html_table import html_table, notebook  # late: commands show no HTML
 

@@ -76,9 +76,10 @@ def evaluations_of(page: RunPage) -> dict[str, list[Result]]:
     found = dict(reversed(found.items()))
     if page.best is not None:
         known = found.setdefault(page.best.record.metric, {})
-        for entry, _ in page.best.entries:
+        for entry, timeline in page.best.entries:
             if entry.score is not None and (entry.step, repr(entry.score)) not in known:
-                known[entry.step, repr(entry.score)] = Result(entry.step, entry.score)
+                is_left = bool(page.lost_best(entry.step, timeline))
+                known[entry.step, repr(entry.score)] = Result(entry.step, entry.score, is_left=is_left)
     return {name: sorted(known.values(), key=lambda each: each.step) for name, known in found.items() if known}
 
 
@@ -125,10 +126,14 @@ def evaluation_parts(page: RunPage) -> list[str]:
         drawn.append(note(f"{count_text(len(others), 'more name')} of evaluations are not shown here: {safe(names)}. The journal of the run has them."))  # fmt: skip
     if page.best is not None:
         record = page.best.record
-        entries = [entry for entry, _ in page.best.entries if entry.score is not None]
-        rows = [(str(place), number_text(entry.step), number_text(entry.score or 0.0)) for place, entry in enumerate(entries, 1)]  # fmt: skip
+        entries = [placed for placed in page.best.entries if placed[0].score is not None]
+        rows = [
+            (str(place), number_text(entry.step), number_text(entry.score or 0.0), page.lost_best(entry.step, timeline))
+            for place, (entry, timeline) in enumerate(entries, 1)
+        ]
+        columns = ("place", "step", record.metric, "checkpoint")[: 4 if any(row[3] for row in rows) else 3]
         goal = "less is better" if record.direction == "min" else "more is better"
-        drawn.append(long_table(f"The best by {record.metric}: {goal}", ("place", "step", record.metric), rows, numbers=("step", record.metric)))  # fmt: skip
+        drawn.append(long_table(f"The best by {record.metric}: {goal}", columns, [row[: len(columns)] for row in rows], numbers=("step", record.metric)))  # fmt: skip
     if not metrics:
         drawn.append(note("No evaluation is recorded: <code>live.record(name=result)</code> and <code>save_best</code> record them."))  # fmt: skip
     return drawn

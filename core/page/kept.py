@@ -63,7 +63,7 @@ def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
     scores = {} if page.best is None else page.best.scores
     saved = {entry.name: _saved(entry, page, scores) for entry in page.inventory.entries if entry.is_candidate}
     protected = {name: "the pointer " + ", ".join(pointers) for name, pointers in page.pointers.items() if pointers}
-    protected |= {} if page.best is None else page.best.names
+    protected |= {} if page.best is None else page.best.names_in(page.inventory.timelines)
     found: dict[str, tuple[str, ...]] = {}
     if present:
         newest = saved[present[0].name]

@@ -7,7 +7,8 @@ import attrs
 
 from trainfold.core.best.best_json import BestFile
 from trainfold.core.flight.journal_line import JournalLine
-from trainfold.core.history.inventory import Inventory
+from trainfold.core.format.file_names import directory_of
+from trainfold.core.history.inventory import Inventory, lineage
 from trainfold.core.markup.curve import Curve
 
 
@@ -91,6 +92,20 @@ class RunPage:
         """Whether more ranks than one trained it, or saved a checkpoint that is read here."""
         logged = self.flight is not None and bool(self.flight.others or self.flight.not_shown)
         return logged or any(each.manifest is not None and each.manifest.world_size > 1 for each in self.inventory.entries)  # fmt: skip
+
+    def lost_best(self, step: int, timeline: int) -> str:
+        """Why the checkpoint of a best counts no more, in words; empty if it does, or if it cannot be read now.
+
+        Args:
+            step: of the best.
+            timeline: of its checkpoint.
+        """
+        entry = self.inventory.entry(directory_of(step))
+        if entry is None or (entry.head is not None and entry.head.timeline != timeline):
+            return "its checkpoint is gone"
+        if entry.problem is not None:
+            return "" if entry.is_unreadable else "its checkpoint cannot be used"
+        return "" if entry in lineage(self.inventory) else "left behind by a rewind"
 
     @property
     def sizes(self) -> dict[str, int]:

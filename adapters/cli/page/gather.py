@@ -91,7 +91,7 @@ class PageReader:
             inventory,
             now,
             {entry.name: at for entry, at in zip(inventory.entries, times, strict=True) if at is not None},
-            pointed_names(store),
+            pointed_names(store, inventory),
             _best(store, unread),
             journal.lines,
             _own_times(self._flight(store, Resumed(inventory, journal, is_copied), unread), is_copied=is_copied),

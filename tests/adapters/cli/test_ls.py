@@ -94,6 +94,23 @@ def test_what_a_rewind_has_left_behind_is_marked_and_its_timeline_shown(run):
     assert [one["left_behind"] for one in answer.data["checkpoints"]] == [False, True, True, False]
 
 
+def test_a_step_that_was_trained_again_after_a_rewind_is_not_the_best(run):
+    """E12: the list, the page and retention called it the best, with the score of the state that the rewind had left behind."""
+    store = LocalStore(run)
+    save_best(store, updated(make_best_record(metric="loss", direction="min"), {"loss": 0.5}, step=20))
+    with CheckpointManager(store) as manager:
+        state = TrainState(trainer=Progress(), extra={"ema": 1.0})
+        state = manager.load(state, manager.should_load(state, step=10))
+        manager.save(state.evolve(trainer=Progress(step=15)))
+        assert cells(list_run(run), "kind")[2] == ("native, best",), "left behind, and still there"
+        manager.save(state.evolve(trainer=Progress(step=20)))
+    assert cells(list_run(run), "step", "timeline", "kind")[2] == ("20", "1", "native")
+    with CheckpointManager(store, keep_last=1) as manager:
+        state = manager.load(state, manager.should_load(state))
+        manager.save(state.evolve(trainer=Progress(step=25)))
+    assert not (run / "step-00000020").exists()
+
+
 def test_a_save_that_did_not_finish_has_no_date(run):
     (run / "step-00000040").mkdir()
     (row,) = cells(list_run(run, clock=NOW), "date", "age", "size", "kind", "status")[-1:]

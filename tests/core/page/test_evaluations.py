@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.core.page_cases import page_of
 
+from trainfold.core.best.best_json import BestFile
+from trainfold.core.best.record import BestRecord
+from trainfold.core.best.top_n import BestEntry
 from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.manifest import Head
+from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.markup.curve import curve_of
 from trainfold.core.page.document import page_html
 from trainfold.core.page.evaluations import MOST_METRICS, evaluations_of
+from trainfold.core.page.kept import why_kept
 from trainfold.core.page.run_page import FlightFacts
 
 
@@ -125,3 +132,27 @@ def test_the_newest_results_of_each_step_belong_to_the_run(lines):
     }
     assert set(found) == seen
     assert {key for key, is_left in found.items() if not is_left} == set(model)
+
+
+def test_a_best_whose_checkpoint_a_rewind_has_left_behind_or_replaced_is_called_so():
+    """E12, W22: the best of a state that is gone stood on the page as that of the run, and its step, trained again with a worse result, as the best."""
+    best = BestFile(BestRecord("r", "acc", "max", 0.0, 0.9, 30), 0, ((BestEntry(0.9, 30), 0), (BestEntry(0.5, 10), 0)))
+
+    def shown(*heads):
+        inventory = Inventory("runs/a", "r", tuple(Entry(directory_of(head.step), head) for head in heads))
+        page = attrs.evolve(page_with(best=best), inventory=inventory)
+        return re.sub("\n+", "\n", text_of(page)), why_kept(page)
+
+    forks = ((0, 10),)
+    text, kept = shown(Head("r", 10), Head("r", 20, 1, forks), Head("r", 30, 1, forks))
+    assert "0.9\nstep 30, its checkpoint is gone" in text
+    assert (
+        "The best by acc: more is better\nplace\nstep\nacc\ncheckpoint\n1\n30\n0.9\nits checkpoint is gone\n2\n10\n0.5\n"
+        in text
+    )
+    assert kept == {"step-00000010": ("one of the best 2",), "step-00000020": ("the pointer plain",), "step-00000030": ("the newest",)}  # fmt: skip
+    assert "0.9\nstep 30, left behind by a rewind" in shown(Head("r", 10), Head("r", 20, 1, forks), Head("r", 30))[0]
+    text, kept = shown(Head("r", 10), Head("r", 30))
+    assert "0.9\nstep 30\n" in text
+    assert "checkpoint is gone" not in text
+    assert "the best" in kept["step-00000030"]
