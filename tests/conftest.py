@@ -1,6 +1,7 @@
 """What all tests share. The conftest.py above has the profiles of Hypothesis and runs the Markdown pages."""
 
 import importlib.util
+import random
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         # Workers of an iterator that an error has kept in a cycle do not hear that they are to end: each is waited for so long.
         _utils.MP_STATUS_CHECK_INTERVAL = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _numbers_of_the_seed() -> None:
+    """pytest-randomly seeds random and numpy for each test; torch too draws the same numbers in a test alone and after others."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(random.getrandbits(32))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The header has it too, but not with -q."""
+    terminalreporter.write_line(
+        f"random numbers and order of the tests: --randomly-seed={config.getoption('randomly_seed', None)}"
+    )
 
 
 @pytest.fixture
