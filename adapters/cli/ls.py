@@ -119,11 +119,13 @@ def list_store(
     shown = {each.entry.name for each in listed}
     newest = next((name for name in present if name in shown), None)
     now = time.time() if clock is None else clock
-    rows = tuple(_row(each, now, is_newest=each.entry.name == newest) for each in listed)
+    first = inventory.entry(newest or "")
+    refused = "" if first is None else inventory.refuses(first)
+    rows = tuple(_row(each, now, (refused or "resumed next") if each.entry is first else "") for each in listed)
     data = {
         "run": inventory.run,
         "run_id": inventory.run_id,
-        "newest": newest,
+        "newest": None if refused else newest,
         "checkpoints": [_json(each, now) for each in listed],
     }
     table = Table(f"{inventory.run}  run {inventory.run_id}", _COLUMNS, rows, _SPARE)
@@ -190,7 +192,7 @@ def pointed_names(store: Store, inventory: Inventory) -> dict[str, tuple[str, ..
     return found
 
 
-def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
+def _row(each: Listed, now: float, resume: str) -> tuple[str, ...]:
     entry = each.entry
     date = (
         "" if each.committed_at is None else f"{datetime.fromtimestamp(each.committed_at).astimezone():%Y-%m-%d %H:%M}"
@@ -204,7 +206,7 @@ def _row(each: Listed, now: float, *, is_newest: bool) -> tuple[str, ...]:
         return (entry.name, *claimed, date, age, "", "", "", status)
     proved = "committed" if entry.manifest is None else "complete"
     status = f"{proved}, left behind by a rewind" if each.is_left_behind else proved
-    status = f"{proved}, resumed next" if is_newest else status
+    status = f"{proved}, {resume}" if resume else status
     if summary is not None and summary.refers:
         status += f", refers to {_shortened(summary.refers)}"
     return (

@@ -113,7 +113,7 @@ class Inventory:
                 writer = self.writers.get(entry.name)
                 status = f"being written by {writer}" if writer else f"{entry.problem.error}: {entry.problem.found}"
             elif entry is resumed:
-                status = f"{status}; a resume tries it first"
+                status = f"{status}; {self.refuses(entry) or 'a resume tries it first'}"
             rows.append((entry.name, *head, status))
         if self.problem is not None:
             rows.append(("the run", "", "", "", str(self.problem)))
@@ -177,6 +177,15 @@ class Inventory:
             return directory_of(head.step) not in entry.before if entry.head is None else entry.head in newer
 
         return tuple(entry for entry in self.entries if entry.is_unreadable and (head is None or may_be(entry, head)))
+
+    def refuses(self, newest: Entry) -> str:
+        """Why no resume takes the newest checkpoint that is known, in words; empty if one does.
+
+        Args:
+            newest: the first of the `lineage`.
+        """
+        unread = self.maybe_newer(newest.head)
+        return f"a resume is refused while {unread[-1].name}, which may be newer, cannot be read" if unread else ""
 
     def with_entry(self, entry: Entry) -> "Inventory":
         """The inventory with one entry replaced."""

@@ -18,6 +18,7 @@ from trainfold.core.state.notes import CONVERTED, NOTES, RATES
 
 _WRITTEN: Final = "just written"
 _UNUSABLE: Final = "no rule of the retention counts it, because it cannot be used"
+_UNREAD: Final = "no rule of the retention counts it while it cannot be read"
 NEWEST: Final = "the newest"
 _FEW: Final = 2  # names that are shown; each checkpoint may refer to all before it
 
@@ -78,13 +79,17 @@ def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
         found |= plan_left_behind(left, policy=None if policy is None else policy.left_behind, protected=protected).kept
     else:
         found |= {each.name: ("left behind by a rewind",) for each in left}
-    unusable = {each.name for each in page.inventory.entries if each.problem is not None and not each.is_unfinished}
-    found |= dict.fromkeys(unusable, (_UNUSABLE,))
+    unusable = {
+        each.name: _UNREAD if each.is_unreadable else _UNUSABLE
+        for each in page.inventory.entries
+        if each.problem is not None and not each.is_unfinished
+    }
+    found |= {name: (why,) for name, why in unusable.items()}
     for name, why in protected.items():
-        if name in saved.keys() | unusable and why not in found.get(name, ()):
+        if name in saved.keys() | unusable.keys() and why not in found.get(name, ()):
             found[name] = (*found.get(name, ()), why)
     for name, whose in _referrers(page).items():
-        if name in saved.keys() | unusable:
+        if name in saved.keys() | unusable.keys():
             verb = "refers" if len(whose) == 1 else "refer"
             found[name] = (*found.get(name, ()), f"{few_names(whose)} {verb} to it")
     return found

@@ -13,6 +13,7 @@ import torch
 
 from trainfold.adapters.cli import ls
 from trainfold.adapters.cli.ls import list_run, list_store
+from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.cli.terminal.output import aligned
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.ranks.in_process import run_threads
@@ -21,6 +22,8 @@ from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.errors import CheckpointUnreadable
+from trainfold.core.page.document import page_html
 from trainfold.core.state.state import Opaque, Progress, TrainState
 
 NOW = 1_800_000_000.0
@@ -92,6 +95,28 @@ def test_what_a_rewind_has_left_behind_is_marked_and_its_timeline_shown(run):
         ("40", "1", "complete, resumed next"),
     ]
     assert [one["left_behind"] for one in answer.data["checkpoints"]] == [False, True, True, False]
+
+
+def test_no_checkpoint_is_resumed_next_where_a_resume_is_refused(run, monkeypatch):
+    """W22, C15: the list, its JSON, a notebook and the page said that the one before was resumed next, where each resume was refused."""
+    read = LocalStore.read
+
+    def denied(store, name, **limits):
+        if name == "step-00000030/manifest.json":
+            raise CheckpointUnreadable(name, expected="a file that can be read", found="EACCES", fix="wait")
+        return read(store, name, **limits)
+
+    assert list_run(run).data["newest"] == "step-00000030"
+    monkeypatch.setattr(LocalStore, "read", denied)
+    answer, words = list_run(run), "a resume is refused while step-00000030, which may be newer, cannot be read"
+    assert cells(answer, "step", "status")[1] == ("20", f"complete, {words}")
+    assert (answer.error, answer.data["newest"]) == (None, None)
+    shown = read_inventory(run)._repr_html_()
+    assert words in shown
+    assert "a resume tries it first" not in shown
+    page = page_html(PageReader(run).read())
+    assert "A resume is refused now" in page
+    assert "no rule of the retention counts it while it cannot be read" in page
 
 
 def test_a_step_that_was_trained_again_after_a_rewind_is_not_the_best(run):
