@@ -8,6 +8,7 @@ from trainfold.core.markup.texts import count_text, number_text, ticks
 
 _ROW: Final = 34  # pixels between two timelines
 _MOST_ROWS: Final = 12
+_MOST_DIGITS: Final = 8
 
 
 def lineage_chart(
@@ -29,16 +30,17 @@ def lineage_chart(
     left_out = len(timelines) - len(shown)
     drawn = [each for each in checkpoints if each[1] in shown]
     origin = {timeline: max(forks.get(timeline, ()), default=None) for timeline in shown}
+    row = {timeline: float(at) for at, timeline in enumerate(shown)}  # their numbers may have gaps
     first = {}
     for timeline in shown:
         steps = [step for step, of, _ in drawn if of == timeline]
         source = origin[timeline]
         first[timeline] = (min(steps) if source is None else min(source[1], *steps), max(steps))
-    row = {timeline: float(at) for at, timeline in enumerate(shown)}  # their numbers may have gaps
     lines = tuple(((float(low), row[of]), (float(high), row[of])) for of, (low, high) in first.items() if high > low)
-    bends = tuple(
-        ((float(source[1]), row.get(source[0], 0.0)), (float(source[1]), row[of]))
-        for of, source in origin.items()
+    known = {of: max((each for each in forks.get(of, ()) if each[0] in row), default=None) for of in shown}
+    bends = tuple(  # from the nearest one that is drawn: of those between, no checkpoint may be left
+        ((float(source[1]), row[source[0]]), (float(first[of][0]), row[of]))
+        for of, source in known.items()
         if source is not None
     )
     present = tuple(((float(step), row[of]),) for step, of, is_present in drawn if is_present)
@@ -53,16 +55,27 @@ def lineage_chart(
     text += f" {count_text(left_out, 'earlier timeline')} not shown." if left_out else ""
     low = min(step for step, _ in first.values())  # a rewind may lie before the checkpoints that are left
     high = max(step for _, step in first.values())
-    y = Axis(len(shown) - 0.5, -0.5, tuple((at, str(of)) for of, at in row.items()), "timeline")
+    y = Axis(len(shown) - 0.5, -0.5, tuple((at, _short(of)) for of, at in row.items()), "timeline")
     marks = (
         Series("", "line", "quiet", lines),
-        Series("a rewind", "dashed", "quiet", bends),
+        Series("goes on from an earlier checkpoint", "dashed", "quiet", bends),
         Series("left behind, or cannot be used", "squares", "warm", others),
         Series("checkpoint", "dots", "accent", present),
     )
     return Chart(
         "Checkpoints and timelines", text, step_axis(low, high, pad=True), y, marks, height=_ROW * len(shown) + 16
     )
+
+
+def _short(timeline: int) -> str:
+    """The number of a timeline where there is little room: one beside hidden manifests is a time in milliseconds.
+
+    Examples:
+        >>> _short(12), _short(1_795_894_154_000)
+        ('12', '…94154000')
+    """
+    text = str(timeline)
+    return text if len(text) <= _MOST_DIGITS else f"…{text[-_MOST_DIGITS:]}"
 
 
 def step_axis(low: float, high: float, *, pad: bool = False) -> Axis:

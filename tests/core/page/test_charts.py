@@ -56,6 +56,22 @@ def test_no_mark_of_a_chart_lies_outside_of_it():
     assert inside(lineage_chart([(30, 1, True), (40, 1, True)], {1: [(0, 10)]}))
 
 
+def test_a_timeline_goes_on_from_the_one_that_it_comes_from():
+    """W22: where that had no checkpoint left, or was one too many, the line came from the first timeline of the chart, which had nothing to do with it."""
+
+    def bends(checkpoints, forks):
+        chart = lineage_chart(checkpoints, forks)
+        return [part for mark in chart.marks if mark.form == "dashed" for part in mark.parts]
+
+    late = 1_795_894_154_000
+    checkpoints = [(40, 0, True), (80, 1, True), (100, late, True)]
+    forks = {1: [(0, 40)], late: [(0, 40), (1, 80), (late - 4000, 85)]}
+    assert bends(checkpoints, forks) == [((40.0, 0.0), (40.0, 1.0)), ((80.0, 1.0), (85.0, 2.0))]
+    assert bends([(40, 0, True), (90, 2, True)], {2: [(1, 60)]}) == []
+    many = [(timeline + 1, timeline, True) for timeline in range(14)]
+    assert bends(many, {13: [(0, 1)]}) == []
+
+
 def test_a_diverged_curve_says_so_where_it_is_heard():
     """P33: the label of a curve ended at its last finite value, and sounded like that of a healthy run."""
     chart = curve_chart("Loss", curve_of(range(1, 6), [3.0, 2.0, 1.0, math.nan, math.inf]))
