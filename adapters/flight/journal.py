@@ -54,10 +54,13 @@ class Journal(logging.Filter):
         _LOG.addFilter(self)
         WARNED.append(self.warned)
 
-    def keeps(self, policy: Retention, left_behind: Retention | None) -> None:
-        """Remember the rules of the run's retention for the line of the start."""
+    def keeps(
+        self, policy: Retention, left_behind: Retention | None, *, far_tier: tuple[str, Retention] | None
+    ) -> None:
+        """Remember the rules of the run's retention for the line of the start; with where a far tier is, and its rules."""
         self._rules = {"keep": rules_to_json(policy.rules)}
         self._rules |= {} if left_behind is None else {"left_behind": rules_to_json(left_behind.rules)}
+        self._rules |= {} if far_tier is None else {"far": far_tier[0], "keep_far": rules_to_json(far_tier[1].rules)}
 
     def started(self, step: int) -> None:
         """Write that a process trains from this step on; before its first step, so that the flight log still shows how far the one before came."""

@@ -120,7 +120,7 @@ class SaveRunner:
         self._flight = flight
         self._journal = None if flight is None else flight.journal
         if self._journal is not None:
-            self._journal.keeps(*pruner.policies)
+            self._journal.keeps(*pruner.policies, far_tier=store.far_tier if isinstance(store, HasFarTier) else None)
             events.journal = self._journal.event
         self._lease = lease
         if isinstance(store, HasFarTier):

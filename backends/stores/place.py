@@ -46,6 +46,16 @@ def is_object_url(place: str) -> bool:
     return is_chain(place) or (found is not None and found[1].lower() != "file")
 
 
+def settled_place(url: str) -> str:
+    """The URL of a store, or of a directory its one path, by which two of one machine are known to be the same.
+
+    Examples:
+        >>> settled_place("s3://bucket/run"), settled_place("/runs/./a")
+        ('s3://bucket/run', '/runs/a')
+    """
+    return url if is_object_url(url) else os.path.realpath(url)
+
+
 def is_chain(place: str) -> bool:
     """Whether a location is a chain of URLs, as fsspec has them: a cache or an archive in front of another store.
 

@@ -12,6 +12,7 @@ from trainfold.core.layout.file_preference import NO_PREFERENCE, FilePreference
 
 if TYPE_CHECKING:
     from trainfold.core.save.events import Event
+    from trainfold.core.save.retention import Retention
 
 __all__ = [
     "Buffer",
@@ -200,6 +201,10 @@ class HasFarTier(Protocol):
         Raises:
             SaveFailed: if something cannot be sent, with its name.
         """
+
+    @property
+    def far_tier(self) -> "tuple[str, Retention]":
+        """Where the other place is, as `settled_place` has it, and what stays there."""
 
     def refetch(self, name: str, *, or_older: bool = False) -> str | None:
         """Fetch again what is damaged or lost of a checkpoint. The caller holds the lock.

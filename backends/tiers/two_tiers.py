@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from trainfold.backends.stores.local import LocalStore, Run, open_store
+from trainfold.backends.stores.place import settled_place
 from trainfold.backends.stores.protocol import Buffer, least_revision_of
 from trainfold.backends.stores.stand_in import check_only_read
 from trainfold.backends.tiers.fetches import Fetches
@@ -24,7 +25,7 @@ from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.json_values import shown
 from trainfold.core.layout.file_preference import FilePreference
 from trainfold.core.save.events import Event
-from trainfold.core.save.retention import Retention
+from trainfold.core.save.retention import Retention, keep_all
 
 
 @final
@@ -103,6 +104,11 @@ class TwoTiers:
     def waiting(self) -> tuple[str, ...]:
         """The checkpoints that are not in the far tier yet, the oldest first; none while this object does not hold the lock."""
         return () if self._uploads is None else tuple(name for name in self._uploads.waiting if name != BEST_FILE)
+
+    @property
+    def far_tier(self) -> tuple[str, Retention]:
+        """See `HasFarTier`."""
+        return settled_place(self.far.url), keep_all() if self._keep_far is None else self._keep_far
 
     def wait(self) -> None:
         """Return when everything is in the far tier. What fails is tried once more; then the run is as it was.

@@ -42,11 +42,17 @@ class Policy:
         return ", ".join([*([str(self.rules)] if self.rules is not None else []), *self.own])
 
 
-def policy_of(journal: Sequence[JournalLine]) -> Policy | None:
-    """The retention that the journal records last; None if it has none."""
+def policy_of(journal: Sequence[JournalLine], place: str = "") -> Policy | None:
+    """The retention that the journal records last; None if it has none.
+
+    Args:
+        journal: its lines, which both tiers of a run have.
+        place: where the run is that is shown; the far tier has rules of its own.
+    """
     data = next((line.data for line in reversed(journal) if line.kind == "started"), {})
-    rules, own = rules_from_json(data.get("keep"))
-    left, _ = rules_from_json(data.get("left_behind"))
+    is_far = bool(place) and data.get("far") == place
+    rules, own = rules_from_json(data.get("keep_far" if is_far else "keep"))
+    left, _ = rules_from_json(None if is_far else data.get("left_behind"))
     if not rules and not own:
         return None
     return Policy(Retention(rules) if rules else None, own, Retention(left) if left else None)
@@ -58,7 +64,7 @@ def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
     The rules are asked as a manager would ask them now. A checkpoint without a reason is one that the next save would delete, or one of a run
     whose rules are not recorded. No rule counts one that cannot be used, so none deletes it.
     """
-    policy = policy_of(page.journal)
+    policy = policy_of(page.journal, page.place)
     present = [entry for entry in lineage(page.inventory) if entry.head is not None]
     names = {entry.name for entry in present}
     scores = {} if page.best is None else page.best.scores

@@ -112,7 +112,7 @@ def lineage_section(page: RunPage) -> str:
     columns = ("checkpoint", "timeline", "committed (UTC)", "size", "status", "why it is kept", "refers to")
     if not any(row[-1] for row in rows):
         rows, columns = [row[:-1] for row in rows], columns[:-1]  # type: ignore[misc,assignment]
-    policy = policy_of(page.journal)
+    policy = policy_of(page.journal, page.place)
     about = note(f"Rules of the last process: {safe(str(policy))}.") if policy is not None else note("The rules of the run's retention are not recorded; what names or refers to a checkpoint is.")  # fmt: skip
     return chart + long_table("Checkpoints, the newest first", columns, rows, numbers=("timeline", "size")) + about
 

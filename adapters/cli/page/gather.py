@@ -20,6 +20,7 @@ from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.place import settled_place
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.errors import CheckpointError, TrainfoldError
@@ -99,6 +100,7 @@ class PageReader:
             tuple(unread),
             journal.left_out,
             is_copied,
+            settled_place(store.url),
         )
 
     def _journal(self, store: Store, unread: list[str]) -> JournalLines:

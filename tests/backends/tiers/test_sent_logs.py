@@ -7,6 +7,7 @@ import threading
 import pytest
 from kit.adapters.manager.flight_cases import Recorded, died
 
+from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight import log_parts, log_pieces
 from trainfold.backends.flight.flights import flight_name, read_flights
@@ -22,6 +23,8 @@ from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.errors import SaveFailed
 from trainfold.core.flight.log_lines import LINE_BYTES
+from trainfold.core.page.kept import policy_of, why_kept
+from trainfold.core.save.retention import keep_every
 
 NAME = flight_name(0)
 
@@ -262,3 +265,20 @@ def test_a_disk_that_was_made_by_a_copy_gets_the_logs_which_a_copy_leaves_out(tm
     carry_out(planned_copy(far, near, steps="newest"), far, near)
     trained(TwoTiers(tmp_path / "b", far), 8)
     assert steps_and_starts(far) == steps_and_starts(near) == ([*range(1, 9)], [0, 6])
+
+
+def test_the_page_of_each_tier_has_its_own_rules(tmp_path):
+    """W22: that of the far tier had those of the disk, and of what it keeps `no reason is known`."""
+    near, far = tmp_path / "near", LocalStore(tmp_path / "far")
+    tiers = TwoTiers(near, far, keep_far=keep_every(4))
+    with CheckpointManager(tiers, every=1, keep_last=1, record=3) as manager:
+        Recorded(0).run(manager, 6)
+
+    def shown(run):
+        page = PageReader(run).read()
+        return str(policy_of(page.journal, page.place)), why_kept(page)
+
+    assert shown(near) == ("the last one", {"step-00000006": ("the newest", "the pointer latest", "the last one")})
+    rules, kept = shown(tmp_path / "near" / ".." / "far")
+    assert (rules, sorted(kept)) == ("every 4 steps", [name for name in far.list() if name.startswith("step-")])
+    assert kept["step-00000004"] == ("every 4 steps",)
