@@ -289,9 +289,8 @@ class WriterLease:
                 return
             try:
                 if self._pid == os.getpid() and not self._loss:
-                    free = attrs.evolve(record, holder="")
                     with suppress(CheckpointError):
-                        self._bucket.put_if(LEASE, free.encoded(self._beat + 1), self._version)
+                        self._renew(attrs.evolve(record, holder=""))
             finally:
                 _HELD.discard(record.token)
 
@@ -304,19 +303,21 @@ class WriterLease:
                     self._renew(self._record)
 
     def _renew(self, record: LeaseRecord) -> None:
-        began = _now_here()
-        self._beat += 1
-        version = self._bucket.put_if(LEASE, record.encoded(self._beat), self._version)
-        if version is not None:
-            self._version, self._until = version, began + self._lasts_secs
-            return
-        found, other = self._there()
-        if found is None or other is None:
-            self._loss = "gone"
-        elif other.token == record.token:  # a renewal whose answer was lost
-            self._version = found.version
-        else:
-            self._loss = other.holder or "a process that has ended"
+        for _ in range(2):
+            began = _now_here()
+            self._beat += 1
+            version = self._bucket.put_if(LEASE, record.encoded(self._beat), self._version)
+            if version is not None:
+                self._version, self._until = version, began + self._lasts_secs
+                return
+            found, other = self._there()
+            if found is None or other is None:
+                self._loss = "gone"
+                return
+            if other.token != record.token:
+                self._loss = other.holder or "a process that has ended"
+                return
+            self._version = found.version  # of a renewal whose answer was lost
 
 
 def _now_here() -> float:
@@ -349,6 +350,9 @@ def _machine() -> str:
     """This boot of this machine, and these namespaces of processes and of time, in which starts are counted: host names alone repeat."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return ":".join((boot, *(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("pid", "time"))))
+        processes, times = Path("/proc/self/ns/pid").stat().st_ino, Path("/proc/self/ns/time")
+        return (
+            f"{boot}:{processes}:{times.stat().st_ino if times.exists() else ''}"  # Linux has those of time since 5.6
+        )
     except OSError:
         return uuid.uuid4().hex
