@@ -34,7 +34,7 @@ class Session:
         ending: how it ended, as far as that is known.
         error: the name of the exception that ended it.
         recomputed: how many steps had to be computed again, of the process before it and where it went back itself; None if that is not known.
-        is_least: whether these may be more: the last steps of a process that was killed were not in the bucket.
+        is_least: whether these may be more: the last steps of a process that was killed were not in the bucket, or a process before this one has recorded nothing.
         moments: (time, step) that are known of it, in order.
         at_end: the step that it was at when it ended: a lower one than the highest, if it went back.
     """
@@ -117,6 +117,7 @@ def _session(
     if again and after is not None:  # the next one may go on from a later step than this one had come to again
         again = max(0, again - max(0, (after.step or 0) - at_end))
     missed = None if before is None else max(0, before.at_end - first)
+    is_between = before is not None and first > before.last  # another process has recorded nothing
     return Session(
         start.at,
         first,
@@ -125,7 +126,7 @@ def _session(
         ending,
         "" if closed is None else closed.detail,
         missed if not again else (missed or 0) + again,
-        before is not None and before.ending == "killed" and start.data.get("is_least") is True,
+        is_between or (before is not None and before.ending == "killed" and start.data.get("is_least") is True),
         tuple(moments),
         at_end=at_end,
     )

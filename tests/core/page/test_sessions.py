@@ -110,6 +110,14 @@ def test_a_process_that_went_back_is_drawn_and_listed_where_it_ended():
     assert steps_under_way(before, FlightFacts(last=25, written_at=1021.0)) == {25}, "where the loop stands"
 
 
+def test_after_a_process_that_recorded_nothing_it_is_not_known_what_was_computed_again():
+    """W22: the page said 0 of a process that began after the last step of the one before: another one, which recorded nothing, had been killed between."""
+    lines = [JournalLine(0.0, "started", 0), JournalLine(9.0, "called", 10), *(JournalLine(at, "started", step, data={"reached": 15, "reached_at": 10.0}) for at, step in ((20.0, 10), (40.0, 20)))]  # fmt: skip
+    found = sessions_of(lines, None)
+    assert [each.recomputed_text for each in found] == ["", "5", "not known"]
+    assert again_text(found) == "at least 5 steps"
+
+
 def test_a_restore_of_a_later_step_takes_back_what_is_not_computed_again():
     """W22: after a restore of an older step and a kill, the newest checkpoint may be one from before the restore."""
     for jump in ([JournalLine(30.0, "started", 30, data={"reached": 25, "reached_at": 29.0})], [JournalLine(30.0, "restored", 30, data={"reached": 25})]):  # fmt: skip
