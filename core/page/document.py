@@ -54,7 +54,7 @@ def sections_html(page: RunPage) -> dict[str, str]:
 
 def _overview(page: RunPage) -> str:
     inventory, flight, best = page.inventory, page.flight, page.best
-    sessions, saves = sessions_of(page.journal, flight), saves_of(page.journal)
+    sessions, saves = sessions_of(page.journal, flight, runs=page.runs), saves_of(page.journal)
     present = lineage(inventory)
     newest = present[0] if present else None
     figures: list[tuple[str, str, str]] = []
@@ -98,5 +98,5 @@ def _overview(page: RunPage) -> str:
 
 
 def _ending(page: RunPage) -> str:
-    last = sessions_of(page.journal, page.flight)[-1]
+    last = sessions_of(page.journal, page.flight, runs=page.runs)[-1]
     return "no end recorded" if last.ending == "open" else IN_WORDS[last.ending].partition(",")[0]

@@ -28,7 +28,7 @@ _BEING_WRITTEN: Final = "being written, if the process runs"
 
 def start_section(page: RunPage) -> str:
     """Processes over time, and what each had to compute again."""
-    sessions = sessions_of(page.journal, page.flight)
+    sessions = sessions_of(page.journal, page.flight, runs=page.runs)
     if not sessions:
         return note(f"Starts, kills and resumes of this run are not recorded. {RECORD} records them.")
     chart = chart_html(time_line(sessions, saves_of(page.journal)), "time")
@@ -59,7 +59,7 @@ def save_section(page: RunPage) -> str:
         return note(f"The moments of saves are not recorded. {RECORD} records them; when each checkpoint was committed is below.")  # fmt: skip
     chart = chart_html(save_chart(saves), "saves") if any(save.durable is not None for save in saves) else ""
     columns = ("step", "called (UTC)", "loop stood still", "writing", "call to durable", "durable (UTC)", "end")
-    open_steps = steps_under_way(page.journal, page.flight)
+    open_steps = steps_under_way(page.journal, page.flight, runs=page.runs)
     rows = [_save_row(save, is_newest and save.step in open_steps) for save, is_newest in _newest_first(saves)]
     table = long_table("Saves, the newest first", columns, rows, numbers=columns[:1] + columns[2:5])
     stood = note("The loop stands still in the call of a save, and in updates that copy, or wait for, what the save has not read yet; of a save without a recorded end, the call alone is known.")  # fmt: skip
@@ -119,7 +119,7 @@ def lineage_section(page: RunPage) -> str:
 
 def _under_way(page: RunPage) -> dict[str, str]:
     """The checkpoints that have no manifest because they are being written, as the lock of the run says, or else the journal; with that in words."""
-    steps = steps_under_way(page.journal, page.flight)
+    steps = steps_under_way(page.journal, page.flight, runs=page.runs)
     begun = page.inventory.unfinished
     found = {name: _BEING_WRITTEN for name in begun if step_of(name) in steps}
     return found | {

@@ -10,7 +10,7 @@ from trainfold.core.markup.texts import count_text, number_text
 from trainfold.core.page.run_page import FlightFacts
 from trainfold.core.page.save_times import saves_of
 
-Ending: TypeAlias = Literal["closed", "raised", "killed", "open"]
+Ending: TypeAlias = Literal["closed", "raised", "killed", "open", "runs"]
 _COARSE_SECS: Final = 0.01  # by which the time of a file may be behind the clock; that of an object has whole seconds
 _DATED: Final = ("started", "called", "evaluated", "restored")  # lines whose step is that of the run at their time
 IN_WORDS: Final[dict[Ending, str]] = {
@@ -18,6 +18,7 @@ IN_WORDS: Final[dict[Ending, str]] = {
     "raised": "ended with an exception",
     "killed": "killed, or died without a word",
     "open": "no end is recorded: it runs, or it was killed",
+    "runs": "it runs",
 }
 
 
@@ -63,14 +64,17 @@ class Session:
         return "" if self.recomputed is None else f"{'at least ' * self.is_least}{number_text(self.recomputed)}"
 
 
-def sessions_of(journal: Sequence[JournalLine], flight: FlightFacts | None) -> tuple[Session, ...]:
+def sessions_of(
+    journal: Sequence[JournalLine], flight: FlightFacts | None, *, runs: bool | None = None
+) -> tuple[Session, ...]:
     """The processes of a run, the first one first.
 
-    Law: a session counts as killed if, and only if, its journal has no end, or one after which the loop went on, and another session follows.
+    Law: a session counts as killed if, and only if, its journal has no end, or one after which the loop went on, and another session follows, or its process is gone.
 
     Args:
         journal: its lines, in their order.
         flight: of the last session, how far it came.
+        runs: whether the process of the last session runs; None if that is not known.
 
     Examples:
         >>> lines = [JournalLine(10.0, "started", 0), JournalLine(20.0, "called", 4, data={"returned": 20.5}),
@@ -86,7 +90,7 @@ def sessions_of(journal: Sequence[JournalLine], flight: FlightFacts | None) -> t
         is_last = number == len(starts) - 1
         own = journal[at : None if is_last else starts[number + 1]]
         after = None if is_last else journal[starts[number + 1]]
-        found.append(_session(own, after, flight if is_last else None, found[-1] if found else None))
+        found.append(_session(own, after, flight if is_last else None, found[-1] if found else None, runs))
     return tuple(found)
 
 
@@ -104,13 +108,17 @@ def again_text(sessions: Sequence[Session]) -> str:
 
 
 def _session(
-    own: Sequence[JournalLine], after: JournalLine | None, flight: FlightFacts | None, before: Session | None
+    own: Sequence[JournalLine],
+    after: JournalLine | None,
+    flight: FlightFacts | None,
+    before: Session | None,
+    runs: bool | None,  # noqa: FBT001
 ) -> Session:
     start, first, closed = own[0], own[0].step or 0, _end_of(own)
     moments, again, back = _moments(own)
     latest = next((line.at for line in (closed, after) if line is not None), None)
     at_end = _with_reached(moments, back, _reached(after, flight, own[-1].at), start, latest)
-    ending: Ending = "killed" if after is not None else "open"
+    ending: Ending = "killed" if after is not None or runs is False else "runs" if runs else "open"
     if closed is not None:
         ending = "raised" if closed.detail else "closed"
     ends_at = own[-1].at if closed is None else closed.at
@@ -214,7 +222,9 @@ def undone_after(journal: Sequence[JournalLine], written_at: float | None) -> in
     return None if start is None or written_at is None or not _is_before(written_at, start) else start.step
 
 
-def steps_under_way(journal: Sequence[JournalLine], flight: FlightFacts | None) -> frozenset[int]:
+def steps_under_way(
+    journal: Sequence[JournalLine], flight: FlightFacts | None, *, runs: bool | None = None
+) -> frozenset[int]:
     """The steps whose save may be under way now, if the last process still runs: it has no end, and the save has none.
 
     A save in the loop is in the journal only when it has returned: the loop stands at its step.
@@ -224,8 +234,8 @@ def steps_under_way(journal: Sequence[JournalLine], flight: FlightFacts | None) 
         >>> sorted(steps_under_way(lines, FlightFacts(last=6))), sorted(steps_under_way([*lines, JournalLine(3.0, "closed")], None))
         ([4, 6], [])
     """
-    sessions = sessions_of(journal, flight)
-    if not sessions or sessions[-1].ending != "open":
+    sessions = sessions_of(journal, flight, runs=runs)
+    if not sessions or sessions[-1].ending not in ("open", "runs"):
         return frozenset()
     begin = max(at for at, line in enumerate(journal) if line.kind == "started" and line.step is not None)
     newest = {save.step: save.outcome for save in saves_of(journal[begin:]) if save.outcome != "skipped"}

@@ -22,6 +22,7 @@ from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.place import settled_place
 from trainfold.backends.stores.protocol import Store
+from trainfold.backends.stores.run_lock import runs
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.errors import CheckpointError, TrainfoldError
 from trainfold.core.flight.journal_line import JournalLines
@@ -56,14 +57,20 @@ class PageReader:
         self._logs: dict[int, FlightValues] = {}
         self._seen: object = None  # as the files were before the last read in which none failed
         self._has_failed = False
+        self._started: tuple[int, float] | None = None  # the number of the last process, and when it began
 
     def has_changed(self) -> bool:
         """Whether there is something new since the last read, or that one failed; always of a bucket, whose answer would cost as much as the facts."""
         return not isinstance(self._store, LocalStore) or self._stamps(self._store) != self._seen
 
-    def _stamps(self, store: LocalStore) -> list[tuple[int, int] | None]:
+    def _stamps(self, store: LocalStore) -> list[tuple[int, int] | bool | None]:
         place = Path(store.url)
-        return [_stamp(place / name) for name in ("", JOURNAL, BEST_FILE, *map(flight_name, range(_MOST_RANKS)))]
+        names = ("", JOURNAL, BEST_FILE, *map(flight_name, range(_MOST_RANKS)))
+        return [self._runs(), *(_stamp(place / name) for name in names)]
+
+    def _runs(self) -> bool | None:
+        """Whether the last process runs, which leaves no file when it is killed; None in a bucket."""
+        return runs(self._store.url, *self._started) if isinstance(self._store, LocalStore) and self._started else None
 
     def read(self) -> RunPage:
         """The facts as they are now.
@@ -87,6 +94,7 @@ class PageReader:
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []
         journal = self._journal(store, unread)
+        self._started = _started(journal)
         is_copied = _is_copied(store, journal)
         return RunPage(
             inventory,
@@ -101,6 +109,7 @@ class PageReader:
             journal.left_out,
             is_copied,
             settled_place(store.url),
+            self._runs(),
         )
 
     def _journal(self, store: Store, unread: list[str]) -> JournalLines:
@@ -155,6 +164,12 @@ class PageReader:
             damage=damage,
             undone=undone,
         )
+
+
+def _started(journal: JournalLines) -> tuple[int, float] | None:
+    line = next((each for each in reversed(journal.lines) if each.kind == "started"), None)
+    pid = None if line is None else line.data.get("pid")
+    return (pid, line.at) if line is not None and isinstance(pid, int) else None
 
 
 def _is_copied(store: Store, journal: JournalLines) -> bool:

@@ -2,6 +2,9 @@
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 from kit.adapters import cli_cases
 
 from trainfold.adapters.cli.page import write_page as command
+from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journals import JOURNAL
@@ -17,7 +21,8 @@ from trainfold.core.flight import journal_line
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.flight.log_lines import encode_lines
 from trainfold.core.flight.step_record import StepRecord, float_bits_of
-from trainfold.core.page.document import BEGIN
+from trainfold.core.page.document import BEGIN, page_html
+from trainfold.core.page.sessions import IN_WORDS
 
 saved = cli_cases.saved
 run = cli_cases.run
@@ -228,3 +233,37 @@ def test_a_run_before_its_first_checkpoint_has_a_page(tmp_path, answered):
     assert "The run holds no checkpoint." in shown
     (run / JOURNAL).unlink()
     answered("page", run, "-o", tmp_path / "run.html", code=CheckpointMissing.exit_code)
+
+
+HOLDER = """
+import sys
+from trainfold.backends.stores.local import LocalStore
+with LocalStore(sys.argv[1]).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_whether_the_last_process_runs_is_said_by_the_lock_of_the_run(run, tmp_path):
+    """W22: of a process that had been killed an hour ago the page said `it runs, or it was killed`, and a live page never changed."""
+
+    def ending(reader):
+        shown = page_html(reader.read())
+        return next(
+            each for each in (IN_WORDS[ending] for ending in ("runs", "killed", "open")) if f">{each}<" in shown
+        )
+
+    with subprocess.Popen([sys.executable, "-c", HOLDER, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        journal, reader = JournalFile(run / JOURNAL), PageReader(run)
+        journal.append([JournalLine(time.time(), "started", 0, data={"pid": holder.pid})])
+        assert ending(reader) == "it runs"
+        shutil.copytree(run, tmp_path / "copy", symlinks=True)
+        assert ending(PageReader(tmp_path / "copy")).startswith("no end is recorded"), "the run may go on, and end well"
+        reader.read()
+        assert not reader.has_changed()
+        holder.kill()
+    assert reader.has_changed()
+    assert ending(reader) == "killed, or died without a word"
+    journal.append([JournalLine(time.time(), "started", 4, data={"pid": 1})])
+    assert "no end is recorded: it runs, or it was killed" in page_html(reader.read()), "another one has the lock"
