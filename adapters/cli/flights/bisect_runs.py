@@ -69,6 +69,8 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
             evidence, said_of_replays = _replayed(runs, parting, (command, theirs), directory, patience_secs)
         parting = parting_of(evidence)
         said += said_of_replays
+    if parting.step is not None and (unsaved := parting.evidence.unsaved):
+        said.append(f"no checkpoint has {', '.join(unsaved)}, so that a resume resets it: a run that was resumed may differ by that alone")  # fmt: skip
     if parting.step is None:
         said += [*uncompared(runs), *ended_apart(runs)]
         said += [_SEEDED] if parting.evidence.seeds else []
@@ -150,7 +152,7 @@ def _repeat_rows(parting: Parting) -> list[tuple[str, str]]:
     rows = []
     for program, run, repeats, reached, untried, is_away in asked:
         if repeats is not None:
-            text = "yes" if repeats else f"NO{', in another environment: see the warning' if is_away else ''}"
+            text = "yes" if repeats else f"NO{', which says nothing: see the warning' if is_away else ''}"
         elif reached is None:
             text = f"not tried: {untried}"
         elif reached < (parting.step or 0):

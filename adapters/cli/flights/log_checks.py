@@ -9,6 +9,7 @@ from trainfold.core.flight.holes import steps_in_neither, steps_unrecorded
 from trainfold.core.flight.step_difference import last_result, steps_with_other_batch_digests
 from trainfold.core.format.leaf_texts import fingerprints
 from trainfold.core.markup.texts import steps_text
+from trainfold.core.state.audit import unsaved_of
 
 
 def believed(run: ReadRun, other: Logs) -> tuple[ReadRun, list[str]]:
@@ -129,7 +130,7 @@ def ended_apart(runs: tuple[ReadRun, ReadRun]) -> list[str]:
 
 
 def replayed_otherwise(run: ReadRun, replay: ReadRun, name: str, begin: int, end: int) -> str:
-    """In which versions and which numerical environment a replay was not like the run that it repeats; empty if none is known.
+    """In which versions and which numerical environment a replay was not like the run that it repeats, and what it lacked of it; empty if nothing is known.
 
     Args:
         run: the run.
@@ -142,6 +143,9 @@ def replayed_otherwise(run: ReadRun, replay: ReadRun, name: str, begin: int, end
     if made is None or not run.saved:
         return ""
     there = min((step for step in run.saved if step >= end), default=max(run.saved))
-    found = [recorded_environment(each.checkpoint(step).manifest) for each, step in ((run, there), (replay, made))]
-    unlike = [f"{key} {found[1][key]}, not {found[0][key]}" for key in found[0].keys() & found[1].keys() if found[0][key] != found[1][key]]  # fmt: skip
-    return f"{name} was run again in another environment, so that another result says nothing: {'; '.join(sorted(unlike))}" if unlike else ""  # fmt: skip
+    manifests = [each.checkpoint(step).manifest for each, step in ((run, there), (replay, made))]
+    found = [recorded_environment(each) for each in manifests]
+    away = [f"{key} {found[1][key]}, not {found[0][key]}" for key in found[0].keys() & found[1].keys() if found[0][key] != found[1][key]]  # fmt: skip
+    unsaved = {path for each in manifests for path in unsaved_of(each.contract)} if begin else set()
+    where = [*(["in another environment"] if away else []), *(["without what no checkpoint has"] if unsaved else [])]
+    return f"{name} was run again {' and '.join(where)}, so that another result says nothing: {'; '.join([*sorted(away), *sorted(unsaved)])}" if where else ""  # fmt: skip

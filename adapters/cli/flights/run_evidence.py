@@ -8,6 +8,7 @@ from trainfold.core.flight.causes.evidence import Evidence, LeafApart
 from trainfold.core.flight.causes.known_states import SavedState, of_states
 from trainfold.core.flight.causes.known_steps import of_steps, only_rank
 from trainfold.core.format.leaf_texts import leaf_texts
+from trainfold.core.state.audit import UNSAVED, unsaved_of
 from trainfold.core.state.notes import CONVERTED, FROZEN_LIST, LINEAGE
 
 
@@ -33,11 +34,12 @@ def evidence_of(runs: tuple[ReadRun, ReadRun]) -> Evidence:
 def _saved(run: ReadRun, step: int) -> SavedState:
     manifest = run.checkpoint(step).manifest
     environment = recorded_environment(manifest)
-    unset = {*environment, CONVERTED, LINEAGE, FROZEN_LIST}
+    unset = {*environment, CONVERTED, LINEAGE, FROZEN_LIST, UNSAVED}
     settings = {key: repr(value) for key, value in manifest.contract.items() if key not in unset}
     names = frozenset(each.name for each in manifest.components)
+    unsaved = tuple(unsaved_of(manifest.contract))
     return SavedState(
-        step, leaf_texts(manifest), settings, environment, names, manifest.world_size, bool(manifest.omitted)
+        step, leaf_texts(manifest), settings, environment, names, manifest.world_size, bool(manifest.omitted), unsaved
     )
 
 

@@ -50,13 +50,14 @@ class Evidence:
         seeds: the seeds of their streams, if they differ, and the streams were never seen to be the same.
         generators: components that are random generators, and elsewhere at ``apart_at``.
         host: streams of python and numpy that are elsewhere in the first checkpoint that both have, or in the last one that was compared.
+        unsaved: the paths of what changes with training and that is in no checkpoint, as one of them says: a resume resets it.
         draws: which of them draw from such streams, by the logs; None if these do not show it.
         drew_beside: whether torch's streams are known to have moved otherwise after the step and before its state, as in an evaluation with dropout.
         unrecorded: the first and the last step just before the difference, and after the last state that is the same, of which a log has no record;
             None without any.
         repeats: whether the program of the first did again what the first, and the second, did; None where that is not known.
         own: whether the program of each did again what that run did; None where that is not known.
-        elsewhere: whether the program of each was run again in another environment than the run, so that another result says nothing.
+        elsewhere: whether the program of each was run again in another environment than the run, or without what no checkpoint has, so that another result says nothing.
         is_one_program: whether one program was run again for both.
         reached: the last step that the program of each ran again; None where that was not tried.
     """
@@ -77,6 +78,7 @@ class Evidence:
     seeds: tuple[str, str] | None = None
     generators: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
     draws: HostDraws | None = None
     drew_beside: bool = False
     unrecorded: tuple[int, int] | None = None

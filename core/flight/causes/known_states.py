@@ -36,6 +36,7 @@ class SavedState:
         components: the names of its components.
         ranks: how many saved it.
         is_partial: whether a component was left out of it, so that it cannot show that two states are the same.
+        unsaved: the paths of what changes with training and is in no checkpoint, such as a buffer that is not persistent.
     """
 
     step: int
@@ -45,6 +46,7 @@ class SavedState:
     components: frozenset[str]
     ranks: int = 1
     is_partial: bool = False
+    unsaved: tuple[str, ...] = ()
 
 
 Pair: TypeAlias = tuple[SavedState, SavedState]
@@ -72,11 +74,12 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
     same_at, apart_at, compared = None, None, None
     seen, unlike, rest = first, unlike_leaves(first[0].leaves, first[1].leaves), list[str]()
     settings, environment = _settings(first), _environments(first)
-    host: set[str] = set()
+    host, unsaved = set[str](), set[str]()
     adrift: frozenset[str] | None = None
     for seen in pairs:
         unlike = unlike_leaves(seen[0].leaves, seen[1].leaves)
         settings, environment = settings | _settings(seen), environment | _environments(seen)
+        unsaved |= {*seen[0].unsaved, *seen[1].unsaved}
         if adrift is None:
             host |= _host_apart(seen)
             adrift = frozenset(path for path in unlike if is_stream(path)) if any(map(is_seed, unlike)) else frozenset()
@@ -112,6 +115,7 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
         seeds=seeds[0] if seeds and not began_alike else None,
         generators=generators(list(seen[0].leaves), rest) if apart_at else (),
         host=tuple(sorted(host)),
+        unsaved=tuple(sorted(unsaved)),
     )  # fmt: skip
 
 
@@ -127,6 +131,7 @@ def _alike(pair: Pair, unlike: Mapping[str, object], host: set[str], *, is_at: b
         "generators": not generators(list(leaves), list(unlike)),
         "schedule": _have(pair, lambda path: path.startswith("optimizer.")) and not scheduled(unlike),
         "buffers": _have(pair, lambda path: path.startswith("model"))
+        and not any(each.unsaved for each in pair)
         and not any(".buffers[" in path for path in (unlike if is_at else leaves)),
         "component": pair[0].components == pair[1].components,
     }

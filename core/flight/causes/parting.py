@@ -24,7 +24,7 @@ _WORDS: Final[dict[Cause, str]] = {
     "chance": "a program does not do again what it did: its results do not repeat",
     "unrecorded": "they came apart where a log has no record, so that the cause is not known",
     "environment": "only results differ, and so does the numerical environment, or the version of a library",
-    "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, such as other values at the start or a generator that is not attached, or results that do not repeat",
+    "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, such as a buffer that is not saved, other values at the start or a generator that is not attached, or results that do not repeat",
 }
 
 _READ: Final = frozenset({"samples", "epoch", "batch", "streams"})

@@ -25,6 +25,7 @@ class Program:
     uses_buffer: bool = True
     strays: tuple[str, ...] = ()
     other_threads: bool = False  # recorded, and without an effect
+    unsaves_buffer: bool = False  # no checkpoint has it; each lists it
 
 
 @attrs.frozen
@@ -106,11 +107,11 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
             counts["torch"] += 1  # after the line of the step, and before its state is saved
             buffer = digest() if kind == "evaluation with a buffer" else buffer
             torch = digest("torch", seeds["torch"], counts["torch"])[:8]
-        of_model, of_optimizer = digest(weights, flips, buffer), digest(grads, rate)
+        of_model, of_optimizer = digest(weights, flips, b"" if program.unsaves_buffer else buffer), digest(grads, rate)
         digests[step] = (StateDigest(step, "model", of_model[:16]), StateDigest(step, "optimizer", of_optimizer[:16]))
         leaves = {
             "model.params['w']": weights.hex() + str(flips),
-            "model.buffers['n']": buffer.hex(),
+            **({} if program.unsaves_buffer else {"model.buffers['n']": buffer.hex()}),
             "optimizer.slots['w']": grads.hex(),
             "optimizer.groups[0].hyper['lr']": str(rate),
             "dataset.value['samples']": str(position),
@@ -122,7 +123,8 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
             "noise.value['state']": f"{seeds['noise']} {counts['noise']}",
         }
         names = {"model", "optimizer", "rng", "dataset", "noise", *(["scheduler"] if cause == "component" else [])}
-        saved[step] = SavedState(step, leaves, settings, {"threads": str(threads_shown)}, frozenset(names))
+        unsaved = ("n",) if program.unsaves_buffer else ()
+        saved[step] = SavedState(step, leaves, settings, {"threads": str(threads_shown)}, frozenset(names), unsaved=unsaved)  # fmt: skip
     return Ran(records, digests, saved)
 
 

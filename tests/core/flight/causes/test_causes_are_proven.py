@@ -39,7 +39,12 @@ def worlds(draw):
     unused = {"torch", "numpy"} - drawn - ({"torch"} if shuffles else set())
     strays = tuple(sorted(draw(st.sets(st.sampled_from(sorted(unused)))))) if unused else ()
     program = Program(
-        tuple(sorted(drawn)), shuffles, draw(st.booleans()), strays, cause != "environment" and draw(st.booleans())
+        tuple(sorted(drawn)),
+        shuffles,
+        draw(st.booleans()),
+        strays,
+        cause != "environment" and draw(st.booleans()),
+        draw(st.booleans()),
     )
     plant = Plant(cause, 1 if cause == "seed" else draw(st.integers(1, STEPS - 1)), kind)
     return program, plant, draw(st.booleans())
