@@ -29,13 +29,16 @@ _SETTING: Final = {
 }
 _LOGINS: Final = frozenset({"aws_access_key_id", "credential_process", "credential_source", "login_session", "role_arn", "sso_session", "sso_start_url", "web_identity_token_file"})  # fmt: skip
 _KEYS: Final = {
-    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
-}
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_TOKEN"),
+}  # fmt: skip
 _NOT_IN_ADDRESS: Final = re.compile(r"""[\s"<>\\^`{|}\x7f]|[^\x00-\x7f].*@""")
 _ENDPOINTS: Final = {
     "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
+_ALLOW_HTTP: Final = {"s3": "AWS_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP"}
+_TRUE: Final = frozenset({"1", "true", "on", "yes", "y"})  # as the client reads it
 
 
 def open_url(place: str) -> ObjectStore:
@@ -103,7 +106,7 @@ def _run_in(place: str) -> str:
 
 
 def _check_environment(scheme: str) -> None:
-    """Check the keys and addresses that the environment gives: with anything else, the client ends a request with a panic.
+    """Check the keys and addresses that the environment gives: with anything else, the client ends a request with a panic, or without a word of the reason.
 
     Raises:
         InvalidArgument: naming the variable.
@@ -112,11 +115,19 @@ def _check_environment(scheme: str) -> None:
         if not os.environ.get(name, "").isprintable():
             raise InvalidArgument(name, expected="a text of one line", found="one with a line break, or another sign that cannot be printed",
                                   fix=f"set {name} without it: files of secrets often end with a line break")  # fmt: skip
-    for name in _ENDPOINTS.get(scheme, ()):
-        value = os.environ.get(name)
-        if value is not None and not _is_address(value):
+    given = {name: os.environ[name] for name in _ENDPOINTS.get(scheme, ()) if name in os.environ}
+    for name, value in given.items():
+        if not _is_address(value):
             raise InvalidArgument(name, expected="an address such as http://127.0.0.1:9000", found=repr(shown_url(value)),
                                   fix=f"write it with http:// or https://, a machine, a port of at most 65535, and a sign such as a quotation mark as %22, or unset {name}")  # fmt: skip
+    if given and all(value.lower().startswith("http://") for value in given.values()) and not _is_http_allowed():
+        name, allow = next(iter(given)), _ALLOW_HTTP[scheme]
+        raise InvalidArgument(name, expected=f"an address with https://, or {allow}=true", found=repr(shown_url(given[name])),
+                              fix=f"set {allow}=true if the network between this machine and that one is your own, or write https://")  # fmt: skip
+
+
+def _is_http_allowed() -> bool:
+    return any(os.environ.get(name, "").lower() in _TRUE for name in _ALLOW_HTTP.values())
 
 
 def _is_address(value: str) -> bool:
@@ -136,7 +147,7 @@ def _store(scheme: str, bucket: str, prefix: str) -> Any:
         "client_options": {"timeout": timedelta(seconds=_REQUEST_SECS), "connect_timeout": timedelta(seconds=5)},
         "retry_config": {"retry_timeout": timedelta(seconds=_RETRY_SECS)},
     }
-    if any(os.environ.get(f"{each}_ALLOW_HTTP", "").lower() in {"1", "true"} for each in ("AWS", "AZURE", "GOOGLE")):
+    if _is_http_allowed():
         options["client_options"]["allow_http"] = True
     if scheme == "gs":
         return stores.GCSStore(bucket, **options)

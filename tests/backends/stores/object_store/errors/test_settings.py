@@ -57,15 +57,42 @@ def test_an_endpoint_with_a_login_is_refused_without_it(keys, value):
     assert "secret" not in str(failed.value)
 
 
-@pytest.mark.parametrize("variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"])
+@pytest.mark.parametrize(
+    "variable",
+    ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN", "AWS_REGION",
+     "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_TOKEN"],
+)  # fmt: skip
 @pytest.mark.parametrize("sign", ["\n", "\r\n", "\x7f"])
 def test_a_key_with_a_line_break_is_refused_with_its_variable(keys, variable, sign):
     """R09, U05: it was a panic of the client with the advice to look at the network, or a signature that does not match."""
     keys.setenv(variable, f"secret{sign}")
     with pytest.raises(InvalidArgument, match=variable) as failed:
-        open_store("s3://bucket/a")
+        open_store("s3://bucket/a" if variable.startswith("AWS") else "az://bucket/a")
     assert "line break" in str(failed.value)
     assert "secret\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "url"), [("AWS_ENDPOINT_URL", "s3://bucket/a"), ("AZURE_STORAGE_ENDPOINT", "az://bucket/a")]
+)
+def test_an_endpoint_without_tls_says_what_allows_it(keys, variable, url):
+    """R09: it was a "builder error" of the client, with the advice to look at the network."""
+    allows = f"{variable.partition('_')[0]}_ALLOW_HTTP"
+    keys.delenv("AWS_ALLOW_HTTP")
+    keys.setenv(variable, "HTTP://user:secret@127.0.0.1:9000")
+    with pytest.raises(InvalidArgument, match=f"^{variable}: .*set {allows}=true") as failed:
+        open_store(url)
+    assert "secret" not in str(failed.value)
+    keys.setenv(allows, "Yes")
+    assert open_store(url).url == url
+
+
+def test_an_endpoint_of_another_service_needs_no_tls(keys):
+    """That of S3 alone counts, where both are set."""
+    keys.delenv("AWS_ALLOW_HTTP")
+    keys.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    keys.setenv("AWS_ENDPOINT_URL_S3", "https://127.0.0.1:9001")
+    assert open_store("s3://bucket/a").url == "s3://bucket/a"
 
 
 def test_a_file_url_with_a_login_is_refused_without_it():
