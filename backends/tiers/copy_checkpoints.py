@@ -59,8 +59,10 @@ def carry_out(
             raise
         except TrainfoldError as error:
             wrong[each.name] = _saved_again(each, source) or error
-    newest = next(iter(lineage(read_inventory(glimpse(target)))), None)
-    if newest is not None:
+    found = read_inventory(glimpse(target))
+    newest = next(iter(lineage(found)), None)
+    # a hint to an older one, whose files have come just now, would prove that what cannot be read is older still
+    if newest is not None and not any(each.may_come_back and newest.name not in each.before for each in found.entries):
         target.point("latest", newest.name)
     if plan.best and not wrong:
         _copy_best(source, target)

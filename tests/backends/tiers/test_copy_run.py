@@ -2,6 +2,7 @@
 
 import itertools
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,11 +19,14 @@ from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointMissing,
     CheckpointTorn,
+    CheckpointUnreadable,
     CommitConflict,
     InvalidArgument,
+    ResumeRefused,
     RunEmpty,
     RunLocked,
 )
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.history.quarantine import LoadOutcome
 from trainfold.core.save.reuse.base import NO_BASE
 from trainfold.core.state.leaves import Leaves
@@ -105,6 +109,39 @@ def test_a_copy_that_dies_anywhere_is_continued_and_sends_no_whole_file_twice(fi
         copy_run(run.store, after)
         assert files_of(after) == files_of(run.store)
         assert not kept & {each.name for each in after.effects[began:] if each.kind == "begin"}
+
+
+class Hidden:
+    """A run of which the store does not give one manifest now."""
+
+    def __init__(self, inner, name):
+        self.inner, self.hidden = inner, f"{name}/{MANIFEST}"
+
+    def __getattr__(self, verb):
+        return getattr(self.inner, verb)
+
+    def read(self, name, *, start=0, stop=None):
+        if name == self.hidden:
+            raise CheckpointUnreadable(f"memory:{name}", expected="bytes", found="503", fix="try again")
+        return self.inner.read(name, start=start, stop=stop)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_copy_into_a_run_whose_newest_cannot_be_read_now_does_not_lead_to_an_older_one(is_there):
+    """E01: after a rewind, the time of the copied one and the hint to it would prove that the newest is older. Two tiers fetch by the same call."""
+    source, target = MemoryStore(), MemoryStore(clock=itertools.count(1.0).__next__)
+    states = {step: attrs.evolve(LIKE, trainer=Progress(step=step)) for step in (1, 2, 3)}
+    for step in (2, 1, 3):  # 1 begins a timeline
+        trainfold.save(states[step], source)
+    copy_run(source, target)
+    if not is_there:
+        target.delete("step-00000001/")
+    hidden = Hidden(target, "step-00000003")
+    copy_run(source, hidden, steps=[1])
+    assert target.pointers() == {"latest": "step-00000003"}
+    with pytest.raises(ResumeRefused):
+        trainfold.load(hidden, like=LIKE)
+    assert trainfold.load(target, like=LIKE).trainer.step == 3
 
 
 def test_wrong_bytes_never_become_a_checkpoint_and_the_others_are_copied():
