@@ -18,8 +18,8 @@ from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_
 from trainfold.adapters.cli.flights.run_evidence import evidence_of
 from trainfold.adapters.cli.flights.scratch_run import (
     ReplayRequest,
-    ScratchRun,
     check_command,
+    failure_texts,
     replay_program,
     scratch_place,
     serves_any_run,
@@ -102,13 +102,13 @@ def _replayed(
     begin = known.same_at if known.same_at is not None and known.same_at < end else 0
     a, b = runs
     made = replay_program(directory, ReplayRequest(a, begin, end, commands[0], patience_secs=patience_secs))
-    said, failed = [replayed_otherwise(a, made.run, "A", begin, end)], _failure(made, "A")
+    said, failed = [replayed_otherwise(a, made.run, "A", begin, end)], failure_texts(made, "A")
     repeats = _repeated(a, made.run, begin, end), _repeated(b, made.run, begin, end)
     own_of_b = reached_by_b = None
     if commands[1]:
         other = replay_program(directory / _B, ReplayRequest(b, begin, end, commands[1], patience_secs=patience_secs))
         said.append(replayed_otherwise(b, other.run, "B", begin, end))
-        failed += _failure(other, "B")
+        failed += failure_texts(other, "B")
         own_of_b, reached_by_b = _repeated(b, other.run, begin, end), other.run.last
     known = attrs.evolve(
         known,
@@ -119,13 +119,6 @@ def _replayed(
         is_one_program=commands[0] == commands[1],
     )
     return known, [*(text for text in said if text), *failed]
-
-
-def _failure(made: ScratchRun, name: str) -> list[str]:
-    """What is said of a program that failed after some steps, which count, as the run may have ended so, too."""
-    if made.failure is None:
-        return []
-    return [f"the program of {name} failed after step {made.run.last}; what it said is in {made.output}"]
 
 
 def _repeated(run: ReadRun, made: ReadRun, begin: int, end: int) -> bool | None:

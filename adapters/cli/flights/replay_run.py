@@ -13,6 +13,7 @@ from trainfold.adapters.cli.flights.scratch_run import (
     ScratchRun,
     check_command,
     check_outside,
+    failure_texts,
     replay_program,
     scratch_place,
 )
@@ -65,7 +66,8 @@ def replay_run(  # noqa: PLR0913 - one for each option
         _PLACE.mark(directory, {"command": list(command), "run": str(run), "from": begin, "to": end})
         request = ReplayRequest(read, begin, end, command, until_nonfinite, patience_secs)
         made = replay_program(directory, request)
-    if made.failure is not None:
+    has_ended_as_the_run = until_nonfinite and made.run.last >= read.last
+    if made.failure is not None and not has_ended_as_the_run:
         raise made.failure
     if made.nonfinite is not None:
         return _nonfinite(request, made, made.nonfinite)
@@ -162,9 +164,10 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
         if 0 in there and 0 in flights
         else 0
     )
-    both = end in run.saved and end in made.run.saved
-    states = diff_checkpoints(*(each.path / directory_of(end) for each in (run, made.run)), values=True) if both else None  # fmt: skip
     last, reached = run.last, min(made.run.last, end)
+    at = min(end, last)
+    both = at > begin and at in run.saved and at in made.run.saved
+    states = diff_checkpoints(*(each.path / directory_of(at) for each in (run, made.run)), values=True) if both else None  # fmt: skip
     is_short = reached < min(end, last)
     if not steps and states is None and not is_short:
         raise InvalidArgument("RUN", expected=f"a flight log of steps {begin + 1} to {end}, or a checkpoint at step {end}",
@@ -172,15 +175,15 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
                               fix="pass --to with a step that has a checkpoint" if last > begin else "pass an earlier --from")  # fmt: skip
     is_state_same = states is None or states.error is None
     state = "the same" if is_state_same else "other bits"
-    if not is_state_same and not begin and _is_unseeded(run, made.run, end):
+    if not is_state_same and not begin and _is_unseeded(run, made.run, at):
         is_state_same, state = (
             True,
             "the same, but for streams of python or numpy, which the program has not seeded, and on which nothing that is known depends",
         )
     if states is None:
-        state = f"not compared: the {'replay' if end in run.saved else 'run'} has no checkpoint there"
+        state = f"not compared: the {'replay' if at in run.saved else 'run'} has no checkpoint there"
     warnings = log_warnings((run, made.run), ("the log of the run", "that of the replay"), after=begin, until=end)  # fmt: skip
-    warnings += _start_warnings(request) if request.until_nonfinite else []
+    warnings += [*_start_warnings(request), *failure_texts(made, "the run")] if request.until_nonfinite else []
     is_same = found is None and not is_short and is_state_same
     if end > last + request.until_nonfinite:
         warnings.append(f"--to is step {end}, and the run ends at step {last}: nothing after that is compared")
@@ -192,7 +195,7 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
         ("replayed", steps_text(begin + 1, reached) if reached > begin else "no step"),
         ("compared with the log", f"{steps} steps"),
         ("first difference", shown),
-        (f"state at step {end}", state),
+        (f"state at step {at}", state),
         *([("not finite", _ALL_FINITE)] if request.until_nonfinite else []),
         ("what it said", str(made.output)),
         *(("warning", text) for text in warnings),
@@ -208,7 +211,7 @@ def _compared(request: ReplayRequest, made: ScratchRun) -> Answer:
             if difference is not None
             else f"a program that ended after step {reached}, where the run goes on to step {last}"
             if is_short
-            else f"another state at step {end}, by the same losses and batches",
+            else f"another state at step {at}, by the same losses and batches",
             fix="start the program with the settings of the run; what it said is in the table"
             if difference is None and is_short
             else "replay again: if that differs too, and from this replay, the program does not repeat itself; else it has changed, or the run had a fault",

@@ -92,7 +92,9 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     if request.begin:  # else it is not there, as when the program was started first
         run.mkdir()
         _begin(run, request.run.checkpoint(request.begin))
-    orders = Orders(str(home), str(notes), every=request.end, steps=request.end, linger_after=request.end,
+    last = min(request.end, request.run.last)  # which the run may have a checkpoint of
+    every = last if last > request.begin else request.end
+    orders = Orders(str(home), str(notes), every=every, steps=request.end, linger_after=request.end,
                     replay=ReplayOrders(location_of(request.run.path), request.until_nonfinite))  # fmt: skip
     output = notes / "output.txt"
     program = Program(
@@ -115,6 +117,18 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
         raise failure
     _check_resumed(request, seen, made.flights)
     return ScratchRun(made, nonfinite, output, failure)
+
+
+def failure_texts(made: ScratchRun, name: str) -> list[str]:
+    """What is said of a program that failed after some steps, which count, as the run may have ended so, too.
+
+    Args:
+        made: what it did.
+        name: of its run, in a sentence.
+    """
+    if made.failure is None:
+        return []
+    return [f"the program of {name} failed after step {made.run.last}; what it said is in {made.output}"]
 
 
 def scratch_place(command: str, noun: str, *more: str) -> Workplace:

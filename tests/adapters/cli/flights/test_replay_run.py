@@ -143,6 +143,21 @@ def test_the_step_in_which_the_run_died_is_looked_at_too(ran, replayed, tmp_path
     assert found["nonfinite"]["output"]["module"] == "first"
 
 
+@pytest.mark.long
+def test_a_program_that_fails_again_where_the_run_ended_is_no_failure_of_the_look_at_its_steps(ran, replayed):
+    """All before was finite, as it had been said before the replay went on to that step; and a run that ended well is compared with the state at its end."""
+    dies = "    if live.progress.step == 6: raise SystemExit('disk full' if os.environ.get('TRAINFOLD_REHEARSAL') else 0)\n    loss.backward()"  # fmt: skip
+    command = ran("a", ("    loss.backward()", dies))
+    code, found = replayed("replay", "runs/a", "--until-nonfinite", command=command)
+    fits_its_schema("replay", found)
+    assert (code, found["reached"], found["nonfinite"], found["same"]) == (0, 6, None, True), found
+    assert any("failed after step 6" in each for each in found["warnings"]), found["warnings"]
+    assert replayed("replay", "runs/a", command=[*command[:-2], "-c", "raise SystemExit(1)"])[1]["error"]["kind"] == "ProgramFailed"  # fmt: skip
+    command = ran("b")
+    code, found = replayed("replay", "runs/b", "--until-nonfinite", command=command)
+    assert (code, found["reached"], found["states"]["same"]) == (0, 12, True), found
+
+
 def test_what_leaves_nothing_to_replay_is_refused_with_the_next_move(ran, replayed, tmp_path, monkeypatch):
     command = ran("a")
     for words, code, fix in (
