@@ -96,7 +96,8 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
         at = min(compared[0].step, compared[0].step if until is None else until)
         alike |= _alike(compared, unlike, host, is_at=at == compared[0].step)
         alike |= {"settings"} if not settings and all(each.settings for each in compared) else set()
-        alike |= {"environment"} if not environment and all(each.environment for each in compared) else set()
+        is_of_all = all(each.environment and each.ranks == 1 for each in compared)  # else it is that of rank 0
+        alike |= {"environment"} if not environment and is_of_all else set()
         alike |= (
             {"versions"}
             if not any(key.startswith(VERSIONS) for key in environment) and all(each.environment for each in compared)

@@ -55,3 +55,9 @@ def test_what_is_not_recorded_is_not_known_to_be_the_same(fact):
     assert fact in found(run(), run(), 3).alike
     assert fact not in found(run(), hidden, 3).alike
     assert fact not in found(hidden, hidden, 3).alike
+
+
+def test_the_environment_of_other_ranks_than_the_first_is_not_known_to_be_the_same():
+    """A checkpoint has that of rank 0: other threads on rank 1 alone were excluded."""
+    of_ranks = [attrs.evolve(each, ranks=2) for each in run()]
+    assert "environment" not in found(of_ranks, of_ranks, 3).alike
