@@ -82,7 +82,10 @@ def url_text(url: str) -> str:
     Examples:
         >>> url_text("s3:/bucket/run"), url_text("s3://bucket/run"), url_text("runs/a")
         ('s3://bucket/run', 's3://bucket/run', 'runs/a')
+        >>> url_text("file:/data/run"), url_text("file:/localhost/data/run")
+        ('file:///data/run', 'file://localhost/data/run')
     """
+    url = re.sub(r"^file:/(?!/|localhost/)", "file:///", url)
     return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", r"\1://", url)
 
 

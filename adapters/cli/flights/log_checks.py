@@ -48,7 +48,7 @@ def _own(run: ReadRun, flight: Flight, saved: set[int]) -> tuple[Flight, str]:
         digests = state_digests(step, fingerprints(manifest))
         wrong = [each.component for each in digests if flight.states[step].get(each.component, each.digest) != each.digest]  # fmt: skip
         if wrong:
-            text = f"is not used{f' after step {known}' if known else ''}: it is not of this run, as at step {step} it has another state of {', '.join(wrong)} than the checkpoint"
+            text = f"is not used{f' after step {known}' if known else ''}: at step {step} it has another state of {', '.join(wrong)} than the checkpoint; it is not of this run, or what the program did between that step and the save changed it"  # fmt: skip
             return flight.until(known), text
         known = step
     return flight, ""

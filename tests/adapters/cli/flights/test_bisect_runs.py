@@ -169,9 +169,10 @@ def test_a_log_that_contradicts_its_checkpoints_is_not_used(plain, tmp_path):
     assert (found["step"], found["cause"]) == (None, "nothing"), found["text"]
     assert len(found["warnings"]) == 1
     assert (
-        "is not used after step 3: it is not of this run, as at step 6 it has another state of model, optimizer"
+        "is not used after step 3: at step 6 it has another state of model, optimizer than the checkpoint"
         in found["warnings"][0]
     )
+    assert "or what the program did between that step and the save changed it" in found["warnings"][0]
 
 
 @pytest.mark.parametrize(("log", "words"), [
