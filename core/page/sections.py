@@ -96,7 +96,9 @@ def lineage_section(page: RunPage) -> str:
     if heads:
         marks = [(head.step, head.timeline, entry.name in present) for entry, head in heads]
         chart = chart_html(lineage_chart(marks, {head.timeline: head.forks for _, head in heads}), "lineage")
-    kept, sizes, under_way = why_kept(page), page.sizes, _under_way(page)
+    kept, sizes, under_way, policy = why_kept(page), page.sizes, _under_way(page), policy_of(page.journal, page.place)
+    is_known = policy is not None and policy.rules is not None and not policy.own
+    without_reason = "no rule keeps it: the next save may delete it" if is_known else "no reason is known"
     rows = [
         (
             entry.name,
@@ -104,7 +106,7 @@ def lineage_section(page: RunPage) -> str:
             "" if entry.name not in page.committed_at else moment_text(page.committed_at[entry.name]),
             "" if entry.name not in sizes else bytes_text(sizes[entry.name]),
             under_way.get(entry.name) or _status(entry, present),
-            "; ".join(kept.get(entry.name, ())) or ("" if entry.problem is not None else "no reason is known"),
+            "; ".join(kept.get(entry.name, ())) or ("" if entry.problem is not None else without_reason),
             few_names(entry.refers),
         )
         for entry in sorted(entries, key=_age, reverse=True)
@@ -112,7 +114,6 @@ def lineage_section(page: RunPage) -> str:
     columns = ("checkpoint", "timeline", "committed (UTC)", "size", "status", "why it is kept", "refers to")
     if not any(row[-1] for row in rows):
         rows, columns = [row[:-1] for row in rows], columns[:-1]  # type: ignore[misc,assignment]
-    policy = policy_of(page.journal, page.place)
     about = note(f"Rules of the last process: {safe(str(policy))}.") if policy is not None else note("The rules of the run's retention are not recorded; what names or refers to a checkpoint is.")  # fmt: skip
     return chart + long_table("Checkpoints, the newest first", columns, rows, numbers=("timeline", "size")) + about
 

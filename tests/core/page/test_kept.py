@@ -9,6 +9,7 @@ from trainfold.core.format.manifest import Head
 from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.history.quarantine import Tried, quarantine_problem, with_quarantined
 from trainfold.core.history.recognise import no_manifest
+from trainfold.core.page.document import sections_html
 from trainfold.core.page.kept import policy_of, why_kept
 from trainfold.core.page.run_page import RunPage
 from trainfold.core.problem import problem_of
@@ -58,6 +59,14 @@ def test_a_rule_of_a_program_is_named_and_not_asked():
     page = run_of({10, 20}, Retention((Own(),)))
     assert str(policy_of(page.journal)) == "those of Mondays"
     assert why_kept(page) == {"step-00000020": ("the newest",)}
+
+
+def test_of_a_checkpoint_that_no_rule_keeps_it_is_said_what_becomes_of_it():
+    """W22: `no reason is known` of one that a kill has left, or new rules, although the rules are known."""
+    words = "no rule keeps it: the next save may delete it"
+    assert sections_html(run_of({10, 20}, keep_last(1)))["checkpoints"].count(words) == 1
+    own = sections_html(run_of({10, 20}, Retention((Own(),))))["checkpoints"]
+    assert ("no reason is known" in own, words in own) == (True, False)
 
 
 def test_of_a_checkpoint_that_cannot_be_used_it_is_said_why_it_is_there():
