@@ -1,7 +1,7 @@
 """`trainfold ls RUN`: the checkpoints of a run. The newest are proved; the others are listed by the first lines of their manifests."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -19,12 +19,14 @@ from trainfold.backends.runs.scan import examine, read_root
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.errors import CheckpointError, TrainfoldError
-from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.format.manifest import Summary
 from trainfold.core.history.inventory import Entry, Inventory, head_order, lineage
 from trainfold.core.history.quarantine import with_quarantined
+from trainfold.core.history.recognise import gone_checkpoint
 from trainfold.core.printable import bytes_text
+from trainfold.core.problem import problem_of
 
 _COLUMNS = ("checkpoint", "step", "timeline", "after", "date", "age", "size", "kind", "components", "status")
 _MOST = 16  # checkpoints that are proved; the others are listed by the first lines of their manifests
@@ -115,6 +117,7 @@ def list_store(
         )
         for entry, at in zip(inventory.entries, times, strict=True)
     ]
+    listed += _gone(inventory, names)
     listed = _with(listed, components)
     shown = {each.entry.name for each in listed}
     newest = next((name for name in present if name in shown), None)
@@ -132,6 +135,15 @@ def list_store(
     return Answer(
         data, (table,), None if newest is not None else nothing_complete(inventory, under_way=inventory.writers)
     )
+
+
+def _gone(inventory: Inventory, names: Mapping[str, Sequence[str]]) -> list[Listed]:
+    """The checkpoints that a pointer names, and that are not there."""
+    return [
+        Listed(Entry(name, None, problem=problem_of(gone_checkpoint(inventory.run, name, by[0]))), None, tuple(by), is_left_behind=False)
+        for name, by in names.items()
+        if step_of(name) is not None and inventory.entry(name) is None
+    ]  # fmt: skip
 
 
 def _with(listed: list[Listed], components: Sequence[str] | None) -> list[Listed]:
@@ -181,15 +193,25 @@ def pointed_names(store: Store, inventory: Inventory) -> dict[str, tuple[str, ..
     """The pointers to each checkpoint, and its rank in ``best.json``; a file that cannot be read names nothing here."""
     found: dict[str, tuple[str, ...]] = {}
     for pointer, target in sorted(store.pointers().items()):
-        found[target] = (*found.get(target, ()), pointer)
+        if inventory.entry(target) is not None or not _is_there(store, target):  # else it is newer than the list
+            found[target] = (*found.get(target, ()), pointer)
     try:
         best = read_best(store)
     except CheckpointError:
         return found
     for target, why in ({} if best is None else best.names_in(inventory.timelines)).items():
+        if inventory.entry(target) is None:
+            continue
         name = why.removeprefix("the ")
         found[target] = tuple(dict.fromkeys((*found.get(target, ()), name)))
     return found
+
+
+def _is_there(store: Store, name: str) -> bool:
+    try:
+        return store.size(f"{name}/{MANIFEST}") is not None
+    except (TrainfoldError, OSError):  # then that is not known
+        return True
 
 
 def _row(each: Listed, now: float, resume: str) -> tuple[str, ...]:

@@ -9,7 +9,14 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.core.errors import CheckpointDamaged, CheckpointError, CheckpointForeign, CheckpointTorn, TrainfoldError
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointForeign,
+    CheckpointMissing,
+    CheckpointTorn,
+    TrainfoldError,
+)
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of, step_of
 from trainfold.core.format.indexes.needed import Needs
 from trainfold.core.format.indexes.proved import OF_ONE_RANK
@@ -39,6 +46,18 @@ def no_manifest(where: str) -> CheckpointTorn:
         where: the checkpoint's directory.
     """
     return CheckpointTorn(where, expected=MANIFEST, found="none: a save that did not finish", fix=_OLDER)
+
+
+def gone_checkpoint(run: str, name: str, pointer: str) -> CheckpointMissing:
+    """The error for a checkpoint that a pointer names, and that is not there: a resume goes on from an older one.
+
+    Args:
+        run: the location.
+        name: of the checkpoint.
+        pointer: which names it.
+    """
+    return CheckpointMissing(f"{run}/{name}", expected=f"the checkpoint that the pointer {pointer} names", found="nothing",
+                             fix="a resume goes on from what is there: if it was not deleted on purpose, put it back first")  # fmt: skip
 
 
 def misplaced(head: Head, name: str, run_id: str | None, where: str) -> CheckpointForeign | None:

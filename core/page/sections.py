@@ -7,6 +7,7 @@ from trainfold.core.flight.journal_line import drifts_of
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Entry, lineage
+from trainfold.core.history.recognise import gone_checkpoint
 from trainfold.core.markup.chart import chart_html
 from trainfold.core.markup.html_table import safe
 from trainfold.core.markup.texts import moment_text, number_text, secs_text
@@ -20,6 +21,7 @@ from trainfold.core.page.save_times import SaveTimes, saves_of
 from trainfold.core.page.sessions import IN_WORDS, sessions_of, steps_under_way
 from trainfold.core.page.sizes import size_section
 from trainfold.core.printable import bytes_text
+from trainfold.core.problem import problem_of
 from trainfold.core.state.audit import unsaved_of
 
 _BREAK: Final = "\n"
@@ -146,6 +148,9 @@ def finding_section(page: RunPage) -> str:
         found.append(("warm", "The run", str(page.inventory.problem)))
     under_way = _under_way(page)
     found += [("warm", entry.name, str(entry.problem)) for entry in page.inventory.entries if entry.problem is not None and entry.name not in under_way][-SHOWN:]  # fmt: skip
+    for name, by in page.pointers.items():
+        if step_of(name) is not None and page.inventory.entry(name) is None:
+            found.append(("warm", name, str(problem_of(gone_checkpoint(page.inventory.run, name, by[0])))))
     found += [("warm", "Not read", text) for text in page.unread]
     known = {text for _, _, text in found} | {str(entry.problem) for entry in page.inventory.entries if entry.name in under_way}  # fmt: skip
     found += [("warm", "A resume now", text) for text in page.resume.problems if text not in known]

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from trainfold.adapters.cli import ls
-from trainfold.adapters.cli.ls import list_run, list_store
+from trainfold.adapters.cli.ls import list_run, list_store, pointed_names
 from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.cli.terminal.output import aligned
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -117,6 +118,25 @@ def test_no_checkpoint_is_resumed_next_where_a_resume_is_refused(run, monkeypatc
     page = page_html(PageReader(run).read())
     assert "A resume is refused now" in page
     assert "no rule of the retention counts it while it cannot be read" in page
+
+
+def test_a_checkpoint_that_a_pointer_names_and_that_is_gone_is_said(run, monkeypatch):
+    """W22: nothing showed that the newest one had been deleted, and that a resume goes on from an older one."""
+    shutil.rmtree(run / "step-00000030")
+    answer = list_run(run)
+    words = "CheckpointMissing: nothing"
+    assert cells(answer, "checkpoint", "status")[-2:] == [
+        ("step-00000020", "complete, resumed next"),
+        ("step-00000030", words),
+    ]
+    assert answer.data["checkpoints"][-1]["names"] == ["latest"]
+    assert "expected the checkpoint that the pointer latest names, found nothing" in page_html(PageReader(run).read())
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "size", lambda *_: 1)
+        assert len(pointed_names(LocalStore(run), read_inventory(run))) == 0, "it was committed after the list"
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("notes")
+    assert len(cells(list_run(run), "status")) == 2
 
 
 def test_a_step_that_was_trained_again_after_a_rewind_is_not_the_best(run):
