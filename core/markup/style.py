@@ -87,6 +87,7 @@ section>figure+figure,section>.note+figure,section>figure+.scroll,section>.scrol
 .figures dd small{display:block;font-size:13px;font-weight:400;color:var(--quiet)}
 .scroll{overflow-x:auto}
 .scroll table{min-width:min(100%,34rem);width:100%}
+@media (max-width:520px){.scroll td:not(.number):not(.moment){min-width:13em}}
 details summary{cursor:pointer;color:var(--accent);padding:.3rem 0;font-size:14px}
 .findings{margin:0;padding:0;list-style:none}
 .findings li{padding:.55rem 0 .55rem .8rem;border-left:3px solid var(--line);margin:0 0 .5rem;max-width:52rem}
