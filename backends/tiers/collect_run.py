@@ -92,11 +92,13 @@ def _planned(folders: NodeFolders, target: Store, steps: Steps) -> CopyPlan:
     lacking = {name: texts for name in folders.steps() if name not in going and (texts := folders.lacking(name))}
     asked = folders.steps() if isinstance(steps, str) else [name for name in folders.steps() if step_of(name) in steps]
     left_out = {**plan.left_out, **{name: f"incomplete: lacks {', '.join(texts)}" for name, texts in lacking.items()}}
+    left_out |= {name: str(problem) for name, problem in folders.unread.items()}
     meant = {*asked, *going}  # with those to whose files one of these refers
     refused = (*(problem for name, problem in folders.conflicts.items() if name in meant), *plan.refused)
     plan = unless_empty(attrs.evolve(plan, left_out=left_out, refused=refused), fix="name the folders of all nodes")
-    # what folders of lost disks lack is expected, the newest as the others
-    return attrs.evolve(plan, left_out={**left_out, **folders.unlike}, newest_lost=None)
+    newest = max(meant, key=lambda name: step_of(name) or 0, default="")
+    # what folders of lost disks lack is expected, the newest as the others; what is there and cannot be read now is not
+    return attrs.evolve(plan, left_out={**left_out, **folders.unlike}, newest_lost=folders.unread.get(newest))
 
 
 def _opened(nodes: Sequence[Run], target: Run) -> tuple[NodeFolders, Store]:

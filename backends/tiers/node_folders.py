@@ -43,12 +43,14 @@ class NodeFolders:
     Attributes:
         conflicts: checkpoint -> why it is not known which one is meant: nodes have different manifests of it.
         unlike: files that no manifest names, and that differ between nodes.
+        unread: checkpoint -> why no node gives its manifest now, which one of them has.
     """
 
     def __init__(self, nodes: Sequence[Store]) -> None:
         self._nodes = tuple(nodes)
         self.conflicts: dict[str, Problem] = {}
         self.unlike: dict[str, str] = {}
+        self.unread: dict[str, Problem] = {}
         self._known: dict[str, CopiedFile] = {}  # what manifests say of a file
         self._files_of: dict[str, list[CopiedFile]] = {}
         self._chosen: dict[str, Store | None] = {}
@@ -141,16 +143,22 @@ class NodeFolders:
         path = f"{name}/{MANIFEST}"
         roots: dict[str, tuple[Store, bytes]] = {}
         for node in self._nodes:
-            with suppress(CheckpointError):  # a node without it, or with a part of it
+            try:
                 root = read_root(node, name)
                 opened_root(root, f"{node.url}/{path}")
+            except CheckpointError as failed:  # a node without it, or with a part of it
+                if (found := problem_of(failed)).is_unreadable:
+                    self.unread[name] = found
+            else:
                 roots.setdefault(digest_of(root), (node, root))
+        if roots:
+            self.unread.pop(name, None)
         self._chosen[path] = next((node for node, _ in roots.values()), None)
         if not roots:
             return
         if len(roots) > 1:
-            found = " and ".join(f"{digest} in {node.url}" for digest, (node, _) in roots.items())
-            error = CommitConflict(path, expected="one manifest of a step", found=found, fix="leave out the folders with the wrong one, or this step")  # fmt: skip
+            each = " and ".join(f"{digest} in {node.url}" for digest, (node, _) in roots.items())
+            error = CommitConflict(path, expected="one manifest of a step", found=each, fix="leave out the folders with the wrong one, or this step")  # fmt: skip
             self.conflicts[name] = problem_of(error)
         ((_, root),) = list(roots.values())[:1]
         with suppress(TrainfoldError):  # what is wrong with it shows where it is examined

@@ -1,5 +1,6 @@
 """Runs whose files lie in folders of several nodes are put together, complete checkpoints only, whatever was lost on the way."""
 
+import shutil
 from contextlib import suppress
 
 import pytest
@@ -17,6 +18,7 @@ from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointForeign,
     CheckpointMissing,
+    CheckpointUnreadable,
     CommitConflict,
     InvalidArgument,
     RunEmpty,
@@ -167,6 +169,28 @@ def test_incomplete_checkpoints_are_listed_with_what_they_lack(tmp_path):
     # into one of the folders, which then has what it lacked
     collect_run([tmp_path / "n0", tmp_path / "n1"], tmp_path / "n0", steps=[1])
     copy_run(tmp_path / "n0", MemoryStore(), steps=[1])
+
+
+def test_a_manifest_that_a_folder_does_not_give_now_is_not_called_lacking(tmp_path, monkeypatch):
+    """R08, C15: without the right to read the newest one, the command ended well with the one before it."""
+    run = chain_of([set(SHAPES), set(SHAPES)])
+    collect_run([run.store], tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    read = LocalStore.read
+
+    def denied(store, name, **limits):
+        if (store.url, name) == (str(tmp_path / "a"), f"step-00000002/{MANIFEST}"):
+            raise CheckpointUnreadable(name, expected="a file that can be read", found="EACCES", fix="wait")
+        return read(store, name, **limits)
+
+    monkeypatch.setattr(LocalStore, "read", denied)
+    done = collect_run([tmp_path / "a"], tmp_path / "run")
+    assert [each.name for each in done.checkpoints] == ["step-00000001"]
+    assert "found EACCES" in done.left_out["step-00000002"]
+    assert done.newest_lost.found == "EACCES"
+    assert collect_run([tmp_path / "a"], tmp_path / "old", steps=[1]).newest_lost is None
+    whole = collect_run([tmp_path / "a", tmp_path / "b"], tmp_path / "run")
+    assert (len(whole.checkpoints), whole.left_out, whole.newest_lost) == (2, {}, None)
 
 
 def test_folders_that_do_not_belong_together_are_refused_by_name():
