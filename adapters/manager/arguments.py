@@ -196,11 +196,12 @@ def check_requests(requests: object) -> None:
 
 
 def retention_given(last: int | None, keep: Retention | None) -> Retention:
-    """One policy of ``keep_last`` and ``keep``."""
+    """One policy of ``keep_last`` and ``keep``: what either keeps, if it is given."""
+    newest = keep_last(check_keep_last(last))
     if keep is None:
-        return keep_last(check_keep_last(last))
+        return newest
     policy = policy_given("keep", keep)
-    return policy | keep_last(last) if check_keep_last(last) else policy
+    return policy if last is None else policy | newest
 
 
 def policy_given(name: str, keep: object) -> Retention:

@@ -66,8 +66,8 @@ class CheckpointConfig:
         every_secs: save after so many seconds.
         at_end: whether the last state is saved.
         start_over: whether the run starts from the beginning on purpose, and leaves its checkpoints behind.
-        keep_last: keep so many of the newest checkpoints; 0 or None for all.
-        keep: what else to keep.
+        keep_last: keep so many of the newest checkpoints; 0 for all, and so does None unless ``keep`` is given.
+        keep: what to keep, or what else.
         keep_left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
         mode: ``"sync"`` or ``"async"``.
         max_extra_bytes: memory that an asynchronous save may take beside the state; None for as much as the state.

@@ -52,8 +52,8 @@ class CheckpointManager:
         at_end: whether `step` with ``is_last`` and `finish` save the last state.
         start_over: whether this program starts from the beginning on purpose, and leaves the run's checkpoints behind in a timeline of their own.
             Leave it out of a command that restarts by itself: it would start over each time.
-        keep_last: keep so many of the newest complete checkpoints, beside what ``save_best`` named; 0 or None for all.
-        keep: what else to keep, such as ``keep_every(10_000)``. The newest checkpoint is always kept.
+        keep_last: keep so many of the newest complete checkpoints, beside what ``save_best`` named; 0 for all, and so does None unless ``keep`` is given.
+        keep: what to keep, or what else, such as ``keep_every(10_000)``. The newest checkpoint is always kept.
         keep_left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
         mode: ``"sync"``: a save is durable when it returns; or ``"async"``.
         max_extra_bytes: memory that an async save may use beside the state, 8 MiB of it for the writer; None for as much as the state.

@@ -21,7 +21,7 @@ from trainfold.core.errors import (
 )
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.resume.resume_plan import ResumePlan
-from trainfold.core.save.retention import Saved, plan_retention
+from trainfold.core.save.retention import Saved, keep_every, plan_retention
 from trainfold.core.save.retention import keep_last as keep_the_last
 from trainfold.core.state.state import Progress, TrainState
 
@@ -54,6 +54,18 @@ def test_zero_and_none_keep_everything(keep_last):
     with CheckpointManager(store, every=1, keep_last=keep_last) as manager:
         Job(0).run(manager, 4)
     assert steps_of(store) == [1, 2, 3, 4]
+
+
+def test_zero_keeps_everything_beside_another_rule_too():
+    """E01: `0 for all` had no effect beside another rule, which then deleted the others."""
+    store = MemoryStore()
+    with CheckpointManager(store, every=1, keep_last=0, keep=keep_every(3)) as manager:
+        Job(0).run(manager, 4)
+    assert steps_of(store) == [1, 2, 3, 4]
+    alone = MemoryStore()
+    with CheckpointManager(alone, every=1, keep=keep_every(3)) as manager:
+        Job(0).run(manager, 5)
+    assert steps_of(alone) == [3, 5]
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
