@@ -4,10 +4,12 @@ import time
 import uuid
 from contextlib import suppress
 
+import attrs
+
 from trainfold.backends.runs.scan import check_place, listed_run, read_run_id
 from trainfold.backends.stores.os_errors import cannot_save
 from trainfold.backends.stores.protocol import Store, glimpse, least_revision_of
-from trainfold.core.errors import CheckpointUnreadable, CommitConflict, InvalidArgument, SaveFailed
+from trainfold.core.errors import CheckpointDamaged, CheckpointUnreadable, CommitConflict, InvalidArgument
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import (
     Head,
@@ -15,6 +17,7 @@ from trainfold.core.format.manifest import (
 from trainfold.core.format.run_file import run_document
 from trainfold.core.history.next_checkpoint import next_checkpoint
 from trainfold.core.json_values import shown
+from trainfold.core.problem import problem_of
 from trainfold.core.state.parent_checkpoint import ParentCheckpoint
 
 
@@ -75,12 +78,13 @@ def begin_checkpoint(
     return head, old
 
 
-def _read_replaced(store: Store, name: str, size: int) -> bytes:
-    """The manifest that a save replaces: only that one is replaced, and none that another program commits meanwhile."""
+def _read_replaced(store: Store, name: str, size: int) -> bytes | None:
+    """The manifest that a save replaces: only that one is replaced, and none that another program commits meanwhile. One that the disk has lost for good is deleted: None."""
     try:
         return store.read(name, start=0, stop=size)
     except CheckpointUnreadable as error:
         helps = f"this step cannot be saved again while its manifest cannot be read: if it is lost for good, delete {store.url}/{name.partition('/')[0]}"
-        raise SaveFailed(
-            error.where, expected=error.expected, found=error.found, fix=f"{error.fix}; {helps}"
-        ) from error
+        raise cannot_save(attrs.evolve(problem_of(error), fix=f"{error.fix}; {helps}")) from error
+    except CheckpointDamaged:  # each start would go on from the one before it, and end here
+        store.delete(name)
+        return None

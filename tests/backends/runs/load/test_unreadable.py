@@ -507,3 +507,27 @@ def test_a_step_whose_manifest_cannot_be_read_is_not_saved_again_and_the_error_s
     (run / "step-00000002" / MANIFEST).unlink()
     monkeypatch.undo()
     trainfold.save(state_at(2), run)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
+def test_a_step_whose_manifest_a_disk_has_lost_is_saved_again(run, monkeypatch, code):
+    """P07, C15: the run went on from the one before it, and ended at this step at each start, with the words that what was planned could not be written."""
+    read, lost = os.pread, (run / "step-00000002" / MANIFEST).open("rb")  # open: no later file has its number
+
+    def pread(fd, *more):
+        if os.path.sameopenfile(fd, lost.fileno()):
+            raise OSError(code, os.strerror(code))
+        return read(fd, *more)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os_errors, "is_own_disk", lambda _: True)
+    with lost:
+        with CheckpointManager(run) as manager:
+            with pytest.warns(CheckpointPassedOver, match="step-00000002/manifest.json"):
+                state = manager.load(state_at(0))
+            assert state.trainer.step == 1
+            for step in (2, 3):
+                state = state.evolve(trainer=Progress(step=step))
+                manager.save(state)
+        assert opened(run) == 3
+        assert trainfold.load(run, like=state_at(0), step=2).trainer.step == 2
