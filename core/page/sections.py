@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from trainfold.core.flight.journal_line import drifts_of
+from trainfold.core.flight.journal_line import JournalLine, drifts_of
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import Entry, lineage
@@ -25,6 +25,14 @@ from trainfold.core.problem import problem_of
 from trainfold.core.state.audit import unsaved_of
 
 _BREAK: Final = "\n"
+_PROBLEMS: Final = {
+    "warned": "Warning",
+    "failed": "A save failed",
+    "refused": "A resume was refused",
+    "not_pruned": "Old checkpoints were not deleted",
+    "not_uploaded": "A checkpoint was not sent to the far tier",
+    "not_fetched": "A checkpoint was not fetched from the far tier",
+}
 _BEING_WRITTEN: Final = "being written, if the process runs"
 
 
@@ -157,11 +165,8 @@ def finding_section(page: RunPage) -> str:
     newest = next((entry.manifest for entry in lineage(page.inventory) if entry.manifest is not None), None)
     unsaved = {} if newest is None else unsaved_of(newest.contract)
     found += [("warm", "Not saved, and changed with training", f"{path}: {what}") for path, what in unsaved.items()]
-    events = [line for line in page.journal if line.kind in ("warned", "failed", "refused")]
-    for line in reversed(events[-SHOWN:]):
-        what = {"warned": "Warning", "failed": "A save failed", "refused": "A resume was refused"}[line.kind]
-        at = "" if line.step is None else f", step {line.step:,}"
-        found.append(("warm", f"{what}{at}, {moment_text(line.at, with_secs=True)}", line.detail))
+    events = _events(page)
+    found += events[:SHOWN]
     drawn = [f'<ul class="findings">{"".join(_finding(*each) for each in found)}</ul>' if found else note(_nothing(page, newest))]  # fmt: skip
     if len(events) > SHOWN:
         drawn.append(note(f"{len(events) - SHOWN:,} earlier warnings are in the journal of the run."))
@@ -177,6 +182,23 @@ def finding_section(page: RunPage) -> str:
     elif len(ordered) > 1:
         drawn.append(note(f"No setting, version or environment changed between the {len(ordered)} newest checkpoints."))
     return "".join(drawn)
+
+
+def _events(page: RunPage) -> list[tuple[str, str, str]]:
+    """What the journal has of problems, the newest first. What came again, as at each save, is there once."""
+    again: dict[tuple[str, str], list[JournalLine]] = {}
+    for line in reversed(page.journal):
+        if line.kind in _PROBLEMS:
+            again.setdefault((line.kind, line.detail), []).append(line)
+    return [
+        (
+            "warm",
+            f"{_PROBLEMS[kind]}{'' if lines[0].step is None else f', step {lines[0].step:,}'}, {moment_text(lines[0].at, with_secs=True)}"
+            + (f", {len(lines):,} times since {moment_text(lines[-1].at, with_secs=True)}" if len(lines) > 1 else ""),
+            detail,
+        )
+        for (kind, detail), lines in again.items()
+    ]
 
 
 def _met(page: RunPage) -> list[str]:

@@ -219,3 +219,31 @@ def test_a_warning_of_several_lines_has_several_lines():
     lines = (JournalLine(1e9, "warned", detail="two reasons:\n  one\n  two\x1b"),)
     shown = sections_html(RunPage(Inventory("runs/a", "r", ()), 1e9, journal=lines))["findings"]
     assert '<div class="message">two reasons:\n  one\n  two\\x1b</div>' in shown
+
+
+def test_what_a_run_could_not_do_is_shown_and_what_came_at_each_save_once():
+    """W22: that nothing was deleted, or sent to the far tier, was in the journal and not on the page."""
+    lines = [
+        JournalLine(1e9 + at, kind, at, detail=detail)
+        for at in range(3)
+        for kind, detail in (
+            ("not_pruned", "denied"),
+            ("not_uploaded", f"503, {at}"),
+            ("not_fetched", "lost"),
+            ("pruned", "old"),
+        )
+    ]
+    shown = re.sub(
+        "<[^>]*>", "\n", sections_html(RunPage(Inventory("runs/a", "r", ()), 1e9, journal=tuple(lines)))["findings"]
+    )
+    assert (
+        "Old checkpoints were not deleted, step 2, 2001-09-09 01:46:42, 3 times since 2001-09-09 01:46:40\n\ndenied"
+        in shown
+    )
+    assert [shown.count(words) for words in ("not deleted", "not sent", "503, 0", "not fetched", "old")] == [
+        1,
+        3,
+        1,
+        1,
+        0,
+    ]
