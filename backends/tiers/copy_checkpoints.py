@@ -8,7 +8,7 @@ from typing import Final
 import attrs
 
 from trainfold.backends.formats.native.file_digest import digest_in
-from trainfold.backends.runs.best.best_reader import BEST_POINTER, best_bytes, parsed_best
+from trainfold.backends.runs.best.best_reader import BEST_POINTER, best_bytes, read_best
 from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.reuse.leftovers import leftovers
 from trainfold.backends.runs.scan import read_inventory, read_root
@@ -17,10 +17,11 @@ from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.copy_file import copy_file
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.digest import digest_of
-from trainfold.core.errors import CheckpointTorn, CommitConflict, SaveFailed, TrainfoldError
+from trainfold.core.errors import CheckpointError, CheckpointTorn, CommitConflict, SaveFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE
 from trainfold.core.history.copy_plan import CheckpointCopy, CopiedFile, CopyPlan
-from trainfold.core.history.inventory import lineage
+from trainfold.core.history.inventory import Inventory, lineage
+from trainfold.core.save.pruning import best_still_there
 
 _AT_ONCE: Final = 4  # files: a request to a bucket waits longer than it works
 _ROOM_BYTES: Final = 1 << 20  # for a manifest
@@ -59,13 +60,21 @@ def carry_out(
             raise
         except TrainfoldError as error:
             wrong[each.name] = _saved_again(each, source) or error
-    found = read_inventory(glimpse(target))
-    newest = next(iter(lineage(found)), None)
+    seen = glimpse(target)
+    found = read_inventory(seen)
+    present = lineage(found)
+    newest = next(iter(present), None)
     # a hint to an older one, whose files have come just now, would prove that what cannot be read is older still
     if newest is not None and not any(each.may_come_back and newest.name not in each.before for each in found.entries):
         target.point("latest", newest.name)
-    if plan.best and not wrong:
+    is_new = plan.best and not wrong
+    if is_new:
         _copy_best(source, target)
+    is_rewound = any(each.action == "replaced" for each in plan.checkpoints) or any(
+        each.is_candidate and each not in present for each in found.entries
+    )
+    if is_new or is_rewound:
+        _lead_best(target, found, seen.pointers().get(BEST_POINTER), is_new=is_new)
     return wrong
 
 
@@ -111,4 +120,18 @@ def _copy_best(source: Store, target: Store) -> None:
     data, old = best_bytes(source), best_bytes(target)
     if data is not None:
         target.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
-        target.point(BEST_POINTER, parsed_best(source, data).name)
+
+
+def _lead_best(target: Store, inventory: Inventory, pointed: str | None, *, is_new: bool) -> None:
+    """Point to the best of those that the run still goes through: neither to what a rewind has left behind, nor to its step, trained again."""
+    try:
+        best = read_best(target)
+    except CheckpointError:  # a copy leaves it as it is
+        return
+    if best is None or not (is_new or pointed == best.name):
+        return
+    led = best_still_there(inventory, best)
+    if led is not None:
+        target.point(BEST_POINTER, led)
+    elif pointed == best.name:
+        target.delete(BEST_POINTER)

@@ -232,6 +232,32 @@ def test_files_beside_a_checkpoint_go_with_it_and_directories_are_named(tmp_path
     assert not copy_run(run, target).best
 
 
+def trained_again(store, *steps):
+    """A best at step 2 of steps 1 to 3; then the run goes back to step 1, and has these steps again."""
+    with trainfold.CheckpointManager(store) as manager:
+        for step in (1, 2, 3):
+            manager.save(TrainState(trainer=Progress(step=step)))
+        best = trainfold.retention.make_best_record(metric="loss", direction="min")
+        trainfold.retention.save_best(store, trainfold.retention.updated(best, {"loss": 0.5}, step=2))
+    with trainfold.CheckpointManager(store, keep_last=9) as manager:
+        state = TrainState(trainer=Progress())
+        state = manager.load(state, manager.should_load(state, step=1))
+        for step in steps:
+            manager.save(state.evolve(trainer=Progress(step=step)))
+
+
+def test_the_pointer_to_the_best_does_not_lead_to_a_step_that_was_trained_again(tmp_path):
+    """E12, E10: a copy, and the far tier, pointed to the state that came in place of the best, where the run itself had no such pointer any more."""
+    trained_again(LocalStore(tmp_path / "a"), 2, 3)
+    assert LocalStore(tmp_path / "a").pointers() == {"latest": "step-00000003"}
+    copy_run(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b/best.json").exists()
+    assert LocalStore(tmp_path / "b").pointers() == {"latest": "step-00000003"}
+    far = MemoryStore()
+    trained_again(trainfold.stores.TwoTiers(tmp_path / "near", far), 2)
+    assert far.pointers() == {"latest": "step-00000002"}
+
+
 def test_what_cannot_be_copied_is_refused_by_name():
     run = chain_of([set(), {"large"}])
     for steps, error in (
