@@ -1,5 +1,6 @@
 """`trainfold prune RUN`: deletes old checkpoints by the rules of a manager's retention, or shows what it would delete."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -88,16 +89,16 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
     """
     store, inventory = open_run(run)
     policy, left_behind = _policies(store, keep)
-    pruner = Pruner(store, policy, left_behind)
+    pruner, now = Pruner(store, policy, left_behind), time.time()
     events: list[Event] = []
     with nullcontext() if dry_run else locked(store, lambda _: _WAIT):
         written = _newest(store, inventory if dry_run else open_run(run)[1])
-        plan = pruner.plan(written)
+        plan = pruner.plan(written, now=now)
         alone, wrong, grown = (
             _stood_alone(store, plan, dry_run=dry_run) if flatten and plan.held is None else ([], [], 0)
         )
         if alone or wrong:
-            plan = pruner.plan(written, alone=alone)
+            plan = pruner.plan(written, alone=alone, now=now)
         damage = _damage(run, written, plan)
         if damage is not None and plan.held is None:
             plan = held_back(plan, written.name, problem_of(damage))
@@ -106,7 +107,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, flatten: bool = False) ->
         left = {} if damage is not None else leftovers(store, read_inventory(store))
         left = {name: files for name, files in left.items() if name not in gone}
         if not dry_run and damage is None:
-            pruner.prune(written, events)
+            pruner.prune(written, events, now=now)
             pruner.clear(left)
         aborted = store.abort_uploads() if not dry_run and isinstance(store, LeavesUploads) else 0
     deleted = plan.deleted if dry_run else tuple(each.checkpoint for each in events if each.checkpoint is not None)

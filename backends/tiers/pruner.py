@@ -1,7 +1,6 @@
 """`Pruner`: deletes old checkpoints after each commit, as `plan_pruning` decides."""
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -105,12 +104,13 @@ class Pruner:
             events.append(not_pruned(self._store.url, result.step, error))
         return events
 
-    def plan(self, written: Saved, *, alone: Collection[str] = ()) -> Pruning:
+    def plan(self, written: Saved, *, alone: Collection[str] = (), now: float | None = None) -> Pruning:
         """Decide what may be deleted now; reads only.
 
         Args:
             written: the newest complete checkpoint of the present lineage.
             alone: checkpoints that count as if they referred to no others.
+            now: as in `prune`.
 
         Raises:
             CheckpointError: if there is a best that cannot be read.
@@ -118,21 +118,22 @@ class Pruner:
         self._seen = glimpse(self._store)
         inventory = read_inventory(self._seen)
         inventory = with_quarantined(inventory, quarantined(self._seen)).standing_alone(alone)
-        return self._plan(written, inventory, read_best(self._seen), proves=True)
+        return self._plan(written, inventory, read_best(self._seen), proves=True, now=now)
 
-    def prune(self, written: Saved, events: list[Event]) -> None:
+    def prune(self, written: Saved, events: list[Event], *, now: float | None = None) -> None:
         """Delete what may be deleted now.
 
         Args:
             written: the newest complete checkpoint of the present lineage.
             events: gets an event for each checkpoint that is deleted, at once.
+            now: seconds since 1970, from which ages count; None if ``written`` was committed just now: then the store's clock alone decides, and one of this machine that is wrong deletes nothing.
 
         Raises:
             CheckpointError: if there is a best that cannot be read, or if something would go and it is not known to what a checkpoint refers.
             SaveFailed: if the store cannot delete; what it deleted before is in ``events``.
         """
         with self._lock():
-            self._prune(written, events)
+            self._prune(written, events, now)
 
     def clear(self, left: Mapping[str, Collection[str]]) -> None:
         """Delete files beside checkpoints.
@@ -144,14 +145,15 @@ class Pruner:
             for file in files:
                 self._store.delete(f"{name}/{file}")
 
-    def _prune(self, written: Saved, events: list[Event]) -> None:
+    def _prune(self, written: Saved, events: list[Event], now: float | None) -> None:
         self._seen = glimpse(self._store)
         inventory = read_inventory(self._seen)
         data = best_bytes(self._seen)
         best = None if data is None else parsed_best(self._store, data)
         self._lead_best_back(inventory, best)
         inventory = with_quarantined(inventory, quarantined(self._seen))
-        plan = self._plan(written, inventory, best, proves=not deletes_none(self._policy, self._left_behind))
+        proves = not deletes_none(self._policy, self._left_behind)
+        plan = self._plan(written, inventory, best, proves=proves, now=now)
         if plan.held is not None:
             raise error_from(plan.held)
         if plan.deleted and data is not None and data != self._durable_best:
@@ -188,17 +190,20 @@ class Pruner:
             _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` leads to %s, the best of those that are kept",
                          self._store.url, best.name, found)  # fmt: skip
 
-    def _plan(self, written: Saved, inventory: Inventory, best: BestFile | None, *, proves: bool) -> Pruning:
+    def _plan(
+        self, written: Saved, inventory: Inventory, best: BestFile | None, *, proves: bool, now: float | None
+    ) -> Pruning:
         """Look at what the decision needs, and decide. Without proofs, no checkpoint is deleted."""
         names = to_prove(inventory, written, with_left_behind=self._left_behind is not None) if proves else ()
         problems = {name: problem for name in names if (problem := self._problem(inventory, name)) is not None}
         whole = (*(name for name in names if name not in problems), written.name)
         entries = [entry for name in whole if (entry := inventory.entry(name)) is not None]
         pointed = {target: f"the pointer {name}" for name, target in self._seen.pointers().items()}
+        now = self._committed_at(written.name) if now is None else now
         return plan_pruning(
             inventory,
             written=written,
-            proved={one.name: one for one in self._saved(entries, best.scores if best is not None else {})},
+            proved={one.name: one for one in self._saved(entries, best.scores if best is not None else {}, now)},
             files={name: self._seen.list(name) for name in may_be_torn(inventory, written)},
             policy=self._policy,
             left_behind=self._left_behind,
@@ -206,14 +211,18 @@ class Pruner:
             problems=problems,
         )
 
-    def _saved(self, entries: Iterable[Entry], scores: Mapping[tuple[str, int], float]) -> list[Saved]:
-        now = time.time()
+    def _committed_at(self, name: str) -> float | None:
+        return self._seen.committed_at(f"{name}/{MANIFEST}")
+
+    def _saved(
+        self, entries: Iterable[Entry], scores: Mapping[tuple[str, int], float], now: float | None
+    ) -> list[Saved]:
         found = []
         for entry in entries:
             if entry.head is None:
                 continue
-            committed_at = self._seen.committed_at(f"{entry.name}/{MANIFEST}")
-            age_secs = None if committed_at is None else now - committed_at
+            committed_at = self._committed_at(entry.name)
+            age_secs = None if committed_at is None or now is None else now - committed_at
             score = scores.get((entry.name, entry.head.timeline))
             parts = self._parts.get(entry.name)
             found.append(Saved(entry.name, entry.head.step, entry.head.timeline, score, age_secs, parts))

@@ -108,6 +108,8 @@ def keep_best(n: int, *, direction: Direction) -> Retention:
 def keep_newer(age_secs: float) -> Retention:
     """Keep those that were committed at most ``age_secs`` ago. A checkpoint of unknown age, or from the future, counts as new.
 
+    A manager asks right after a commit, so ages are from that commit on, by the clock of the store; `trainfold prune` takes the clock of its machine.
+
     After a longer pause it keeps only the first new checkpoint. Add ``| keep_last(2)``.
 
     Args:

@@ -1,6 +1,8 @@
 """Retention and the neighbours of checkpoints: sidecars, abandoned timelines, and the pointers `best` and `latest`."""
 
+import itertools
 import logging
+import time
 
 import pytest
 import torch
@@ -109,13 +111,27 @@ def test_left_behind_checkpoints_go_by_a_rule_and_stay_without_one(policy, stays
     if place == "memory":
         clock = iter(float(second) for second in range(1000))
         store = MemoryStore(clock=lambda: next(clock))
-        if policy == keep_newer(3600.0):
-            pytest.skip("the clock of this store began in 1970")
     else:
         store = LocalStore(tmp_path / "run")
     rewound(store, keep_left_behind=policy)
     assert steps_left(store) == stays
     assert load(store, like=state_at(0)).trainer.step == 7
+
+
+@pytest.mark.parametrize("ahead_secs", [-1e6, 1e6])
+def test_a_clock_of_this_machine_that_is_wrong_deletes_no_young_checkpoint(ahead_secs, monkeypatch):
+    """C03, E16: a day ahead of the store's, it made all but the newest old at once. The ages are those by the clock of the store."""
+    ticks, now = itertools.count(1_000_000, 60), time.time()
+    store = MemoryStore(clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(time, "time", lambda: now + ahead_secs)
+    with CheckpointManager(store, keep=keep_newer(3600.0)) as manager:
+        for step in (1, 2, 3):
+            manager.save(state_at(step))
+    assert steps_left(store) == [1, 2, 3]
+    with CheckpointManager(store, keep=keep_newer(0.0)) as manager:
+        manager.load(state_at(0))
+        manager.save(state_at(4))
+    assert steps_left(store) == [4]
 
 
 def test_what_a_pointer_or_the_best_names_stays_although_it_was_left_behind(tmp_path):
