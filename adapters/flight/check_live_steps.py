@@ -75,8 +75,11 @@ def check_live_steps(
             log_for_all("step %d is not checked: DDP takes the order in which it sums gradients from a backward that is still to come", number)  # fmt: skip
             return step(*args, **kwargs)
         redo = live.redo()
+        untaken = redo.steps()
         result_once, values_once = _compared(step(*words, **named)), copied(redo.values())
         taken = redo.steps()
+        is_open = taken == untaken  # a window whose gradients no state shows yet
+        gradients_once = copied(redo.gradients()) if is_open else {}
         if live.progress != before:
             raise _no_step("a step that is counted after it", "one that calls live.advance",
                            "leave live.record, live.advance and manager.step out of the step, and call them after it")  # fmt: skip
@@ -88,6 +91,7 @@ def check_live_steps(
         values = redo.values()
         unlike = [
             *leaves_apart(values_once, values),
+            *leaves_apart({"gradients": gradients_once}, {"gradients": redo.gradients() if is_open else {}}),
             *leaves_apart({"result": result_once}, {"result": _compared(result)}),
         ]
         alike = TrainState(model=values.get("model"), optimizer=values.get("optimizer"))

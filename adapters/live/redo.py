@@ -1,6 +1,6 @@
 """`Redo`: takes attached objects back to before a step, so that the step can run again."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from trainfold.adapters.components.component import ComponentAdapter, copied
 from trainfold.adapters.live.restore import write_all
 from trainfold.adapters.live.run_watch import RunWatch
+from trainfold.adapters.sharded.dtensor import local_part
 
 
 @final
@@ -18,7 +19,7 @@ class Redo:
 
     Args:
         parts: the components that a step may change.
-        gradients: the tensors whose gradients it may change.
+        parameters: name -> tensor, of those whose gradients it may change.
         watch: of the run.
         announce: called before memory is overwritten that a save may still read.
     """
@@ -26,7 +27,7 @@ class Redo:
     def __init__(
         self,
         parts: Mapping[str, ComponentAdapter],
-        gradients: Iterable[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
         watch: RunWatch,
         announce: Callable[[], object],
     ) -> None:
@@ -36,12 +37,18 @@ class Redo:
         self._steps = watch.window.steps.copy()
         self._before = copied(self.values())
         self._gradients = [
-            (each, each.grad, None if each.grad is None else each.grad.detach().clone()) for each in gradients
+            (each, each.grad, None if each.grad is None else each.grad.detach().clone()) for each in parameters.values()
         ]
+        self._parameters = parameters
 
     def values(self) -> dict[str, Any]:
         """Each component as it is now; its tensors are the live ones."""
         return {name: part.capture() for name, part in self._parts.items()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of this rank as they are now, by the names of their parameters."""
+        found = {name: local_part(each.grad) for name, each in self._parameters.items() if each.grad is not None}
+        return {name: each.to_dense() if each.layout is not torch.strided else each for name, each in found.items()}
 
     def steps(self) -> dict[str, int]:
         """How many steps each optimizer has taken that `advance` has not seen, by its name."""

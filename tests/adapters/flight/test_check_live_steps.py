@@ -147,6 +147,22 @@ def test_a_window_of_several_batches_is_checked_batch_by_batch():
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_fault_in_the_gradients_of_an_open_window_is_found(sparse):
+    """No state shows it before the optimizer steps, which is in another call."""
+    model = torch.nn.Embedding(3, 1, sparse=sparse)
+    live, calls = attach(model, torch.optim.SGD(model.parameters(), lr=0.1)), []
+
+    def step(x):
+        calls.append(1)
+        model(x).sum().backward()
+        if len(calls) == 2:
+            model.weight.grad = model.weight.grad * 1.5
+
+    with pytest.raises(StepNotRepeated, match=r"gradients\['weight'\]"):
+        check_live_steps(live, step, every=1)(torch.tensor([0, 1]))
+
+
 def test_ranks_hear_which_of_them_is_always_wrong():
     """A machine that is wrong in the same way each time repeats itself; its state is another one than that of the others."""
     built = [torch.nn.Linear(1, 1) for _ in range(3)]  # ranks that are threads share the streams of torch
