@@ -170,9 +170,10 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
     """
     if not isinstance(log, Flight):
         log = read_flights(log).get(0, Flight())
-    first, found, difference = counted(state) + 1, 0, None
+    first, found, difference, is_past = counted(state) + 1, 0, None, False
     for number, batch in zip(itertools.count(first), batches, strict=False):
-        if number not in log.steps:
+        is_past = number not in log.steps
+        if is_past:
             break
         digest = digest_of_batches([logged_digest(batch)])
         state, metrics = step(state, batch)
@@ -183,7 +184,7 @@ def replay(step: PureStep[S, B], state: S, batches: Iterable[B], log: "Flight | 
         found, difference = number, step_difference(log, flight_of(lines), number)
         if difference is not None:
             break
-    if difference is None and found and found + 1 not in log.steps and found < max(log.steps):
+    if difference is None and found and found + 1 not in log.steps and (is_past or found < max(log.steps)):
         _LOG.warning("the replay ended after step %d, as the log has no record of the next one%s", found, f": {log.damage.text_of('the log')}" if log.damage else "")  # fmt: skip
     if not found:
         raise InvalidArgument("replay", expected=f"a record of step {first} in the log, and a batch for it",

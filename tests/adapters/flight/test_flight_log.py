@@ -78,10 +78,13 @@ def test_a_replay_from_any_state_finds_the_same_bits(flight):
         state, _ = step(state, BATCHES[start])
 
 
-def test_a_replay_ends_with_the_batches_or_the_log(flight):
+def test_a_replay_ends_with_the_batches_or_the_log(flight, caplog):
     step, state = made()
     assert replay(step, state, iter(BATCHES[:2]), flight).last == 2
+    assert replay(step, state, BATCHES, flight).last == 7
+    assert not caplog.messages
     assert replay(step, state, [*BATCHES, *BATCHES], flight).last == 7
+    assert caplog.messages == ["the replay ended after step 7, as the log has no record of the next one"]
 
 
 def test_a_replay_names_the_first_step_that_differs_and_in_what(flight):
