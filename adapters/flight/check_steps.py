@@ -112,8 +112,9 @@ def judge_step(number: int, unlike: list[str], state: TrainState, collectives: C
             found=f"another one on rank{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))}"
             if is_clear
             else "no state that most ranks have",
-            fix="go on from the last checkpoint, without the machine of that rank; each rank had the same bits twice, so it is wrong in the same way each "
-            "time, or its state was another one before: pass check_replicas=500 to the manager to find that",
+            fix=f"go on from the last checkpoint, {'without the machine of that rank' if is_clear else 'on other machines: which of these is wrong is not known'}; "
+            "each rank had the same bits twice, so it is wrong in the same way each time, or its state was another one before: pass check_replicas=500 to the "
+            "manager to find that",
         )
 
 
