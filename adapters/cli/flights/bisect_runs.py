@@ -69,12 +69,22 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
             evidence, said_of_replays = _replayed(runs, parting, (command, theirs), directory, patience_secs)
         parting = parting_of(evidence)
         said += said_of_replays
-    if parting.step is not None and (unsaved := parting.evidence.unsaved):
-        said.append(f"no checkpoint has {', '.join(unsaved)}, so that a resume resets it: a run that was resumed may differ by that alone")  # fmt: skip
     if parting.step is None:
         said += [*uncompared(runs), *ended_apart(runs)]
         said += [_SEEDED] if parting.evidence.seeds else []
+    else:
+        said += _apart_beside(parting.evidence)
     return _answer((mine.where, other.where), parting, [*said, *said_too, *log_warnings(runs, ("A", "B"))])
+
+
+def _apart_beside(known: Evidence) -> list[str]:
+    """What is said of two runs that part, beside the cause."""
+    said = []
+    if known.workers is not None:
+        said.append("the loader of A has {} workers, and that of B has {}: random numbers that a dataset draws are others then".format(*known.workers))  # fmt: skip
+    if known.unsaved:
+        said.append(f"no checkpoint has {', '.join(known.unsaved)}, so that a resume resets it: a run that was resumed may differ by that alone")  # fmt: skip
+    return said
 
 
 def _program_of_b(command: tuple[str, ...], given: str | None) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ class Evidence:
         generators: components that are random generators, and elsewhere at ``apart_at``.
         host: streams of python and numpy that are elsewhere in the first checkpoint that both have, or in the last one that was compared.
         unsaved: the paths of what changes with training and that is in no checkpoint, as one of them says: a resume resets it.
+        workers: how many workers the loaders of both have, in words, if these are not as many.
         draws: which of them draw from such streams, by the logs; None if these do not show it.
         drew_beside: whether torch's streams are known to have moved otherwise after the step and before its state, as in an evaluation with dropout.
         unrecorded: the first and the last step just before the difference, and after the last state that is the same, of which a log has no record;
@@ -79,6 +80,7 @@ class Evidence:
     generators: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
+    workers: tuple[str, str] | None = None
     draws: HostDraws | None = None
     drew_beside: bool = False
     unrecorded: tuple[int, int] | None = None

@@ -9,6 +9,7 @@ from trainfold.core.flight.causes.evidence import Evidence, LeafApart
 from trainfold.core.flight.causes.leaf_kinds import (
     generators,
     host_stream,
+    is_count_of_workers,
     is_draw,
     is_order,
     is_position,
@@ -117,6 +118,7 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
         generators=generators(list(seen[0].leaves), rest) if apart_at else (),
         host=tuple(sorted(host)),
         unsaved=tuple(sorted(unsaved)),
+        workers=_workers_apart(seen),
     )  # fmt: skip
 
 
@@ -137,6 +139,14 @@ def _alike(pair: Pair, unlike: Mapping[str, object], host: set[str], *, is_at: b
         "component": pair[0].components == pair[1].components,
     }
     return {name for name, holds in found.items() if holds}
+
+
+def _workers_apart(pair: Pair) -> tuple[str, str] | None:
+    """The numbers of workers of the first loader of both, if they are known and not the same."""
+    one, other = (
+        next((text for path, text in each.leaves.items() if is_count_of_workers(path)), None) for each in pair
+    )
+    return (one, other) if one and other and one != other else None
 
 
 def _have(pair: Pair, kind: Callable[[str], bool]) -> bool:

@@ -10,6 +10,7 @@ _RANK: Final = r"(?:@rank\d+)?"
 _SEED: Final = re.compile(rf"rng{_RANK}\.(value\['seed'\]|bits)")
 _HOST: Final = re.compile(rf"(rng|dataset){_RANK}\..*\['(python|numpy)'\]")
 _DRAWS: Final = re.compile(rf"dataset{_RANK}\.value\['draws'\]")
+_WORKERS: Final = re.compile(rf"dataset{_RANK}\.value\['draws'\]\['count'\]")
 _ORDER: Final = re.compile(rf"dataset{_RANK}\.value\['order'\]")
 _POSITION: Final = re.compile(rf"trainer\.(epoch|samples)|dataset{_RANK}\.value\['(epoch|samples|batches)'\]")
 _GENERATOR: Final = re.compile(r"(.*)\.value\['(kind|state)'\]")
@@ -42,6 +43,11 @@ def host_stream(path: str) -> str:
 def is_draw(path: str) -> bool:
     """Whether a leaf says what a loader has drawn ahead, which its number of workers changes, and nothing else."""
     return bool(_DRAWS.match(path))
+
+
+def is_count_of_workers(path: str) -> bool:
+    """Whether a leaf is the number of workers of a loader."""
+    return bool(_WORKERS.fullmatch(path))
 
 
 def is_order(path: str) -> bool:

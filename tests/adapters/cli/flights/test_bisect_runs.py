@@ -158,6 +158,8 @@ def test_workers_of_a_loader_hide_nothing_and_are_no_difference(plain, tmp_path,
     found = named(plain, tmp_path / "b")
     assert (found["step"], found["cause"]) == ((5, "arithmetic") if planted else (None, "nothing")), found["text"]
     assert ("bit" in found["may_be"]) == bool(planted)
+    said = "the loader of A has 0 workers, and that of B has 1"
+    assert any(said in each for each in found["warnings"]) == bool(planted)
 
 
 def test_a_log_that_contradicts_its_checkpoints_is_not_used(plain, tmp_path):
