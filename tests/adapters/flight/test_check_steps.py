@@ -133,7 +133,7 @@ def test_two_ranks_that_differ_are_not_guessed_at():
             return (flipped(after) if ranks.rank else after), metrics
 
         with pytest.raises(
-            StepNotRepeated, match="no state that most ranks have; .* which of these is wrong is not known"
+            StepNotRepeated, match=r"no state that most ranks have; .* which of these is wrong is not known"
         ):
             run(check_steps(faulty, every=1, collectives=ranks), [batch + ranks.rank for batch in BATCHES], state)
 
