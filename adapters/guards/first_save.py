@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.adapters.live.live import Live
 from trainfold.backends.ranks.all_ranks import on_all_ranks
-from trainfold.backends.runs.scan import read_inventory, read_manifest
+from trainfold.backends.runs.scan import listed_run, read_manifest
 from trainfold.backends.stores.os_errors import cannot_save
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.errors import CheckpointMissing, RunNotRestored
@@ -37,7 +37,7 @@ def look(store: Store) -> HeldRun:
         >>> look(MemoryStore())
         HeldRun(run_id='', checkpoints=())
     """
-    inventory = read_inventory(glimpse(store))
+    inventory = listed_run(glimpse(store))
     if inventory.problem is not None and inventory.problem.error != CheckpointMissing.__name__:
         raise cannot_save(inventory.problem)
     known = tuple(entry.name for entry in inventory.entries if entry.head is not None)

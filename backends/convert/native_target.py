@@ -15,7 +15,7 @@ from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.library_versions import library_versions
 from trainfold.backends.runs.begin import begin_checkpoint
 from trainfold.backends.runs.commit import after_commit, proved_bytes
-from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.runs.scan import examine, listed_run
 from trainfold.backends.stores.local import MARGIN_BYTES, LocalStore
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
@@ -162,7 +162,7 @@ def _checked_target(store: Store, plan: SavePlan, identity: str) -> Manifest | N
     """
     present = store.list()
     others = [name for name in present if name not in (RUN_FILE, plan.directory)]
-    inventory = read_inventory(store)
+    inventory = listed_run(store)
     committed = [each.name for each in inventory.entries if each.head is not None]
     is_run = RUN_FILE in present and inventory.problem is None
     done = _done(store, plan, identity) if committed else None
@@ -177,7 +177,7 @@ def _done(store: Store, plan: SavePlan, identity: str) -> Manifest | None:
     """The manifest, if an earlier process has committed all of this."""
     if store.size(f"{plan.directory}/{MANIFEST}") is None:
         return None
-    entry = examine(store, read_inventory(store), plan.directory).entry(plan.directory)
+    entry = examine(store, listed_run(store), plan.directory).entry(plan.directory)
     if entry is None or entry.manifest is None or entry.problem is not None:
         return None
     note = entry.manifest.contract.get(CONVERTED)

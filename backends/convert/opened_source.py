@@ -10,7 +10,7 @@ import attrs
 
 from trainfold.backends.formats.detect import detect_format
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.runs.scan import examine, listed_run
 from trainfold.backends.stores.local import LocalStore, open_store
 from trainfold.backends.stores.place import is_object_url, local_path, split_checkpoint
 from trainfold.backends.stores.protocol import Store, glimpse
@@ -173,7 +173,7 @@ def _in_bucket(url: str) -> tuple[Store, str]:
 
 def _native(detected: Detected, found: str, store: Store, directory: str) -> OpenedSource:
     seen = glimpse(store)
-    inventory = read_inventory(seen)
+    inventory = listed_run(seen)
     if found == "checkpoint":
         step = step_of(directory)
         if step is None:

@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.backends.formats.native.writer import Writes
 from trainfold.backends.gc_pause import without_collecting
-from trainfold.backends.runs.scan import read_inventory
+from trainfold.backends.runs.scan import listed_run
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import digest_of
 from trainfold.core.errors import RankFailed, TrainfoldError
@@ -120,7 +120,7 @@ def delete_stale(manifest: Manifest, directory: str, store: Store, seen: Store |
     """
     with suppress(TrainfoldError, OSError):
         stale = stale_files(manifest, (seen or store).list(directory))
-        if stale and read_inventory(store).refers_to(directory):
+        if stale and listed_run(store).refers_to(directory):
             stale = tuple(name for name in stale if not can_be_referred_to(directory, name))
         for name in stale:
             with suppress(TrainfoldError, OSError):  # a sidecar's directory, which is deleted with the checkpoint

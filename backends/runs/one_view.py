@@ -12,7 +12,7 @@ import attrs
 from trainfold.backends.gc_pause import without_collecting
 from trainfold.backends.ranks.all_ranks import on_all_ranks, on_rank_zero
 from trainfold.backends.runs.quarantine_file import quarantined
-from trainfold.backends.runs.scan import examine, index_reader, read_inventory, read_root, sees_root
+from trainfold.backends.runs.scan import examine, index_reader, listed_run, read_root, sees_root
 from trainfold.backends.stores.local import Run, open_store
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.errors import RanksDisagree, TrainfoldError, place
@@ -158,7 +158,7 @@ def chosen_in(store: Store, request: ResumeRequest, wanted: Collection[str] = ()
         request: from `resume_request`.
         wanted: the components that it has to have.
     """
-    inventory = read_inventory(store)
+    inventory = listed_run(store)
     if request.step is None and inventory.problem is None:
         inventory = with_quarantined(inventory, quarantined(store))
     return choose(examined(store, inventory, request, wanted), request, wanted)
@@ -173,7 +173,7 @@ def _listed(
     reads_root: bool,
 ) -> _Listed:
     """What rank 0 sends: of a run that is as before, nothing is examined again."""
-    inventory = read_inventory(store)
+    inventory = listed_run(store)
     asks = before is None and request.step is None  # a step that is asked for is loaded also out of the quarantine
     known = quarantined(store) if asks else {} if before is None else before.known
     if not reads_root or (before is not None and inventory == before.listed):

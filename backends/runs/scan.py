@@ -71,7 +71,7 @@ def read_inventory(run: Run) -> Inventory:
 
 
 def listed_run(store: Store) -> Inventory:
-    """`read_inventory` for a save, which asks nothing of other writers: it holds the lock."""
+    """`read_inventory` without the processes that may be writing: those are for people, and a bucket is asked once more for them."""
     try:
         run_id = read_run_id(store)
         names = store.list("")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
-from trainfold.backends.runs.scan import read_inventory
+from trainfold.backends.runs.scan import listed_run
 from trainfold.backends.stores.os_errors import locked
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.compare_runs import DELETED
@@ -86,7 +86,7 @@ def _tidy(target: Store, plan: CopyPlan, gone: Collection[str]) -> None:
     """Delete from the target what was sent of checkpoints that no source has any more."""
     if not gone:
         return
-    referred = {other for entry in read_inventory(glimpse(target)).entries for other in entry.refers}
+    referred = {other for entry in listed_run(glimpse(target)).entries for other in entry.refers}
     for each in plan.checkpoints:
         if each.name in gone and each.action == "copied" and each.name not in referred:
             sent = {file.path for file in each.files}

@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.backends.runs.best.best_reader import best_bytes, parsed_best
 from trainfold.backends.runs.quarantine_file import is_damaged, quarantined
-from trainfold.backends.runs.scan import check_place, examine, read_inventory, read_root
+from trainfold.backends.runs.scan import check_place, examine, listed_run, read_root
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.best.best_json import BEST_FILE
@@ -127,7 +127,7 @@ def inventory_in(store: Store, *, may_be_new: bool = False) -> Inventory:
     Raises:
         CheckpointError: the matching subclass, if it is something else.
     """
-    found = read_inventory(store)
+    found = listed_run(store)
     if found.problem is not None:
         if not may_be_new or found.problem.error != CheckpointMissing.__name__:
             raise error_from(found.problem)

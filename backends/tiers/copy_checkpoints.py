@@ -11,7 +11,7 @@ from trainfold.backends.formats.native.file_digest import digest_in
 from trainfold.backends.runs.best.best_reader import BEST_POINTER, best_bytes, read_best
 from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.reuse.leftovers import leftovers
-from trainfold.backends.runs.scan import read_inventory, read_root
+from trainfold.backends.runs.scan import listed_run, read_root
 from trainfold.backends.side_by_side import at_once
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.copy_file import copy_file
@@ -61,7 +61,7 @@ def carry_out(
         except TrainfoldError as error:
             wrong[each.name] = _saved_again(each, source) or error
     seen = glimpse(target)
-    found = read_inventory(seen)
+    found = listed_run(seen)
     present = lineage(found)
     newest = next(iter(present), None)
     # a hint to an older one, whose files have come just now, would prove that what cannot be read is older still
@@ -91,7 +91,7 @@ def _copy(plan: CheckpointCopy, source: Store, target: Store, advance: Callable[
     if plan.action == "completed":
         end_attempt(target, plan.name)  # its files were verified
     if plan.action == "replaced":
-        for name in leftovers(target, read_inventory(target)).get(plan.name, ()):
+        for name in leftovers(target, listed_run(target)).get(plan.name, ()):
             target.delete(f"{plan.name}/{name}")
 
 

@@ -9,7 +9,7 @@ import attrs
 
 from trainfold.backends.runs.best.best_reader import best_bytes, read_best
 from trainfold.backends.runs.quarantine_file import end_attempt
-from trainfold.backends.runs.scan import read_inventory, read_root, sees_root
+from trainfold.backends.runs.scan import listed_run, read_root, sees_root
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.carried_copy import check_copy
@@ -57,7 +57,7 @@ class Fetches:
     def catch_up(self) -> list[str]:
         """Fetch the newest checkpoint if the far tier alone has it; return what the near tier alone has, the oldest first."""
         far = glimpse(self._far)
-        problem = read_inventory(self._near).problem
+        problem = listed_run(self._near).problem
         if problem is not None and problem.error != CheckpointMissing.__name__:
             return []  # a manager, a save and a load raise it
         with self._reading():

@@ -15,7 +15,7 @@ from trainfold.backends.runs.best.best_reader import (
 )
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.runs.reuse.leftovers import leftovers
-from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.runs.scan import examine, listed_run
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.core.best.best_json import BEST_FILE, BestFile
@@ -98,7 +98,7 @@ class Pruner:
             self.prune(Saved(result.checkpoint, result.step, result.timeline, parts=parts), events)
             if not self._has_cleared:
                 self._seen = glimpse(self._store)
-                self.clear(leftovers(self._seen, read_inventory(self._seen)))
+                self.clear(leftovers(self._seen, listed_run(self._seen)))
                 self._has_cleared = True
         except Exception as error:  # noqa: BLE001  # of a store, or of a user's rule: the checkpoint is committed all the same
             events.append(not_pruned(self._store.url, result.step, error))
@@ -116,7 +116,7 @@ class Pruner:
             CheckpointError: if there is a best that cannot be read.
         """
         self._seen = glimpse(self._store)
-        inventory = read_inventory(self._seen)
+        inventory = listed_run(self._seen)
         inventory = with_quarantined(inventory, quarantined(self._seen)).standing_alone(alone)
         return self._plan(written, inventory, read_best(self._seen), proves=True, now=now)
 
@@ -147,7 +147,7 @@ class Pruner:
 
     def _prune(self, written: Saved, events: list[Event], now: float | None) -> None:
         self._seen = glimpse(self._store)
-        inventory = read_inventory(self._seen)
+        inventory = listed_run(self._seen)
         data = best_bytes(self._seen)
         best = None if data is None else parsed_best(self._store, data)
         self._lead_best_back(inventory, best)

@@ -9,7 +9,7 @@ from typing import Final, final
 import attrs
 
 from trainfold.backends.job import Job, is_process_ending
-from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.runs.scan import examine, listed_run
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.carried_copy import check_copy
 from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
@@ -187,7 +187,7 @@ class Uploads:
         if step_of(name) is None:
             return False
         try:
-            entry = examine(self._near, read_inventory(self._near), name).entry(name)
+            entry = examine(self._near, listed_run(self._near), name).entry(name)
         except TrainfoldError:
             return False  # such as a disk that cannot be read now
         return entry is None or (entry.problem is not None and not entry.is_unreadable)

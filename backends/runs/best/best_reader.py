@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from trainfold.backends.runs.scan import examine, read_inventory
+from trainfold.backends.runs.scan import examine, listed_run
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, Placed, best_file_from_json
 from trainfold.core.best.record import BestRecord
@@ -35,7 +35,7 @@ def measured_best(store: Store) -> str | None:
     file = read_best(store)
     if file is None:
         return None
-    inventory = read_inventory(store)
+    inventory = listed_run(store)
     entry = inventory.entry(file.name)
     head = None if entry is None else entry.head
     if head is not None and (head.timeline != file.timeline or entry not in lineage(inventory)):
@@ -62,7 +62,7 @@ def timelines_at(store: Store, steps: Iterable[int]) -> dict[int, int]:
     Raises:
         CheckpointUnreadable: if the store does not give one of them now: as one that is gone, it would lose its place to a worse one.
     """
-    inventory = read_inventory(store)
+    inventory = listed_run(store)
     _check_read(inventory.problem, store)
     usable = {entry.name for entry in lineage(inventory)}
     found = {}

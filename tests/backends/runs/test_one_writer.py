@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.backends.runs.api import save
+from trainfold.backends.runs.api import load, save
+from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.core.errors import RunLocked, RunReplaced
 from trainfold.core.state.state import Progress, TrainState
 
@@ -191,3 +193,31 @@ def test_the_check_costs_one_stat_and_no_read(tmp_path, monkeypatch):
 def test_an_error_of_a_replaced_run_is_a_failed_save_with_a_code_of_its_own():
     assert issubclass(RunReplaced, RunLocked.__base__)
     assert RunReplaced.exit_code not in {kind.exit_code for kind in RunLocked.__base__.__subclasses__()} - {35}
+
+
+class Asked:
+    """A run that notes each time it is asked who else may be writing."""
+
+    def __init__(self, inner):
+        self.inner, self.times = inner, 0
+
+    def __getattr__(self, verb):
+        return getattr(self.inner, verb)
+
+    def writers(self, directories):
+        self.times += bool(directories)
+        return dict.fromkeys(directories, "process 7")
+
+
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.CheckpointPassedOver")
+def test_only_a_list_for_people_asks_who_else_may_be_writing():
+    """R01: beside a torn save, each save and each resume asked a bucket once more."""
+    store = Asked(MemoryStore())
+    save(at(1), store)
+    store.write("step-00000009/model-00000-of-00001.safetensors", [b"1"], size_bytes=1)
+    for step in (2, 3):
+        with CheckpointManager(store, keep_last=1) as manager:
+            manager.save(manager.load(at(0)).evolve(trainer=Progress(step=step)))
+    assert load(store, like=at(0)).trainer.step == 3
+    assert store.times == 0
+    assert read_inventory(store).writers == {"step-00000009": "process 7"}
