@@ -9,6 +9,7 @@ from trainfold.core.errors import InvalidState
 from trainfold.core.save.events import Event, EventKind
 
 _LOG = logging.getLogger("trainfold")
+_NOT_DONE: Final = {"not_uploaded", "not_fetched", "not_pruned"}
 _AFTER_COMMIT: Final = {"uploaded", "not_uploaded"}
 _LEVELS: Final = {"saved": logging.DEBUG, "pruned": logging.DEBUG, "failed": logging.WARNING, "refused": logging.WARNING,
                   "skipped": logging.WARNING, "cadence": logging.WARNING, "not_uploaded": logging.WARNING,
@@ -79,7 +80,8 @@ class EventLog:
     def _deliver(self, event: Event) -> None:
         if self._logs:
             _LOG.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
-        if self.journal is not None and event.run == self._run:  # not what happened in another tier of it
+        # of another tier, only what could not be done: its checkpoints are not those of this one
+        if self.journal is not None and (event.run == self._run or event.kind in _NOT_DONE):
             self.journal(event)
         if self._listener is not None:
             self._is_calling = True

@@ -141,13 +141,17 @@ class FlightRecorder:
         if self.journal is not None:
             self.journal.finished()
 
-    def close(self) -> None:
-        """Close the log, and end the journal."""
+    def close(self, failures: Sequence[Exception] = ()) -> None:
+        """Close the log, and end the journal.
+
+        Args:
+            failures: the end of the manager raises the first of them, if nothing else is raised.
+        """
         if self._nonfinite is not None:
             self._nonfinite.closed()
         self._file.close()
         if self.journal is not None:
-            self.journal.ended()
+            self.journal.ended(failures)
 
     # --- as a recorder -----------------------------------------------------------------------------------------------
 

@@ -166,13 +166,18 @@ class Journal(logging.Filter):
             self._watch_exit()
             self._write("reopened", step, data={"pid": os.getpid()})
 
-    def ended(self) -> None:
-        """Write that the manager is closed, and because of which exception, if one is on its way."""
+    def ended(self, failures: Sequence[Exception] = ()) -> None:
+        """Write that the manager is closed, and because of which exception, if one is on its way, or with which of its own it ends.
+
+        Args:
+            failures: of what was under way; the first is raised then.
+        """
         _LOG.removeFilter(self)
         if self.warned in WARNED:
             WARNED.remove(self.warned)
         if self._kept_back is None:
-            self._end(*sys.exc_info()[:2])
+            kind, error, _ = sys.exc_info()
+            self._end(*((type(failures[0]), failures[0]) if kind is None and failures else (kind, error)))
             self._file.close()
         if self._at_exit is not None:
             self._at_exit.cancel()

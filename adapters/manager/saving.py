@@ -288,9 +288,10 @@ class SaveRunner:
                 self._store.wait()
             except SaveFailed as error:
                 failures.append(error)
+            self._events.report_deferred()  # of the last uploads, while there is a journal
         self._hooks.remove()
         if self._flight is not None:
-            self._flight.close()
+            self._flight.close(failures)
 
     def describe(self) -> str:
         """What is being saved, and what was saved last, in words."""

@@ -23,6 +23,8 @@ from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.errors import SaveFailed
 from trainfold.core.flight.log_lines import LINE_BYTES
+from trainfold.core.format.file_names import MANIFEST
+from trainfold.core.page.document import page_html
 from trainfold.core.page.kept import policy_of, why_kept
 from trainfold.core.save.retention import keep_every
 
@@ -282,3 +284,25 @@ def test_the_page_of_each_tier_has_its_own_rules(tmp_path):
     rules, kept = shown(tmp_path / "near" / ".." / "far")
     assert (rules, sorted(kept)) == ("every 4 steps", [name for name in far.list() if name.startswith("step-")])
     assert kept["step-00000004"] == ("every 4 steps",)
+
+
+class Refuses(MemoryStore):
+    """A far tier that takes no manifest."""
+
+    def commit(self, name, data, **more):
+        if name.endswith(MANIFEST):
+            raise SaveFailed(name, expected="room", found="503", fix="wait")
+        super().commit(name, data, **more)
+
+
+def test_what_was_not_sent_is_in_the_journal_and_the_end_is_that_of_the_manager(tmp_path):
+    """W22: the page had nothing of failed uploads, and said `ended` of a process that had ended with SaveFailed, for a far tier without its last checkpoint."""
+    manager = CheckpointManager(TwoTiers(tmp_path / "a", Refuses()), every=2, record=3)
+    Recorded(0).run(manager, 2)
+    with pytest.raises(SaveFailed, match="in the far tier"):
+        manager.close()
+    lines = read_journal(LocalStore(tmp_path / "a")).lines
+    assert [(line.kind, line.detail) for line in lines[-1:]] == [("closed", "SaveFailed")]
+    assert any(line.kind == "not_uploaded" and "503" in line.detail for line in lines)
+    assert "committed" in [line.kind for line in lines]
+    assert "A checkpoint was not sent to the far tier, step 2" in page_html(PageReader(tmp_path / "a").read())
