@@ -16,7 +16,7 @@ _WORDS: Final[dict[Cause, str]] = {
     "batch": "they read other data at the same position",
     "component": "one of them has a component that the other has not",
     "setting": "they have other settings",
-    "streams": "they drew other random numbers, from the same batch on: dropout or noise in one of them alone, in another order, or as many as results ask for",
+    "streams": "they drew other random numbers, from the same batch on: dropout or noise in one of them alone, in another order, by code that torch.compile has made, which draws otherwise, or as many as results ask for",
     "buffer": "only buffers of modules differ: they were updated or restored otherwise, and no loss has shown it yet",
     "bit": "one element of one tensor differs: it was changed from outside, as by a fault of the memory, or by a write beside the steps",
     "state": "their states differ, and nothing else that a step shows: something beside the steps wrote to it, or the update alone has other arithmetic",

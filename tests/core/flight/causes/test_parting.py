@@ -100,6 +100,13 @@ def test_a_fault_names_the_run_that_does_not_repeat():
     assert found.names == ("the first",)
 
 
+def test_compiled_code_is_named_where_other_numbers_were_drawn():
+    """The same dropout of a program that is compiled draws other numbers: "in one of them alone" was all that was said, and other code was excluded."""
+    drawn = parting_of(Evidence(difference=logs("streams", "loss"), alike=SAVED - {"streams"} | {"streams before"}, is_whole=True))  # fmt: skip
+    assert (drawn.cause, drawn.may_be) == ("streams", ())
+    assert "by code that torch.compile has made" in str(drawn)
+
+
 def test_where_they_part_is_said_as_closely_as_it_is_known():
     late = Evidence(same_at=4, apart_at=8, leaves=(WEIGHT,), alike=LOSS)
     assert str(parting_of(late)).startswith("part after step 4, at step 8 at the latest: one element")
