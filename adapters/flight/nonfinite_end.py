@@ -13,7 +13,8 @@ from typing import Final, final
 import attrs
 import torch
 
-from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch, uncompiled
+from trainfold.adapters.flight.leaf_text import LeafText
+from trainfold.adapters.flight.nonfinite import NonFiniteWatch, uncompiled
 from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, end_replay
 from trainfold.core.flight.step_record import LogLine, StepRecord, is_finite
 from trainfold.core.rehearsal.orders import Orders
@@ -56,10 +57,8 @@ class NonFiniteEnd:
         self._orders, self._rank, self._step = orders, rank, step
         self._watch = NonFiniteWatch()
         self._watch.install()
-        self._parameters: dict[
-            str, int
-        ] = {}  # those that are not finite -> the step after which they were, where all outputs were finite
-        self._buffers: dict[str, int] = {}
+        self._parameters = _BrokenSince(self._watch.broken, "parameters", ", by their gradients or the optimizer")
+        self._buffers = _BrokenSince(self._watch.broken_buffers, "buffers")
         Finalize(None, self._at_exit, exitpriority=0)  # also in a process of multiprocessing, where atexit is not asked
 
     def stepped(self, step: int, loss: bytes | None = None, norm: bytes | None = None) -> None:
@@ -78,8 +77,8 @@ class NonFiniteEnd:
         if "loss" in bad or (broken and (bad or is_made)):
             self._end(step, f"{f'the recorded {bad[0]}' if bad else 'a parameter'} {_ALONE}")
         self._watch.harmless()
-        self._parameters = {leaf.path: self._parameters.get(leaf.path, step) for leaf in broken}
-        self._buffers = {leaf.path: self._buffers.get(leaf.path, step) for leaf in self._watch.broken_buffers()}
+        self._parameters.take(step, broken)
+        self._buffers.take(step, self._watch.broken_buffers())
         if step >= self._orders.steps:
             self._end_broken()
 
@@ -114,49 +113,80 @@ class NonFiniteEnd:
         if step is not None and step > self._orders.steps:
             return
         if self._watch.found is not None and (error is not None or self._watch.is_trained):
-            is_told = isinstance(error, Exception)
-            where = "this step" if step is None else f"step {step}"
-            self._end(step, "", f"the program ended in {where} with {type(error).__name__}: {error}" if is_told else "")
+            self._end(step, "", _ended_text(step, error))
         self._end_broken()
 
     def _end_broken(self) -> None:
         """End with what no output has shown, and none will: no step follows."""
-        if self._parameters and self._watch.broken():
-            self._end(min(self._parameters.values()), f"a parameter {_ALONE}")
-        if self._buffers and self._watch.broken_buffers():
-            self._end(min(self._buffers.values()), "a buffer is not finite, and each loss and trainable parameter is; an evaluation may show it")  # fmt: skip
+        for broken, what in (
+            (self._parameters, f"a parameter {_ALONE}"),
+            (self._buffers, "a buffer is not finite, and each loss and trainable parameter is; an evaluation may show it"),
+        ):  # fmt: skip
+            if broken.first is not None and broken.look():
+                self._end(broken.first, what)
 
     def _end(self, step: int | None, what: str, why: str = "") -> None:
         """Write down what was found, and end this process at once: what it would train from here on is worthless."""
-        found, notes = self._watch.found, Path(self._orders.notes)
-        known = "; ".join(self._watch.known[:_SHOWN])
-        but = f", but for those that gave the same in steps that went well: {known}" if known else ""
-        lines = [f"{what}{but}" if found is None else str(found)]
-        for broke, text, leaves in (
-            (
-                self._parameters,
-                "parameters became so in step {}, by their gradients or the optimizer",
-                self._watch.broken,
-            ),
-            (self._buffers, "buffers became so in step {}", self._watch.broken_buffers),
-        ):
-            since = min(broke.values(), default=step)
-            broken = [leaf for leaf in leaves() if broke.get(leaf.path) == since] if broke else []
-            if broken:
-                shown = "" if step in (since, None) else f"; step {step} shows it"
-                lines += [text.format(since) + shown, *(f"  {leaf}" for leaf in broken[:_SHOWN])]
-        if self._parameters and (found is None or self._watch.is_broken):
-            step = min(self._parameters.values())
+        found, text = self._watch.found, self._text(step, what, why)
+        if found is None or self._watch.is_broken:
+            step = step if self._parameters.first is None else self._parameters.first
         if found is None and torch.distributed.is_initialized():
             time.sleep(_WAITED_SECS)
-        if found is not None or not (notes / NONFINITE_NAME).exists():
-            seen = attrs.asdict(found) if isinstance(found, NonFiniteOutput) else None
-            text = "\n".join(filter(None, [*lines, why, *self._watch.missed]))
-            about = {"step": step, "rank": self._rank, "text": text, "output": seen}
-            being_written = notes / f".{NONFINITE_NAME}.{os.getpid()}"
+        place = Path(self._orders.notes, NONFINITE_NAME)
+        if found is not None or not place.exists():
+            output = None if found is None else attrs.asdict(found)
+            about = {"step": step, "rank": self._rank, "text": text, "output": output}
+            being_written = place.with_name(f".{NONFINITE_NAME}.{os.getpid()}")
             being_written.write_text(json.dumps(about), encoding="utf-8")
-            being_written.replace(notes / NONFINITE_NAME)
+            being_written.replace(place)
         end_replay(self._orders, step or 0, "not finite")
+
+    def _text(self, step: int | None, what: str, why: str) -> str:
+        """What was found, in lines."""
+        found, known = self._watch.found, "; ".join(self._watch.known[:_SHOWN])
+        but = f", but for those that gave the same in steps that went well: {known}" if known else ""
+        lines = [f"{what}{but}" if found is None else str(found)]
+        lines += [*self._parameters.lines(step), *self._buffers.lines(step), why, *self._watch.missed]
+        return "\n".join(filter(None, lines))
+
+
+@final
+class _BrokenSince:
+    """The leaves that are not finite, each with the step after which it was, where all outputs were finite.
+
+    Args:
+        look: returns those that are not finite now.
+        noun: what they are.
+        by: what made them so, in words.
+    """
+
+    def __init__(self, look: Callable[[], list[LeafText]], noun: str, by: str = "") -> None:
+        self.look, self._noun, self._by = look, noun, by
+        self._since: dict[str, int] = {}
+
+    @property
+    def first(self) -> int | None:
+        """The first of these steps; None without any."""
+        return min(self._since.values(), default=None)
+
+    def take(self, step: int, leaves: Sequence[LeafText]) -> None:
+        """Note which are not finite after a step."""
+        self._since = {leaf.path: self._since.get(leaf.path, step) for leaf in leaves}
+
+    def lines(self, step: int | None) -> list[str]:
+        """Those of the first step, in words, and which step shows them."""
+        first = self.first
+        broken = [] if first is None else [leaf for leaf in self.look() if self._since.get(leaf.path) == first]
+        if not broken:
+            return []
+        shown = "" if step in (first, None) else f"; step {step} shows it"
+        return [f"{self._noun} became so in step {first}{self._by}{shown}", *(f"  {leaf}" for leaf in broken[:_SHOWN])]
+
+
+def _ended_text(step: int | None, error: BaseException | None) -> str:
+    """With what the program ended; empty without an error."""
+    where = "this step" if step is None else f"step {step}"
+    return f"the program ended in {where} with {type(error).__name__}: {error}" if isinstance(error, Exception) else ""
 
 
 def _not_finite(loss: bytes | None, norm: bytes | None) -> list[str]:
