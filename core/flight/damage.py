@@ -6,7 +6,7 @@ from typing import final
 
 import attrs
 
-from trainfold.core.markup.texts import steps_text
+from trainfold.core.markup.texts import steps_are
 
 
 @final
@@ -63,10 +63,9 @@ class LeftOut:
 
         Examples:
             >>> print(LeftOut(9, 10, 12).text_of("flight-00000.log"))
-            flight-00000.log: steps 9 to 10 are not used: it has no record of step 12, which the run has saved, so that a resume which recorded nothing may have undone them
+            flight-00000.log: steps 9 to 10 are not used: it has no record of step 12, which the run has saved, so that a resume which recorded nothing may have undone this
         """
-        is_or_are, undone = ("is", "it") if self.first == self.last else ("are", "them")
-        return f"{name}: {steps_text(self.first, self.last)} {is_or_are} not used: it has no record of step {self.saved}, which the run has saved, so that a resume which recorded nothing may have undone {undone}"
+        return f"{name}: {steps_are(self.first, self.last)} not used: it has no record of step {self.saved}, which the run has saved, so that a resume which recorded nothing may have undone this"
 
 
 def steps_left_out(steps: Collection[int], saved: Mapping[int, int]) -> Iterator[LeftOut]:

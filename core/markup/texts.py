@@ -46,6 +46,16 @@ def steps_text(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
+def steps_are(first: int, last: int) -> str:
+    """Some steps, in words that begin a sentence about them.
+
+    Examples:
+        >>> steps_are(16, 20), steps_are(4, 4)
+        ('steps 16 to 20 are', 'step 4 is')
+    """
+    return f"{steps_text(first, last)} {'is' if first == last else 'are'}"
+
+
 def secs_text(secs: float) -> str:
     """A duration in the unit that suits it.
 

@@ -8,7 +8,7 @@ from trainfold.core.flight.flight import Flight, state_digests
 from trainfold.core.flight.holes import steps_in_neither, steps_unrecorded
 from trainfold.core.flight.step_difference import last_result, steps_with_other_batch_digests
 from trainfold.core.format.leaf_texts import fingerprints
-from trainfold.core.markup.texts import steps_text
+from trainfold.core.markup.texts import steps_are, steps_text
 from trainfold.core.state.audit import unsaved_of
 
 
@@ -104,7 +104,7 @@ def log_warnings(
             found += _holes(steps_unrecorded(own[rank], other[rank]), f"in {name}", rank, after, until)
     one, other = (run.flights for run in runs)
     for rank in sorted(one.keys() & other.keys()):
-        found += _holes(steps_in_neither(one[rank], other[rank]), f"in {names[0]}, and none in {names[1]}", rank, after, until)  # fmt: skip
+        found += _holes(steps_in_neither(one[rank], other[rank]), f"in {names[0]}, nor in {names[1]}", rank, after, until)  # fmt: skip
         steps = [each for each in steps_with_other_batch_digests(one[rank], other[rank]) if after < each <= (each if until is None else until)]  # fmt: skip
         if steps:
             found.append(f"the batches of {steps_text(steps[0], steps[-1])}{f' of rank {rank}' if rank else ''} were not compared: one log has digests of every byte of them, the other of samples, as of an older version")  # fmt: skip
@@ -115,7 +115,7 @@ def _holes(holes: tuple[tuple[int, int], ...], where: str, rank: int, after: int
     """The steps without a record, after one and up to another one, in words."""
     cut = ((max(first, after + 1), last if until is None else min(last, until)) for first, last in holes)
     of = f" of rank {rank}" if rank else ""
-    return [f"{steps_text(*hole)} {'has' if hole[0] == hole[1] else 'have'} no record {where}{of}" for hole in cut if hole[0] <= hole[1]]  # fmt: skip
+    return [f"{steps_are(*hole)} not recorded {where}{of}" for hole in cut if hole[0] <= hole[1]]
 
 
 def ended_apart(runs: tuple[ReadRun, ReadRun]) -> list[str]:

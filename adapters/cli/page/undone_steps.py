@@ -9,7 +9,7 @@ from trainfold.backends.flight.flight_values import FlightValues, Values
 from trainfold.core.flight.damage import steps_left_out
 from trainfold.core.flight.journal_line import JournalLines
 from trainfold.core.history.inventory import Inventory
-from trainfold.core.markup.texts import steps_text
+from trainfold.core.markup.texts import steps_are
 from trainfold.core.page.sessions import undone_after
 
 
@@ -42,9 +42,8 @@ class Resumed:
         begun = undone_after(self.journal.lines, None if self.is_copied else log.written_at)
         if begun is not None and begun < log.last:
             spans.append((begun + 1, log.last))
-            is_or_are = "is" if begun + 1 == log.last else "are"
             texts.append(
-                f"{name}: {steps_text(begun + 1, log.last)} {is_or_are} undone: the last process began from step {begun}, and has recorded none yet"
+                f"{name}: {steps_are(begun + 1, log.last)} undone: the last process began from step {begun}, and has recorded none yet"
             )
         return spans, tuple(texts)
 

@@ -317,8 +317,8 @@ def test_what_a_log_has_lost_is_named_and_does_not_count(plain, tmp_path, lost):
     found = named(plain, tmp_path / "b")
     assert (found["step"], found["cause"]) == (None, "nothing"), found["text"]
     words = {
-        "a flipped bit": ["1 line cannot be read", "step 4 has no record in B"],
-        "no record": ["step 4 has no record in B"],
+        "a flipped bit": ["1 line cannot be read", "step 4 is not recorded in B"],
+        "no record": ["step 4 is not recorded in B"],
         "no log": ["is not a flight log"],
     }
     assert len(found["warnings"]) == len(words[lost])
@@ -338,7 +338,7 @@ def test_steps_that_neither_log_has_are_said(plain, tmp_path):
         ]
         log.write_bytes(b"".join(kept))
     found = named(tmp_path / "a", tmp_path / "b")
-    assert (found["step"], found["warnings"]) == (None, ["steps 4 to 5 have no record in A, and none in B"])
+    assert (found["step"], found["warnings"]) == (None, ["steps 4 to 5 are not recorded in A, nor in B"])
 
 
 def test_a_difference_after_a_damaged_line_is_not_called_arithmetic(plain, tmp_path):
