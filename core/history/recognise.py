@@ -23,7 +23,7 @@ from trainfold.core.format.indexes.proved import OF_ONE_RANK
 from trainfold.core.format.manifest import Head, Manifest
 from trainfold.core.format.run_file import run_document
 from trainfold.core.history.inventory import OLDER, Entry, Inventory
-from trainfold.core.problem import error_from
+from trainfold.core.problem import Problem, error_from
 
 HEADER_LENGTH_BYTES: Final = 8  # the first bytes of a safetensors file: the length of its header
 _OTHER_FORMATS: Final = (
@@ -36,6 +36,7 @@ _OTHER_FORMATS: Final = (
     ".ckpt",
 )
 _OLDER: Final = f"{OLDER} of the run"
+_NO_PROOF: Final = "this does not prove damage"
 _COPIED: Final = f"{_OLDER}; if this is a copy, copy {{}} too, or write the checkpoint again before it is copied, so that it stands alone: trainfold prune RUN --keep-last 1 --flatten"
 
 
@@ -194,12 +195,25 @@ def unread_newest(inventory: Inventory, newest: Head | None) -> TrainfoldError |
         newest: the head of the newest one that is known; None without one.
     """
     problem = next((entry.problem for entry in inventory.maybe_newer(newest) if entry.problem is not None), None)
-    if problem is None:
-        return None
     other = (
         "" if newest is None else f": to take another one, name it, such as {inventory.run}/{directory_of(newest.step)}"
     )
-    return error_from(attrs.evolve(problem, fix=f"{problem.fix}; it may be the newest{other}"))
+    return None if problem is None else error_from(may_be_newest(problem, other))
+
+
+def may_be_newest(problem: Problem, then: str) -> Problem:
+    """The problem of a checkpoint that cannot be read now, with a fix that says why no other one is taken.
+
+    Args:
+        problem: its problem.
+        then: the rest of that sentence.
+
+    Examples:
+        >>> may_be_newest(Problem("CheckpointUnreadable", "runs/a", "bytes", "503", "wait"), ": name another one").fix
+        'wait; this does not prove damage; it may be the newest: name another one'
+    """
+    proof = "" if _NO_PROOF in problem.fix else f"; {_NO_PROOF}"
+    return attrs.evolve(problem, fix=f"{problem.fix}{proof}; it may be the newest{then}")
 
 
 def not_a_place_for_a_run(

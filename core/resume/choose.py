@@ -8,12 +8,12 @@ import attrs
 
 from trainfold.core.format.manifest import Manifest
 from trainfold.core.history.inventory import OLDER, Entry, Inventory, head_order, lineage
+from trainfold.core.history.recognise import may_be_newest
 from trainfold.core.problem import Problem
 from trainfold.core.resume.drift import verdict_of
 from trainfold.core.resume.position_checks import with_positions_checked
 from trainfold.core.resume.request import ResumeRequest, Target
 
-_NO_PROOF: Final = "this does not prove damage"
 _ALWAYS_NEEDED: Final = frozenset({"model", "optimizer", "trainer"})  # without one of them a checkpoint is an export
 
 
@@ -116,16 +116,12 @@ def _unread(
 ) -> tuple[Problem, ...]:
     """The checkpoints that may be newer than a chosen one, and that could not be read now; not an export, which would not be chosen."""
     step = found.head.step
-    fix = f"; it may be the newest, so no other one is taken unless you name its step, for one start: step={step} (on the command line: --step {step})"
+    then = f", so no other one is taken unless you name its step, for one start: step={step} (on the command line: --step {step})"
     return tuple(
-        attrs.evolve(entry.problem, fix=f"{_without_proof(entry.problem.fix)}{fix}")
+        may_be_newest(entry.problem, then)
         for entry in inventory.maybe_newer(found.head)
         if entry.problem is not None and (entry.manifest is None or not left_out(entry.manifest, request, wanted))
     )
-
-
-def _without_proof(fix: str) -> str:
-    return fix if _NO_PROOF in fix else f"{fix}; {_NO_PROOF}"
 
 
 def _at_step(inventory: Inventory, step: int) -> Manifest | tuple[Problem, ...]:
