@@ -79,8 +79,8 @@ def _overview(page: RunPage) -> str:
         since = flight.loss.not_finite_since
         figures.append(("Loss", number_text(value), f"step {step:,}" if since is None else f"not finite since step {since:,}"))  # fmt: skip
     if best is not None and best.record.score is not None:
-        entry, timeline = best.best
-        lost = page.lost_best(entry.step, timeline)
+        entry, _ = best.best
+        lost = page.lost_bests.get(entry.step, "")
         figures.append((f"Best {best.record.metric}", number_text(best.record.score), f"step {entry.step:,}{lost and f', {lost}'}"))  # fmt: skip
     usable = sum(entry.is_candidate for entry in inventory.entries)
     figures.append(("Checkpoints", number_text(usable), bytes_text(sum(page.sizes.values()))))

@@ -76,10 +76,10 @@ def evaluations_of(page: RunPage) -> dict[str, list[Result]]:
     found = dict(reversed(found.items()))
     if page.best is not None:
         known = found.setdefault(page.best.record.metric, {})
-        for entry, timeline in page.best.entries:
+        lost = page.lost_bests
+        for entry, _ in page.best.entries:
             if entry.score is not None and (entry.step, repr(entry.score)) not in known:
-                is_left = bool(page.lost_best(entry.step, timeline))
-                known[entry.step, repr(entry.score)] = Result(entry.step, entry.score, is_left=is_left)
+                known[entry.step, repr(entry.score)] = Result(entry.step, entry.score, is_left=entry.step in lost)
     return {name: sorted(known.values(), key=lambda each: each.step) for name, known in found.items() if known}
 
 
@@ -125,11 +125,11 @@ def evaluation_parts(page: RunPage) -> list[str]:
         names = ", ".join(others[:_NAMED]) + (" and more" if len(others) > _NAMED else "")
         drawn.append(note(f"{count_text(len(others), 'more name')} of evaluations are not shown here: {safe(names)}. The journal of the run has them."))  # fmt: skip
     if page.best is not None:
-        record = page.best.record
-        entries = [placed for placed in page.best.entries if placed[0].score is not None]
+        record, lost = page.best.record, page.lost_bests
+        entries = [entry for entry, _ in page.best.entries if entry.score is not None]
         rows = [
-            (str(place), number_text(entry.step), number_text(entry.score or 0.0), page.lost_best(entry.step, timeline))
-            for place, (entry, timeline) in enumerate(entries, 1)
+            (str(place), number_text(entry.step), number_text(entry.score or 0.0), lost.get(entry.step, ""))
+            for place, entry in enumerate(entries, 1)
         ]
         columns = ("place", "step", record.metric, "checkpoint")[: 4 if any(row[3] for row in rows) else 3]
         goal = "less is better" if record.direction == "min" else "more is better"

@@ -97,19 +97,22 @@ class RunPage:
         logged = self.flight is not None and bool(self.flight.others or self.flight.not_shown)
         return logged or any(each.manifest is not None and each.manifest.world_size > 1 for each in self.inventory.entries)  # fmt: skip
 
-    def lost_best(self, step: int, timeline: int) -> str:
-        """Why the checkpoint of a best counts no more, in words; empty if it does, or if it cannot be read now.
-
-        Args:
-            step: of the best.
-            timeline: of its checkpoint.
-        """
-        entry = self.inventory.entry(directory_of(step))
-        if entry is None or (entry.head is not None and entry.head.timeline != timeline):
-            return "its checkpoint is gone"
-        if entry.problem is not None:
-            return "" if entry.is_unreadable else "its checkpoint cannot be used"
-        return "" if entry in lineage(self.inventory) else "left behind by a rewind"
+    @property
+    def lost_bests(self) -> dict[int, str]:
+        """Step of a best -> why its checkpoint counts no more, in words; without those that count, or cannot be read now."""
+        if self.best is None:
+            return {}
+        present = lineage(self.inventory)
+        found = {}
+        for best, timeline in (*self.best.entries, self.best.best):
+            entry = self.inventory.entry(directory_of(best.step))
+            if entry is None or (entry.head is not None and entry.head.timeline != timeline):
+                found[best.step] = "its checkpoint is gone"
+            elif entry.problem is not None:
+                found |= {} if entry.is_unreadable else {best.step: "its checkpoint cannot be used"}
+            elif entry not in present:
+                found[best.step] = "left behind by a rewind"
+        return found
 
     @property
     def sizes(self) -> dict[str, int]:
