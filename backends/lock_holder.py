@@ -1,23 +1,60 @@
-"""Who holds a lock: a process, as text for messages, and whether it is gone."""
+"""Who holds a lock, or writes a journal: a process, as text for messages, and whether it is gone."""
 
 import os
 import re
 import socket
 import time
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _KILLED: Final = 1 << 8  # SIGKILL, of the pending signals in /proc/PID/status
 _EXITING: Final = 0x4  # PF_EXITING, of the flags in /proc/PID/stat
 _PID: Final = re.compile(r"process (\d{1,9}) on ")
 _NAMED: Final = re.compile(rf"{_PID.pattern}(\S.*)")
 _CLOCK_SECS: Final = 2.0  # of a start, which is known in hundredths, and of the times of files and objects
+_MOST_PIDS: Final = 2**22  # of Linux
 _START: Final = 19  # the place of the start in what `_fields` gives
 
 
 def myself() -> str:
     """This process, such as ``process 12 on node-3``."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def this_machine() -> str:
+    """This boot of this machine, and these namespaces of processes and of time, in which starts are counted: host names alone repeat."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        processes, times = Path("/proc/self/ns/pid").stat().st_ino, Path("/proc/self/ns/time")
+        return (
+            f"{boot}:{processes}:{times.stat().st_ino if times.exists() else ''}"  # Linux has those of time since 5.6
+        )
+    except OSError:
+        return uuid.uuid4().hex
+
+
+def seen_as() -> dict[str, Any]:
+    """This process, as JSON from which `still_runs` knows it."""
+    return {"pid": os.getpid(), "began": start_of(os.getpid()), "machine": this_machine()}
+
+
+def still_runs(process: Mapping[str, Any]) -> bool | None:
+    """Whether a process runs; None if it cannot be seen from here.
+
+    Args:
+        process: as `seen_as` has it; from a file, so anything.
+
+    Examples:
+        >>> still_runs(seen_as()), still_runs({"pid": 1, "began": "", "machine": this_machine()}), still_runs({})
+        (True, None, None)
+    """
+    pid, began = process.get("pid"), process.get("began")
+    if not (isinstance(pid, int) and isinstance(began, str) and began and process.get("machine") == this_machine()):
+        return None
+    is_gone = is_dead(pid, began) if 0 < pid < _MOST_PIDS else True
+    return None if is_gone is None else not is_gone
 
 
 def pid_of(holder: str) -> int:

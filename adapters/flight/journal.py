@@ -13,6 +13,7 @@ from typing import Any, Final, final
 from trainfold.backends.flight.flights import FlightWriter
 from trainfold.backends.flight.journals import JournalWriter
 from trainfold.backends.job import Job
+from trainfold.backends.lock_holder import seen_as
 from trainfold.backends.user_warning import WARNED
 from trainfold.core.errors import error_text
 from trainfold.core.flight.journal_line import JournalLine, drift_data
@@ -65,7 +66,7 @@ class Journal(logging.Filter):
     def started(self, step: int) -> None:
         """Write that a process trains from this step on; before its first step, so that the flight log still shows how far the one before came."""
         kept_back, self._kept_back = self._kept_back or [], None
-        line = JournalLine(time.time(), "started", step, data={"pid": os.getpid(), **self._rules})
+        line = JournalLine(time.time(), "started", step, data={**seen_as(), **self._rules})
         self._file.start(line, self._flight.reached)
         if kept_back:
             self._file.append(kept_back)

@@ -10,7 +10,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.backends.lock_holder import has_ended, has_gone_since, myself, pid_of, writer_in_words
+from trainfold.backends.lock_holder import has_ended, has_gone_since, myself, writer_in_words
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced
 
 LOCK_NAME: Final = ".lock"
@@ -100,10 +100,17 @@ def writers(root: str, directories: Iterable[str]) -> dict[str, str]:
         root: the run.
         directories: of saves without a manifest.
     """
-    seen = _seen(root)
-    if seen is None:
+    try:
+        fd = os.open(f"{root}/{LOCK_NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return {}
-    holder, opened = seen
+    try:
+        opened = os.fstat(fd)
+        holder = _holder(fd) if stat.S_ISREG(opened.st_mode) else ""
+    except OSError:
+        return {}
+    finally:
+        os.close(fd)
     is_gone = has_gone_since(holder, opened.st_mtime)
     found = {}
     for name in directories if not is_gone else ():
@@ -112,40 +119,6 @@ def writers(root: str, directories: Iterable[str]) -> dict[str, str]:
         if words is not None and changed >= opened.st_mtime:
             found[name] = words
     return found
-
-
-def runs(root: str, pid: int, at: float) -> bool | None:
-    """Whether the process that had the lock at a moment still runs; None if that is not known, as of one of another machine, or if the lock was taken by another, or released.
-
-    Args:
-        root: the run.
-        pid: the number of the process.
-        at: a moment when it had the lock, in seconds since 1970.
-    """
-    seen = _seen(root)
-    if seen is None:
-        return None
-    holder, opened = seen
-    is_copy = opened.st_ctime_ns > opened.st_mtime_ns  # one that keeps times; the process may have ended well since
-    if is_copy or opened.st_mtime > at or pid_of(holder) != pid:
-        return None
-    is_gone = has_gone_since(holder, at)
-    return None if is_gone is None else not is_gone
-
-
-def _seen(root: str) -> tuple[str, os.stat_result] | None:
-    """The holder that the lock file names, and the file; None if it cannot be read."""
-    try:
-        fd = os.open(f"{root}/{LOCK_NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        opened = os.fstat(fd)
-        return _holder(fd) if stat.S_ISREG(opened.st_mode) else "", opened
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
 
 
 def _changed_at(directory: str) -> float:

@@ -71,7 +71,7 @@ class RunPage:
         left_out: how many lines of a long journal are not in it: of the older ones, it has the starts and ends of processes alone.
         is_copied: whether the logs got their times by a copy, so that the last line of the journal is the last sign of a process.
         place: where the run is, as a journal names a far tier.
-        runs: whether the last process of the journal runs, as the lock of the run says; None if that is not known.
+        runs: whether the last process of the journal runs; None if that is not known.
         flight: from the flight log of rank 0; None for a run without one.
         resume: what a resume would do.
         unread: what of the run could not be read, and why.

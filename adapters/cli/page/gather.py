@@ -1,9 +1,10 @@
 """`PageReader`: reads the facts of a run for its page; again and again, if the run goes on."""
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import attrs
 
@@ -16,13 +17,13 @@ from trainfold.backends.flight.flight_values import FlightValues
 from trainfold.backends.flight.flights import flight_name, ranks_with_log
 from trainfold.backends.flight.journals import JOURNAL, read_journal
 from trainfold.backends.flight.log_pieces import sizes_of
+from trainfold.backends.lock_holder import still_runs
 from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import quarantined
 from trainfold.backends.side_by_side import side_by_side
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.place import settled_place
 from trainfold.backends.stores.protocol import Store
-from trainfold.backends.stores.run_lock import runs
 from trainfold.core.best.best_json import BEST_FILE, BestFile
 from trainfold.core.errors import CheckpointError, TrainfoldError
 from trainfold.core.flight.journal_line import JournalLines
@@ -57,7 +58,8 @@ class PageReader:
         self._logs: dict[int, FlightValues] = {}
         self._seen: object = None  # as the files were before the last read in which none failed
         self._has_failed = False
-        self._started: tuple[int, float] | None = None  # the number of the last process, and when it began
+        self._is_copied = False
+        self._started: Mapping[str, Any] = {}  # the last process
 
     def has_changed(self) -> bool:
         """Whether there is something new since the last read, or that one failed; always of a bucket, whose answer would cost as much as the facts."""
@@ -69,8 +71,15 @@ class PageReader:
         return [self._runs(), *(_stamp(place / name) for name in names)]
 
     def _runs(self) -> bool | None:
-        """Whether the last process runs, which leaves no file when it is killed; None in a bucket."""
-        return runs(self._store.url, *self._started) if isinstance(self._store, LocalStore) and self._started else None
+        """Whether the last process runs, which leaves no file when it is killed; None of a copy, and in a bucket: it may have ended well since the journal was put there."""
+        if not isinstance(self._store, LocalStore) or self._started.get("far") == settled_place(self._store.url):
+            return None
+        try:
+            journal = Path(self._store.url, JOURNAL).stat()
+        except OSError:
+            return None
+        is_copy = journal.st_ctime_ns > journal.st_mtime_ns  # one that keeps times
+        return None if is_copy or self._is_copied else still_runs(self._started)
 
     def read(self) -> RunPage:
         """The facts as they are now.
@@ -94,8 +103,8 @@ class PageReader:
         times = side_by_side([partial(committed_at, store, entry) for entry in inventory.entries])
         unread: list[str] = []
         journal = self._journal(store, unread)
-        self._started = _started(journal)
-        is_copied = _is_copied(store, journal)
+        self._started = next((each.data for each in reversed(journal.lines) if each.kind == "started"), {})
+        self._is_copied = is_copied = _is_copied(store, journal)
         return RunPage(
             inventory,
             now,
@@ -164,12 +173,6 @@ class PageReader:
             damage=damage,
             undone=undone,
         )
-
-
-def _started(journal: JournalLines) -> tuple[int, float] | None:
-    line = next((each for each in reversed(journal.lines) if each.kind == "started"), None)
-    pid = None if line is None else line.data.get("pid")
-    return (pid, line.at) if line is not None and isinstance(pid, int) else None
 
 
 def _is_copied(store: Store, journal: JournalLines) -> bool:

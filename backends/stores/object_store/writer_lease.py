@@ -10,12 +10,11 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Final, final
 
 import attrs
 
-from trainfold.backends.lock_holder import is_dead, myself, pid_of, start_of, was_there, writer_in_words
+from trainfold.backends.lock_holder import is_dead, myself, pid_of, start_of, this_machine, was_there, writer_in_words
 from trainfold.backends.stores.object_store.bucket import Bucket, Stored, Version
 from trainfold.backends.stores.object_store.errors.bucket_errors import raise_alone
 from trainfold.core.errors import CheckpointError, CheckpointHostile, RunLocked, RunReplaced
@@ -181,7 +180,7 @@ class WriterLease:
 
     def _take(self, found: Stored | None, old: LeaseRecord | None) -> bool:
         taken, broken = (old.taken, old.broken + bool(old.holder)) if old is not None else (0, 0)
-        record = LeaseRecord(f"{myself()} ({_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs, broken,
+        record = LeaseRecord(f"{myself()} ({this_machine()})", uuid.uuid4().hex, taken + 1, self._lasts_secs, broken,
                              () if old is None else old.recent, start_of(os.getpid()))  # fmt: skip
         began = _now_here()
         _HELD.add(record.token)
@@ -339,20 +338,8 @@ def _process(holder: str) -> str:
 
 def _is_gone(record: LeaseRecord) -> bool | None:
     """Whether the holder lives no more; None if this process cannot see it: numbers of processes are those of one boot and namespace, and are used again."""
-    if not (record.started and record.pid and record.holder.endswith(f" ({_machine()})")):
+    if not (record.started and record.pid and record.holder.endswith(f" ({this_machine()})")):
         return None
     if record.pid == os.getpid() and record.started == start_of(record.pid):
         return record.token not in _HELD  # it could not be given back, or its taker had no answer
     return is_dead(record.pid, record.started)
-
-
-def _machine() -> str:
-    """This boot of this machine, and these namespaces of processes and of time, in which starts are counted: host names alone repeat."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        processes, times = Path("/proc/self/ns/pid").stat().st_ino, Path("/proc/self/ns/time")
-        return (
-            f"{boot}:{processes}:{times.stat().st_ino if times.exists() else ''}"  # Linux has those of time since 5.6
-        )
-    except OSError:
-        return uuid.uuid4().hex

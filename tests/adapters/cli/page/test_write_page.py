@@ -16,6 +16,7 @@ from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journals import JOURNAL
+from trainfold.backends.lock_holder import start_of, this_machine
 from trainfold.core.errors import CheckpointMissing
 from trainfold.core.flight import journal_line
 from trainfold.core.flight.journal_line import JournalLine
@@ -235,35 +236,29 @@ def test_a_run_before_its_first_checkpoint_has_a_page(tmp_path, answered):
     answered("page", run, "-o", tmp_path / "run.html", code=CheckpointMissing.exit_code)
 
 
-HOLDER = """
-import sys
-from trainfold.backends.stores.local import LocalStore
-with LocalStore(sys.argv[1]).lock():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_whether_the_last_process_runs_is_said_by_the_lock_of_the_run(run, tmp_path):
+def test_whether_the_last_process_runs_is_said_where_it_can_be_seen(run, tmp_path):
     """W22: of a process that had been killed an hour ago the page said `it runs, or it was killed`, and a live page never changed."""
 
     def ending(reader):
         shown = page_html(reader.read())
         return next(
-            each for each in (IN_WORDS[ending] for ending in ("runs", "killed", "open")) if f">{each}<" in shown
+            each for each in (IN_WORDS[ending] for ending in ("runs", "open", "killed")) if f">{each}<" in shown
         )
 
-    with subprocess.Popen([sys.executable, "-c", HOLDER, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        holder.stdout.readline()
-        journal, reader = JournalFile(run / JOURNAL), PageReader(run)
-        journal.append([JournalLine(time.time(), "started", 0, data={"pid": holder.pid})])
+    journal, reader = JournalFile(run / JOURNAL), PageReader(run)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        seen = {"pid": process.pid, "began": start_of(process.pid), "machine": this_machine()}
+        journal.append([JournalLine(time.time(), "started", 0, data=seen)])
         assert ending(reader) == "it runs"
         shutil.copytree(run, tmp_path / "copy", symlinks=True)
         assert ending(PageReader(tmp_path / "copy")).startswith("no end is recorded"), "the run may go on, and end well"
         reader.read()
         assert not reader.has_changed()
-        holder.kill()
+        process.kill()
     assert reader.has_changed()
     assert ending(reader) == "killed, or died without a word"
-    journal.append([JournalLine(time.time(), "started", 4, data={"pid": 1})])
-    assert "no end is recorded: it runs, or it was killed" in page_html(reader.read()), "another one has the lock"
+    for unlike in ({"machine": "another"}, {"began": ""}, {"pid": "x"}, {"far": str(run)}):
+        journal.append([JournalLine(time.time(), "started", 0, data=seen | unlike)])
+        assert ending(reader) == "no end is recorded: it runs, or it was killed"
+    journal.append([JournalLine(time.time(), "started", 0, data=seen | {"pid": os.getpid()})])
+    assert ending(reader) == "killed, or died without a word", "another process has its number now"

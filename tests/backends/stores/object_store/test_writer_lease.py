@@ -15,12 +15,12 @@ from obstore.store import MemoryStore
 
 import trainfold
 from trainfold.adapters.cli.ls import list_store
-from trainfold.backends.lock_holder import start_of
+from trainfold.backends.lock_holder import start_of, this_machine
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.object_store import writer_lease
 from trainfold.backends.stores.object_store.bucket import Found, Stored
 from trainfold.backends.stores.object_store.object_store import ObjectStore
-from trainfold.backends.stores.object_store.writer_lease import LEASE, LeaseRecord, WriterLease, _machine
+from trainfold.backends.stores.object_store.writer_lease import LEASE, LeaseRecord, WriterLease
 from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced, SaveFailed
 from trainfold.core.state.leaves import Leaves
@@ -70,7 +70,7 @@ def machines(monkeypatch):
     monkeypatch.setattr(writer_lease, "_LOOK_SECS", 0.01)
 
     def be(name):
-        monkeypatch.setattr(writer_lease, "_machine", lambda: name)
+        monkeypatch.setattr(writer_lease, "this_machine", lambda: name)
 
     be("a")
     return be
@@ -100,7 +100,7 @@ def test_a_lease_is_taken_over_only_after_it_ended_and_its_holder_is_refused_fro
         patch.setattr(time, "sleep", lambda secs: setattr(bucket, "now", bucket.now + secs))
         patch.setattr(time, "time", lambda: pytest.fail("a clock that can be set"))
         for who, what, secs in steps:
-            patch.setattr(writer_lease, "_machine", lambda who=who: f"machine {who}")
+            patch.setattr(writer_lease, "this_machine", lambda who=who: f"machine {who}")
             lease = leases[who]
             if what == "wait":
                 bucket.now += secs
@@ -253,7 +253,7 @@ def held_by(sleeping, monkeypatch):
     def make(pid, started, host="pod-1"):
         bucket = FakeBucket()
         monkeypatch.setattr(time, "sleep", lambda secs: setattr(bucket, "now", bucket.now + secs))
-        holder = f"process {pid} on {host} ({writer_lease._machine()})"
+        holder = f"process {pid} on {host} ({writer_lease.this_machine()})"
         record = writer_lease.LeaseRecord(holder, "token", 1, 10.0, 0, started=started)
         bucket.put_if(writer_lease.LEASE, record.encoded(0), None)
         return bucket
@@ -436,14 +436,16 @@ def test_a_machine_without_namespaces_of_time_is_known(monkeypatch):
     """W22: Linux has them since 5.6; before it a killed holder of the same machine was waited for, as one of another machine."""
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: path.name != "time" and exists(path))
-    assert _machine() == _machine()
-    assert _machine().endswith(":")
+    assert this_machine() == this_machine()
+    assert this_machine().endswith(":")
 
 
 def test_a_living_holder_is_not_gone_where_starts_are_counted_from_another_time():
     """C03: a container that was restored on another machine has a namespace of time, in which /proc shows other starts: another process, by the number."""
     with subprocess.Popen(["sleep", "60"]) as holder:
-        record = LeaseRecord(f"process {holder.pid} on a ({_machine()})", "token", 1, 30.0, 0, (), start_of(holder.pid))
+        record = LeaseRecord(
+            f"process {holder.pid} on a ({this_machine()})", "token", 1, 30.0, 0, (), start_of(holder.pid)
+        )
         program = f"from trainfold.backends.stores.object_store.writer_lease import *; from trainfold.backends.stores.object_store.writer_lease import _is_gone; print(_is_gone({record!r}))"
         found = subprocess.run(
             ["unshare", "--time", "--boottime", "100000", "--fork", sys.executable, "-c", program],
