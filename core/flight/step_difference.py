@@ -27,7 +27,7 @@ class StepDifference:
     Attributes:
         step: the step.
         parts: what differs, of ``samples``, ``epoch``, ``batch``, ``loss``, ``norm``, ``streams``, ``host_streams`` and ``state``. The
-            streams of python and numpy count only where other things differ, and they were the same before. Those of torch do not count where they
+            streams of python and numpy count only where other things differ, and they were the same one or two steps before: a draw after the last use in a step shows in the next one. Those of torch do not count where they
             were elsewhere before, and results are the same: nothing depends on them.
         same: what is known in both, and the same.
         one: the record of the first flight; None if it has none, where only the state is compared.
@@ -111,7 +111,8 @@ def step_difference(one: Flight, other: Flight, step: int) -> StepDifference | N
         same.append("streams")
     elif streams is False and not _is_adrift(one, other, step):
         parts.append("streams")
-    if parts and _alike(one, other, step - 1, "host_streams") and _alike(one, other, step, "host_streams") is False:
+    were_alike = any(_alike(one, other, at, "host_streams") for at in (step - 1, step - 2))
+    if parts and were_alike and _alike(one, other, step, "host_streams") is False:
         parts.append("host_streams")
     states = one.states.get(step, {}), other.states.get(step, {})
     components = tuple(name for name, digest in states[0].items() if digest != states[1].get(name, digest))

@@ -131,6 +131,10 @@ def test_streams_of_python_count_only_where_they_come_apart_in_a_step_that_diffe
     changed = attrs.evolve(FULL[4], loss=OTHER["loss"], host_streams=b"else")
     assert first_step_apart(flight_of(one), flight_of([*one[:4], changed])).parts == ("loss", "host_streams")
     assert first_step_apart(flight_of(one), flight_of([*other[:4], changed])).parts == ("loss",)
+    late = flight_of(
+        [*one[:3], other[3], changed]
+    )  # a draw after the last use in step 4: step 5 is the first that shows it
+    assert first_step_apart(flight_of(one), late).parts == ("loss", "host_streams")
 
 
 @pytest.mark.parametrize(("whole", "parts", "same"), [
