@@ -29,6 +29,7 @@ _REJECTED_OR_SKEWED: Final = re.compile(r"\b(AuthenticationFailed|invalid_grant)
 _DISABLED: Final = re.compile(
     r"\b(AccountIsDisabled|AccountProblem|AllAccessDisabled|InvalidPayer|UserProjectAccountProblem|accountDisabled)\b"
 )
+_MISNAMED: Final = re.compile(r"\b(InvalidBucketName|InvalidResourceName|OutOfRangeInput)\b")
 _ELSEWHERE: Final = re.compile(r"\b(AuthorizationHeaderMalformed|PermanentRedirect)\b|redirect without LOCATION")
 _DENIED: Final = re.compile(r"\b403 Forbidden|\b(AccessDenied|AuthorizationPermissionMismatch)\b")
 _BARRED: Final = re.compile(r": 407 |\(407\)$")
@@ -64,6 +65,7 @@ _BY_SIGN: Final = (
     (_SKEWED, "a request with the time of the store", _SET_CLOCK),
     (_REJECTED_OR_SKEWED, "credentials that the store takes", f"{_RENEW}; or {_SET_CLOCK}"),
     (_DISABLED, "an account that the store serves", _ENABLE),
+    (_MISNAMED, "a name that a bucket can have", "correct the name of the bucket in the URL"),
     (_ELSEWHERE, "the region of the bucket", _SET_REGION),
     (_BARRED, "a proxy that passes requests on", _BY_PROXY),
     (_UNTRUSTED, "a store whose certificate is trusted", _TRUST),

@@ -96,6 +96,8 @@ def test_a_client_shows_no_password_with_a_quotation_mark(proxy):
         ('400 Bad Request: {"error":"invalid_grant"}', "renew or correct these credentials; or set this machine's clock"),
         ("403 Forbidden: <Code>AccountIsDisabled</Code>", "look at the account at its provider"),
         ("403 Forbidden: <Code>AccessDenied</Code>", "give these credentials the right"),
+        ("400 Bad Request: <Code>InvalidBucketName</Code>", "correct the name of the bucket"),
+        ("400 Bad Request: <Code>InvalidResourceName</Code>", "correct the name of the bucket"),
     ],
 )  # fmt: skip
 def test_a_code_has_the_advice_of_each_of_its_causes(said, fix):
