@@ -63,6 +63,23 @@ def pid_of(holder: str) -> int:
     return 0 if named is None else int(named[1])
 
 
+def seen_from_here(holder: str, machine: str) -> str:
+    """A holder, named apart from this machine's own processes if it has the name of this host and is not one of them: it cannot be seen.
+
+    Args:
+        holder: as `myself` names it.
+        machine: its `this_machine`; "" if that is not known.
+
+    Examples:
+        >>> seen_from_here(myself(), this_machine()) == seen_from_here(myself(), "") == myself()
+        True
+        >>> seen_from_here(myself(), "another").removeprefix(myself())
+        ' (in another container, or before a restart)'
+    """
+    is_elsewhere = machine not in {"", this_machine()} and holder.endswith(f" on {socket.gethostname()}")
+    return f"{holder} (in another container, or before a restart)" if is_elsewhere else holder
+
+
 def has_ended(holder: str) -> bool:
     """Whether a process on this machine is gone, or on its way: then nothing but time is needed. A process of another machine cannot be seen."""
     named = _NAMED.fullmatch(holder)

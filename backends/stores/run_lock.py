@@ -10,7 +10,14 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.backends.lock_holder import has_ended, has_gone_since, myself, writer_in_words
+from trainfold.backends.lock_holder import (
+    has_ended,
+    has_gone_since,
+    myself,
+    seen_from_here,
+    this_machine,
+    writer_in_words,
+)
 from trainfold.core.errors import CheckpointHostile, RunLocked, RunReplaced
 
 LOCK_NAME: Final = ".lock"
@@ -85,7 +92,7 @@ def acquire(root: str) -> HeldLock:
         raise
     with suppress(OSError):  # a full disk: the lock holds, but no message can name the process
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{myself()}\n".encode(), 0)
+        os.pwrite(fd, f"{myself()}\n{this_machine()}\n".encode(), 0)
     held = HeldLock(root, fd, os.getpid(), (opened.st_dev, opened.st_ino))
     _HELD.add(held)
     return held
@@ -152,7 +159,8 @@ def _take(fd: int) -> None:
 
 
 def _holder(fd: int) -> str:
-    return os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "an unnamed process"
+    holder, _, machine = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip().partition("\n")
+    return seen_from_here(holder, machine) or "an unnamed process"
 
 
 def check(held: HeldLock) -> None:

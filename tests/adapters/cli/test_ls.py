@@ -17,6 +17,7 @@ from trainfold.adapters.cli.ls import list_run, list_store, pointed_names
 from trainfold.adapters.cli.page.gather import PageReader
 from trainfold.adapters.cli.terminal.output import aligned
 from trainfold.adapters.manager.manager import CheckpointManager
+from trainfold.backends.lock_holder import this_machine
 from trainfold.backends.ranks.in_process import run_threads
 from trainfold.backends.runs.api import save
 from trainfold.backends.runs.best.best_file import save_best
@@ -211,6 +212,11 @@ def test_what_another_machine_writes_is_under_way_while_it_changes(run):
     me = f"process {os.getpid()} on {socket.gethostname()}"
     assert status(me, locked=now, changed=now) == f"being written by {me}"
     assert status(me, locked=NOW - 9e8, changed=now).startswith("CheckpointTorn"), "another one had the number"
+    assert status(f"{me}\n{this_machine()}", locked=now, changed=now) == f"being written by {me}"
+    gone = f"process 4194303 on {socket.gethostname()}"
+    assert status(gone, locked=now, changed=now).startswith("CheckpointTorn")
+    inside = f"{gone} (in another container, or before a restart)"
+    assert status(f"{gone}\nother", locked=now, changed=now) == f"being written by {inside}, if that still runs"
     for text in ("", "\x1b[31m", "process x on y", f"process {10**30} on elsewhere"):
         assert status(text, locked=now, changed=now).startswith("CheckpointTorn")
     (run / ".lock").unlink()
