@@ -210,10 +210,10 @@ def _follow(program: Program, seen: list[RecordedLine], patience_secs: float, is
 
 
 def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights: Logs) -> None:
-    """By what its managers say; without one, by the first step in its log, which begins empty."""
+    """By the first step in its log, which begins empty; or by what its managers say, which do not know of a `trainfold.load`."""
     starts = [entry for entry in seen if entry.kind == "start"]
     first = min((step for flight in flights.values() for step in flight.steps), default=None)
-    if not starts and first == request.begin + 1:
+    if first == request.begin + 1:
         return
     if request.begin and not any(entry.data["resumed_from"] == directory_of(request.begin) for entry in starts):
         places = sorted({str(entry.data["place"]) for entry in starts})

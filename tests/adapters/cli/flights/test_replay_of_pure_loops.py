@@ -72,6 +72,16 @@ def test_the_run_is_only_read(until, ran, replayed, tmp_path, monkeypatch):
     assert not (tmp_path / "runs/replay/run/step-00000015").exists()
 
 
+@pytest.mark.long
+def test_a_loop_that_loads_itself_and_has_a_manager_goes_on_from_the_checkpoint(ran, replayed):
+    """Its manager knows nothing of the load: each replay was refused, with the advice to call `trainfold.load`."""
+    manager = "manager = trainfold.CheckpointManager(run, every=3, record=3)\nrecorded = manager.recorded(step)"
+    saves = "    if state.trainer.step % 3 == 0:\n        trainfold.save(state, run)\n"
+    command = ran("a", ("recorded = FlightLog(run, states_every=3).recorded(step)", manager), (saves, "    manager.step(state)\nmanager.close()\n"))  # fmt: skip
+    code, found = replayed("replay", "runs/a", "--from", 6, command=command)
+    assert (code, found.get("same"), found.get("steps")) == (0, True, 6), found
+
+
 def test_a_start_from_nothing_is_replayed_too(ran, replayed, tmp_path):
     """The copy is not there before the program makes it, so a program that looks for it begins."""
     command = ran("a")
