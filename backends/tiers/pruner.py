@@ -55,6 +55,7 @@ class Pruner:
         policy: what to keep.
         left_behind: what to keep of the checkpoints that rewinds have left behind; None for all.
         lock: a lock for the time in which it looks at ``best.json`` and deletes, against other threads of this process that write that file.
+        waiting: gives the best that is still to be written here; what it names stays too. None for none.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Pruner:
         left_behind: Retention | None = None,
         *,
         lock: Callable[[], AbstractContextManager[Any]] = best_json_lock,
+        waiting: Callable[[], BestFile | None] = lambda: None,
     ) -> None:
-        self._lock = lock
+        self._lock, self._waiting = lock, waiting
         self._store = store
         self._seen = store  # at the time of a decision
         self._policy = policy
@@ -199,6 +201,8 @@ class Pruner:
         whole = (*(name for name in names if name not in problems), written.name)
         entries = [entry for name in whole if (entry := inventory.entry(name)) is not None]
         pointed = {target: f"the pointer {name}" for name, target in self._seen.pointers().items()}
+        bests = [each for each in (self._waiting(), best) if each is not None]
+        named = {name: why for each in bests for name, why in each.names_in(inventory.timelines).items()}
         now = self._committed_at(written.name) if now is None else now
         return plan_pruning(
             inventory,
@@ -207,7 +211,7 @@ class Pruner:
             files={name: self._seen.list(name) for name in may_be_torn(inventory, written)},
             policy=self._policy,
             left_behind=self._left_behind,
-            protected={**pointed, **(best.names_in(inventory.timelines) if best is not None else {})},
+            protected={**pointed, **named},
             problems=problems,
         )
 

@@ -4,11 +4,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Final, final
 
 import attrs
 
 from trainfold.backends.job import Job, is_process_ending
+from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.scan import examine, listed_run
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.carried_copy import check_copy
@@ -67,7 +69,8 @@ class Uploads:
         report: Callable[[Event], object],
     ) -> None:
         self._near, self._far = near, far
-        self._pruner = None if keep is None else Pruner(far, keep, lock=nullcontext)
+        best = partial(read_best, near)  # the file is sent after each checkpoint that waits
+        self._pruner = None if keep is None else Pruner(far, keep, lock=nullcontext, waiting=best)
         self._most_waiting = most_waiting
         self._report_event = report
         self._mutex = threading.Lock()

@@ -1,7 +1,8 @@
-"""What waits for its upload is given up only where another try would fail in the same way."""
+"""What waits for its upload is given up only where another try would fail in the same way; and the best is in the far tier too."""
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from trainfold import CheckpointManager
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.two_tiers import TwoTiers
+from trainfold.core.best.top_n import BestEntry
+from trainfold.retention import keep_last, load_best_n, make_best_record, save_best, updated
+
+WANTED = make_best_record(metric="loss", direction="min")
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ESTALE])
@@ -39,3 +44,31 @@ def test_what_the_disk_does_not_give_for_a_while_is_uploaded_when_it_does(tmp_pa
     assert [each.kind for each in events if each.kind == "uploaded"] == ["uploaded"]
     assert all("tried again" in each.detail for each in events if each.kind == "not_uploaded")
     assert trainfold.load(far, like=state_at(0)).trainer.step == 1
+
+
+class Slow(MemoryStore):
+    """A far tier that takes nothing while its gate is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+
+    def write(self, name, parts, *, size_bytes):
+        self.gate.wait(20)
+        super().write(name, parts, size_bytes=size_bytes)
+
+
+def test_the_far_tier_keeps_a_best_whose_record_still_waits(tmp_path):
+    """E02: `best.json` is sent after each checkpoint that waits; a best that it did not name yet was deleted there, and then the file was never sent."""
+    far = Slow()
+    run = TwoTiers(tmp_path / "near", far, keep_far=keep_last(1))
+    with CheckpointManager(run, keep_last=1) as manager:
+        manager.save(state_at(1))
+        best = save_best(run, updated(WANTED, {"loss": 0.1}, step=1), kept=[BestEntry(0.1, 1)])
+        for step in (2, 3):
+            manager.save(state_at(step))
+        save_best(run, best, kept=[BestEntry(0.1, 1), BestEntry(0.2, 3)])
+        manager.save(state_at(4))
+        far.gate.set()
+    assert [entry.step for entry in load_best_n(far, WANTED)] == [1, 3]
+    assert [name for name in far.list() if name.startswith("step-")] == [f"step-0000000{step}" for step in (1, 3, 4)]
