@@ -56,10 +56,10 @@ class Journal(logging.Filter):
         WARNED.append(self.warned)
 
     def keeps(
-        self, policy: Retention, left_behind: Retention | None, *, far_tier: tuple[str, Retention] | None
+        self, policy: Retention, left_behind: Retention | None, *, place: str, far_tier: tuple[str, Retention] | None
     ) -> None:
-        """Remember the rules of the run's retention for the line of the start; with where a far tier is, and its rules."""
-        self._rules = {"keep": rules_to_json(policy.rules)}
+        """Remember the rules of the run's retention for the line of the start; with where the run is, and where a far tier is, and its rules."""
+        self._rules = {"place": place, "keep": rules_to_json(policy.rules)}
         self._rules |= {} if left_behind is None else {"left_behind": rules_to_json(left_behind.rules)}
         self._rules |= {} if far_tier is None else {"far": far_tier[0], "keep_far": rules_to_json(far_tier[1].rules)}
 

@@ -28,6 +28,7 @@ from trainfold.backends.runs.commit import SaveResult
 from trainfold.backends.runs.save import save_snapshot
 from trainfold.backends.runs.snapshot import Snapshot, step_of_state
 from trainfold.backends.stores.os_errors import named_failures
+from trainfold.backends.stores.place import settled_place
 from trainfold.backends.stores.protocol import HasFarTier, Store
 from trainfold.backends.tiers.pruner import Pruner
 from trainfold.core.errors import SaveFailed, error_text, place, placed
@@ -120,7 +121,8 @@ class SaveRunner:
         self._flight = flight
         self._journal = None if flight is None else flight.journal
         if self._journal is not None:
-            self._journal.keeps(*pruner.policies, far_tier=store.far_tier if isinstance(store, HasFarTier) else None)
+            far_tier = store.far_tier if isinstance(store, HasFarTier) else None
+            self._journal.keeps(*pruner.policies, place=settled_place(store.url), far_tier=far_tier)
             events.journal = self._journal.event
         self._lease = lease
         if isinstance(store, HasFarTier):

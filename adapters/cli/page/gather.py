@@ -72,7 +72,7 @@ class PageReader:
 
     def _runs(self) -> bool | None:
         """Whether the last process runs, which leaves no file when it is killed; None of a copy, and in a bucket: it may have ended well since the journal was put there."""
-        if not isinstance(self._store, LocalStore) or self._started.get("far") == settled_place(self._store.url):
+        if not isinstance(self._store, LocalStore) or self._started.get("place") != settled_place(self._store.url):
             return None
         try:
             journal = Path(self._store.url, JOURNAL).stat()

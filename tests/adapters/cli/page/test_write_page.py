@@ -17,6 +17,7 @@ from trainfold.backends.flight.flights import flight_name
 from trainfold.backends.flight.journal_file import JournalFile
 from trainfold.backends.flight.journals import JOURNAL
 from trainfold.backends.lock_holder import start_of, this_machine
+from trainfold.backends.stores.place import settled_place
 from trainfold.core.errors import CheckpointMissing
 from trainfold.core.flight import journal_line
 from trainfold.core.flight.journal_line import JournalLine
@@ -247,17 +248,19 @@ def test_whether_the_last_process_runs_is_said_where_it_can_be_seen(run, tmp_pat
 
     journal, reader = JournalFile(run / JOURNAL), PageReader(run)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        seen = {"pid": process.pid, "began": start_of(process.pid), "machine": this_machine()}
+        seen = {"pid": process.pid, "began": start_of(process.pid), "machine": this_machine(), "place": settled_place(str(run))}  # fmt: skip
         journal.append([JournalLine(time.time(), "started", 0, data=seen)])
         assert ending(reader) == "it runs"
-        shutil.copytree(run, tmp_path / "copy", symlinks=True)
-        assert ending(PageReader(tmp_path / "copy")).startswith("no end is recorded"), "the run may go on, and end well"
+        for copy in (shutil.copy2, shutil.copyfile):  # the times of files are kept, or new
+            shutil.copytree(run, tmp_path / copy.__name__, symlinks=True, copy_function=copy)
+            shown = ending(PageReader(tmp_path / copy.__name__))
+            assert shown.startswith("no end is recorded"), "the run may go on, and end well"
         reader.read()
         assert not reader.has_changed()
         process.kill()
     assert reader.has_changed()
     assert ending(reader) == "killed, or died without a word"
-    for unlike in ({"machine": "another"}, {"began": ""}, {"pid": "x"}, {"far": str(run)}):
+    for unlike in ({"machine": "another"}, {"began": ""}, {"pid": "x"}, {"place": "/runs/near"}):
         journal.append([JournalLine(time.time(), "started", 0, data=seen | unlike)])
         assert ending(reader) == "no end is recorded: it runs, or it was killed"
     journal.append([JournalLine(time.time(), "started", 0, data=seen | {"pid": os.getpid()})])
