@@ -19,8 +19,8 @@ from trainfold.backends.tiers.copy_checkpoints import carry_out
 from trainfold.backends.tiers.pruner import Pruner, not_pruned
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.errors import CheckpointDamaged, CommitConflict, SaveFailed, TrainfoldError, error_text
-from trainfold.core.format.file_names import step_of
-from trainfold.core.history.inventory import lineage
+from trainfold.core.format.file_names import directory_of, step_of
+from trainfold.core.history.inventory import heads_of, lineage
 from trainfold.core.save.events import Event, EventKind
 from trainfold.core.save.pruning import parts_of
 from trainfold.core.save.retention import Retention, Saved
@@ -203,6 +203,8 @@ class Uploads:
         self.logs.send()  # before: a resume from there finds the log of the steps before it
         for error in carry_out(plan, self._near, self._far).values():
             raise error
+        if step is None and not plan.best:
+            self._send_bests()
         with self._mutex:
             self._given_up.pop(name, None)  # of an earlier save of the step
             if self._waiting.get(name) is waiting:
@@ -214,6 +216,24 @@ class Uploads:
         late = time.monotonic() - waiting.since
         self._report("uploaded", name, f"{sent} bytes, durable here {late:.1f} s before", secs=secs)
         self._prune(step)
+
+    def _send_bests(self) -> None:
+        """Send what the best names and the far tier lacks, and its record: a checkpoint that is found to be the best late may be deleted there by then."""
+        best = read_best(self._near)
+        here, there = inventory_in(self._near), inventory_in(glimpse(self._far))
+        names = {} if best is None else best.names_in(here.timelines)
+        lacking = [each.name for each in lineage(here) if each.name in names and each.head not in heads_of(there)]
+        examined = [examine(self._near, here, name).entry(name) for name in lacking]
+        whole = [each.head.step for each in examined if each is not None and each.head is not None and each.problem is None]  # fmt: skip
+        if not whole:
+            return
+        plan = planned_copy(self._near, self._far, steps=whole, replaces=True)
+        check_copy(plan)
+        for error in carry_out(plan, self._near, self._far).values():
+            raise error
+        for step in whole:
+            self._given_up.pop(directory_of(step), None)
+            self._report("uploaded", directory_of(step), "it is one of the best")
 
     def _prune(self, step: int) -> None:
         """Delete what the far tier need not keep. A failure is an event, and the next upload tries again."""

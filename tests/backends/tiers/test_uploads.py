@@ -72,3 +72,20 @@ def test_the_far_tier_keeps_a_best_whose_record_still_waits(tmp_path):
         far.gate.set()
     assert [entry.step for entry in load_best_n(far, WANTED)] == [1, 3]
     assert [name for name in far.list() if name.startswith("step-")] == [f"step-0000000{step}" for step in (1, 3, 4)]
+
+
+def test_a_checkpoint_that_proves_the_best_late_is_sent_again(tmp_path):
+    """E02: it was evaluated when `keep_far` had deleted it in the far tier, where the best stayed an older one without a word."""
+    far, events = MemoryStore(), []
+    run = TwoTiers(tmp_path / "near", far, keep_far=keep_last(1))
+    with CheckpointManager(run, keep_last=3, on_event=events.append) as manager:
+        for step in (1, 2, 3):
+            manager.save(state_at(step))
+            run.wait()
+        assert [name for name in far.list() if name.startswith("step-")] == ["step-00000003"]
+        save_best(run, updated(WANTED, {"loss": 0.1}, step=2))
+        manager.save(state_at(4))
+    assert [name for name in far.list() if name.startswith("step-")] == ["step-00000002", "step-00000004"]
+    assert [entry.step for entry in load_best_n(far, WANTED)] == [2]
+    assert trainfold.load(far, like=state_at(0)).trainer.step == 4
+    assert [each.step for each in events if each.kind == "uploaded"] == [1, 2, 3, 2, 4]
