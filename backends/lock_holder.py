@@ -24,7 +24,11 @@ def myself() -> str:
 
 
 def this_machine() -> str:
-    """This boot of this machine, and these namespaces of processes and of time, in which starts are counted: host names alone repeat."""
+    """This boot of this machine, and these namespaces of processes and of time, in which starts are counted: host names alone repeat. Another text each time where that is not known."""
+    return _machine() or uuid.uuid4().hex
+
+
+def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         processes, times = Path("/proc/self/ns/pid").stat().st_ino, Path("/proc/self/ns/time")
@@ -32,7 +36,7 @@ def this_machine() -> str:
             f"{boot}:{processes}:{times.stat().st_ino if times.exists() else ''}"  # Linux has those of time since 5.6
         )
     except OSError:
-        return uuid.uuid4().hex
+        return ""
 
 
 def seen_as() -> dict[str, Any]:
@@ -76,7 +80,8 @@ def seen_from_here(holder: str, machine: str) -> str:
         >>> seen_from_here(myself(), "another").removeprefix(myself())
         ' (in another container, or before a restart)'
     """
-    is_elsewhere = machine not in {"", this_machine()} and holder.endswith(f" on {socket.gethostname()}")
+    here = _machine()
+    is_elsewhere = "" not in {machine, here} and machine != here and holder.endswith(f" on {socket.gethostname()}")
     return f"{holder} (in another container, or before a restart)" if is_elsewhere else holder
 
 

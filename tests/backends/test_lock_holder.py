@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from trainfold.backends.lock_holder import has_ended, is_dead, myself, start_of
+from trainfold.backends import lock_holder
+from trainfold.backends.lock_holder import has_ended, is_dead, myself, seen_from_here, start_of, this_machine
 
 MAKES_NAMESPACES = os.geteuid() == 0 and not subprocess.run(
     ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "proc", "proc", "/proc"],
@@ -61,3 +62,14 @@ def test_a_living_process_of_another_user_is_not_gone_where_its_user_alone_sees_
 def test_numbers_of_another_namespace_say_nothing():
     """C03: a container that has not mounted its own /proc sees other processes under its numbers."""
     assert said("start_of(1) or '-', is_dead(1, '1'), is_dead(77777)", "--pid", "--fork") == "- None None"
+
+
+def test_where_a_machine_cannot_be_named_a_holder_of_its_name_is_its_own(monkeypatch):
+    """N03: without /proc, each look gave the machine another name, and a second manager of a process was refused for one in another container."""
+
+    def hidden(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(lock_holder, "Path", hidden)
+    assert this_machine() != this_machine()
+    assert seen_from_here(myself(), this_machine()) == myself()
