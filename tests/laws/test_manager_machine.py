@@ -76,6 +76,7 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         self.contents, self.path, self.damaged, self.quarantined = {}, [], set(), set()
         self.unsure, self.undead, self.leaving, self.outside = {}, {}, {}, set()
         self.best, self.best_perhaps, self.points_at = None, None, None
+        self.timelines = {}
         self.looked = {}
         self.is_armed = False
         self.open()
@@ -300,13 +301,13 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         self.arm(fault)
         try:
             save_best(self.store, new)
-            self.best, self.best_perhaps = (step, score), None
+            self.best, self.best_perhaps = (step, score, self.timelines[step]), None
             assert self.is_armed or self.store.point_target("best") == directory_of(step)
         except (SaveFailed, SimulatedCrash) as error:
             if self.finished(error if self.is_dead else None):
                 return
             if best_name(self.store) == directory_of(step):
-                self.best = (step, score)
+                self.best = (step, score, self.timelines[step])
                 self.best_perhaps = None if old is None else directory_of(old[0])
         self.bury()
 
@@ -418,8 +419,8 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
             assert self.store.point_target("latest") == self.points_at
         if self.save_ is None and self.store.point_target("latest") is not None:
             assert self.store.manifest(int(self.store.point_target("latest").removeprefix("step-")))
-        if self.best is not None and self.best_perhaps is None:
-            assert self.best[0] in self.contents
+        if self.best_there is not None and self.best_perhaps is None:
+            assert self.best_there in self.contents
         if self.store.point_target("best") is not None and self.save_ is None:
             assert self.store.manifest(int(self.store.point_target("best").removeprefix("step-")))
 

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import threading
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from kit.backends.best_file_cases import best_name
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.adapters.requests.sources import Asked
+from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.stores.memory import CrashAt, Effect, ErrorAt, MemoryStore, SimulatedCrash
 from trainfold.core import tree
 from trainfold.core.best.record import make_best_record
@@ -133,6 +135,9 @@ class GatedStore:
 
     def manifest(self, step):
         return self.content(f"{directory_of(step)}/{MANIFEST}")
+
+    def timeline(self, step):
+        return json.loads(self.manifest(step))["timeline"]
 
     def complete(self):
         names = [name.split("/") for name in self.names if name.endswith("/" + MANIFEST)]
@@ -300,6 +305,7 @@ class DiskModel:
         save.old = self.contents.get(step), tuple(self.path), self.damaged & {step}, frozenset(self.outside)
         save.in_place = self.path[-1:] == [step] and self.descent in {None, step}
         self.contents[step] = save.digest
+        self.timelines[step] = self.store.timeline(step)
         self.outside.discard(step)
         self.path = [*self.ancestors(step), step]
         self.damaged.discard(step)
@@ -344,8 +350,8 @@ class DiskModel:
 
         A pointer keeps its target (E02): after a `save_best` that failed, it may still lead to the former best.
         """
-        best, pointed = None if self.best is None else self.best[0], self.store.point_target("best")
-        stays = {best, *self.quarantined, *(step for step in self.path if directory_of(step) == pointed)}
+        pointed = self.store.point_target("best")
+        stays = {self.best_there, *self.quarantined, *(step for step in self.path if directory_of(step) == pointed)}
         free = [step for step in self.path if step == written or step not in stays]
         kept = {written, *stays}
         if self.keep_last:
@@ -356,6 +362,14 @@ class DiskModel:
         if not self.keep_last and not self.long_term:
             kept |= set(free)
         return [step for step in self.path if step not in kept]
+
+    @property
+    def best_there(self):
+        """The step of the best; None if that step was trained again after a rewind: then it is another state."""
+        if self.best is None:
+            return None
+        step, _, timeline = self.best
+        return step if self.timelines[step] == timeline else None
 
     def bury(self):
         """Look what has become of those that were to be deleted."""
@@ -416,7 +430,7 @@ class DiskModel:
         best = best_name(self.store)
         known = None if self.best is None else directory_of(self.best[0])
         assert best in {known, self.best_perhaps}
-        self.best = None if best is None else (int(best.removeprefix("step-")), None)
+        self.best = None if best is None else (int(best.removeprefix("step-")), None, read_best(self.store).timeline)
         self.best_perhaps = None
         self.is_armed = False
         self.loop = type(self.loop)()
@@ -434,6 +448,7 @@ class DiskModel:
             del self.contents[step]
         else:
             self.contents[step] = digest
+            self.timelines[step] = self.store.timeline(step)
         self.damaged |= damaged
 
     def recover(self):
