@@ -82,7 +82,7 @@ def carry_out(
         each.is_candidate and each not in present for each in found.entries
     )
     if is_new or is_rewound:
-        _lead_best(target, found, seen.pointers().get(BEST_POINTER), is_new=is_new)
+        _lead_best(target, seen, found, is_new=is_new)
     return wrong
 
 
@@ -130,16 +130,17 @@ def _copy_best(source: Store, target: Store) -> None:
         target.commit(BEST_FILE, data, replaces=None if old is None else digest_of(old))
 
 
-def _lead_best(target: Store, inventory: Inventory, pointed: str | None, *, is_new: bool) -> None:
+def _lead_best(target: Store, seen: Store, inventory: Inventory, *, is_new: bool) -> None:
     """Point to the best of those that the run still goes through: neither to what a rewind has left behind, nor to its step, trained again."""
     try:
-        best = read_best(target)
+        best = read_best(target if is_new else seen)
     except CheckpointError:  # a copy leaves it as it is
         return
+    pointed = seen.pointers().get(BEST_POINTER)
     if best is None or not (is_new or pointed == best.name):
         return
     led = best_still_there(inventory, best)
-    if led is not None:
+    if led is not None and led != pointed:
         target.point(BEST_POINTER, led)
-    elif pointed == best.name:
+    elif led is None and pointed == best.name:
         target.delete(BEST_POINTER)

@@ -16,6 +16,8 @@ from trainfold.backends.stores.object_store.bucket import Bucket
 from trainfold.backends.stores.object_store.pieces_ahead import PiecesAhead
 from trainfold.backends.stores.protocol import glimpse
 from trainfold.core.state.state import Progress, TrainState
+from trainfold.retention import make_best_record, save_best, updated
+from trainfold.stores import TwoTiers
 
 
 def trained(width=600):
@@ -47,6 +49,29 @@ def test_a_save_costs_six_requests_besides_its_files_and_a_resume_few_more_than_
         manager.restore(trainfold.attach(*trained()))
     assert len(calls) <= 30
     assert sum(verb == "list" for verb, *_ in calls) <= 6
+
+
+def test_an_upload_after_a_rewind_costs_what_one_before_it_does(tmp_path):
+    """What the rewind has left behind stays for good, and each upload read the best and wrote its pointer again for it."""
+    far, calls = counted(MemoryStore())
+    live, costs = trainfold.attach(*trained(3)), []
+    for first in (0, 2):
+        run = TwoTiers(tmp_path / "near", far)
+        with trainfold.CheckpointManager(run) as manager:
+            if first:
+                manager.restore(live, step=first)
+                live.advance(samples=1)
+                live.advance(samples=1)
+            for _ in range(4):
+                live.advance(samples=1)
+                manager.save(live)
+                run.wait()
+                costs.append(len(calls))
+                calls.clear()
+            wanted = make_best_record(metric="loss", direction="min")
+            if not first:
+                save_best(run, updated(wanted, {"loss": 0.5}, step=2))
+    assert max(costs[6:]) <= max(costs[2:4])
 
 
 def test_a_load_lists_the_run_once_and_asks_once_for_the_lease():
