@@ -13,6 +13,7 @@ from trainfold.core.errors import InvalidArgument, StepNotRepeated
 from trainfold.core.exact.distance import distance
 from trainfold.core.format.fingerprint import fingerprint
 from trainfold.core.json_values import shown
+from trainfold.core.layout.shard import Shard
 from trainfold.core.layout.world import Collectives
 from trainfold.core.state.components import components_of
 from trainfold.core.state.leaves import Leaves
@@ -160,6 +161,8 @@ def leaves_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _apart(one: Any, other: Any) -> str | None:
+    if isinstance(one, Shard) and isinstance(other, Shard):
+        one, other = one.tensor, other.tensor  # a Shard has no equality, and its text rounds and shortens
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None if _is_same(one, other) else f"{shown(one)} and {shown(other)}"
     if (one.dtype, one.shape) != (other.dtype, other.shape):

@@ -7,6 +7,8 @@ import torch
 import trainfold
 from trainfold import Leaves, Loss, fingerprint, init_state, make_step, optimizer
 from trainfold.core.errors import InvalidArgument, InvalidState, StepNotRepeated
+from trainfold.core.layout.shard import make_shard
+from trainfold.core.state.state import ModelState
 from trainfold.ranks import run_threads
 from trainfold.states import FlightLog, check_steps
 
@@ -94,6 +96,22 @@ def test_a_loss_that_does_not_repeat_is_named():
 
     with pytest.raises(StepNotRepeated, match=r"loss \(1.0 and 2.0\)"):
         run(check_steps(restless, every=1))
+
+
+def test_a_fault_in_a_shard_is_found():
+    """A shard was compared by its text, which has four decimals, and leaves out most numbers of a large one."""
+    state, calls = init_state(torch.nn.Linear(1, 1), optimizer(torch.optim.SGD, lr=0.5)), []
+
+    def step(state, batch):
+        calls.append(1)
+        weight = torch.ones(64)
+        weight[40] += 1e-6 * (len(calls) == 2)
+        model = ModelState(Leaves({"w": make_shard(weight, shape=(128,), starts=(64,))}), Leaves({}))
+        return attrs.evolve(state, model=model, trainer=attrs.evolve(state.trainer, step=state.trainer.step + 1)), {}
+
+    with pytest.raises(StepNotRepeated, match=r"model\.params\['w'\]"):
+        check_steps(step, every=1)(state, None)
+    check_steps(step, every=1)(state, None)
 
 
 @pytest.mark.parametrize("is_transient", [True, False])
