@@ -104,7 +104,7 @@ def test_a_fault_in_a_shard_is_found():
 
     def step(state, batch):
         calls.append(1)
-        weight = torch.ones(64)
+        weight = torch.full((64,), 0.3)
         weight[40] += 1e-6 * (len(calls) == 2)
         model = ModelState(Leaves({"w": make_shard(weight, shape=(128,), starts=(64,))}), Leaves({}))
         return attrs.evolve(state, model=model, trainer=attrs.evolve(state.trainer, step=state.trainer.step + 1)), {}
