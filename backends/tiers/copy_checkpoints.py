@@ -20,7 +20,7 @@ from trainfold.core.digest import digest_of
 from trainfold.core.errors import CheckpointError, CheckpointTorn, CommitConflict, SaveFailed, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE
 from trainfold.core.history.copy_plan import CheckpointCopy, CopiedFile, CopyPlan
-from trainfold.core.history.inventory import Inventory, current_head, lineage
+from trainfold.core.history.inventory import Inventory, lineage
 from trainfold.core.save.pruning import best_still_there
 
 _AT_ONCE: Final = 4  # files: a request to a bucket waits longer than it works
@@ -28,12 +28,7 @@ _ROOM_BYTES: Final = 1 << 20  # for a manifest
 
 
 def carry_out(
-    plan: CopyPlan,
-    source: Store,
-    target: Store,
-    *,
-    advance: Callable[[int], object] = lambda _: None,
-    leads: bool = True,
+    plan: CopyPlan, source: Store, target: Store, *, advance: Callable[[int], object] = lambda _: None
 ) -> dict[str, TrainfoldError]:
     """Carry out a plan that refuses nothing. The caller holds the lock of the target.
 
@@ -42,7 +37,6 @@ def carry_out(
         source: the run that is read.
         target: the store that is written.
         advance: gets the number of bytes that are done.
-        leads: whether the newest of the source is newer than all that the target has; False where the run goes on in the target.
 
     Returns:
         Name -> what is wrong with it, of checkpoints of the source that could not be copied. The others are there.
@@ -71,9 +65,7 @@ def carry_out(
     present = lineage(found)
     newest = next(iter(present), None)
     # a hint to an older one, whose files have come just now, would prove that what cannot be read is older still
-    if newest is not None and (
-        not found.maybe_newer(newest.head) or (leads and newest.head == current_head(listed_run(glimpse(source))))
-    ):
+    if newest is not None and not any(each.may_come_back and newest.name not in each.before for each in found.entries):
         target.point("latest", newest.name)
     is_new = plan.best and not wrong
     if is_new:

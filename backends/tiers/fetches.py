@@ -171,7 +171,7 @@ class Fetches:
         try:
             plan = planned_copy(self._far, self._near, steps=sorted({step, *best}), replaces=True, lost=lost)
             check_copy(plan)
-            self._look_at(carry_out(plan, self._far, self._near, leads=False), name)
+            self._look_at(carry_out(plan, self._far, self._near), name)
         except CheckpointError as error:
             if isinstance(error, SaveFailed) and not isinstance(error, CommitConflict):
                 raise

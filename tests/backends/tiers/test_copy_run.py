@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kit.backends.reuse_cases import SHAPES, Chain
 
 import trainfold
-from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import end_attempt, quarantined
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, MemoryStore, SimulatedCrash
@@ -143,17 +142,6 @@ def test_a_copy_into_a_run_whose_newest_cannot_be_read_now_does_not_lead_to_an_o
     with pytest.raises(ResumeRefused):
         trainfold.load(hidden, like=LIKE)
     assert trainfold.load(target, like=LIKE).trainer.step == 3
-
-
-def test_a_copy_of_the_newest_is_resumed_beside_what_the_target_has_archived():
-    """E01: the hint stayed at one that is archived for good, and no time proved it to be older: the copy was refused."""
-    source, target = MemoryStore(), MemoryStore(clock=itertools.count(1.0).__next__)
-    hidden = Hidden(target, "step-00000001")
-    for step in (1, 2):
-        trainfold.save(attrs.evolve(LIKE, trainer=Progress(step=step)), source)
-        copy_run(source, hidden, steps=[step])
-    with pytest.warns(CheckpointPassedOver, match="step-00000001"):
-        assert trainfold.load(hidden, like=LIKE).trainer.step == 2
 
 
 def test_wrong_bytes_never_become_a_checkpoint_and_the_others_are_copied():
