@@ -78,13 +78,10 @@ def begin_checkpoint(
     return head, old
 
 
-def _read_replaced(store: Store, name: str, size: int) -> bytes | None:
-    """The manifest that a save replaces: only that one is replaced, and none that another program commits meanwhile. One that the disk has lost for good is deleted: None."""
+def _read_replaced(store: Store, name: str, size: int) -> bytes:
+    """The manifest that a save replaces: only that one is replaced, and none that another program commits meanwhile."""
     try:
         return store.read(name, start=0, stop=size)
-    except CheckpointUnreadable as error:
+    except (CheckpointUnreadable, CheckpointDamaged) as error:
         helps = f"this step cannot be saved again while its manifest cannot be read: if it is lost for good, delete {store.url}/{name.partition('/')[0]}"
         raise cannot_save(attrs.evolve(problem_of(error), fix=f"{error.fix}; {helps}")) from error
-    except CheckpointDamaged:  # each start would go on from the one before it, and end here
-        store.delete(name)
-        return None

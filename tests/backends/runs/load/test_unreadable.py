@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import re
+import shutil
 import warnings
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -510,8 +511,10 @@ def test_a_step_whose_manifest_cannot_be_read_is_not_saved_again_and_the_error_s
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
-def test_a_step_whose_manifest_a_disk_has_lost_is_saved_again(run, monkeypatch, code):
-    """P07, C15: the run went on from the one before it, and ended at this step at each start, with the words that what was planned could not be written."""
+def test_a_save_of_a_step_whose_manifest_a_disk_has_lost_deletes_nothing_and_says_what_to_delete(
+    run, monkeypatch, code
+):
+    """P07, C15: an error may pass, and a save that deletes the manifest and fails then has lost what was acknowledged."""
     read, lost = os.pread, (run / "step-00000002" / MANIFEST).open("rb")  # open: no later file has its number
 
     def pread(fd, *more):
@@ -526,8 +529,10 @@ def test_a_step_whose_manifest_a_disk_has_lost_is_saved_again(run, monkeypatch, 
             with pytest.warns(CheckpointPassedOver, match="step-00000002/manifest.json"):
                 state = manager.load(state_at(0))
             assert state.trainer.step == 1
-            for step in (2, 3):
-                state = state.evolve(trainer=Progress(step=step))
+            state = state.evolve(trainer=Progress(step=2))
+            with pytest.raises(SaveFailed, match=f"if it is lost for good, delete {run}/step-00000002"):
                 manager.save(state)
-        assert opened(run) == 3
-        assert trainfold.load(run, like=state_at(0), step=2).trainer.step == 2
+            assert (run / "step-00000002" / MANIFEST).exists()
+            shutil.rmtree(run / "step-00000002")
+            manager.save(state)
+        assert opened(run) == 2
