@@ -8,7 +8,7 @@ from typing import Final
 import attrs
 
 from trainfold.backends.formats.native.file_digest import digest_in
-from trainfold.backends.runs.best.best_reader import BEST_POINTER, best_bytes, read_best
+from trainfold.backends.runs.best.best_reader import BEST_POINTER, best_bytes, point_to_best, read_best
 from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.reuse.leftovers import leftovers
 from trainfold.backends.runs.scan import listed_run, read_root
@@ -21,7 +21,6 @@ from trainfold.core.errors import CheckpointError, CheckpointTorn, CommitConflic
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE
 from trainfold.core.history.copy_plan import CheckpointCopy, CopiedFile, CopyPlan
 from trainfold.core.history.inventory import Inventory, lineage
-from trainfold.core.save.pruning import best_still_there
 
 _AT_ONCE: Final = 4  # files: a request to a bucket waits longer than it works
 _ROOM_BYTES: Final = 1 << 20  # for a manifest
@@ -129,10 +128,5 @@ def _lead_best(target: Store, seen: Store, inventory: Inventory, *, is_new: bool
     except CheckpointError:  # a copy leaves it as it is
         return
     pointed = seen.pointers().get(BEST_POINTER)
-    if best is None or not (is_new or pointed == best.name):
-        return
-    led = best_still_there(inventory, best)
-    if led is not None and led != pointed:
-        target.point(BEST_POINTER, led)
-    elif led is None and pointed == best.name:
-        target.delete(BEST_POINTER)
+    if best is not None and (is_new or pointed == best.name):
+        point_to_best(target, inventory, best, pointed=pointed)

@@ -11,6 +11,7 @@ from trainfold.backends.runs.best.best_reader import (
     best_bytes,
     best_json_lock,
     parsed_best,
+    point_to_best,
     read_best,
 )
 from trainfold.backends.runs.quarantine_file import quarantined
@@ -30,7 +31,6 @@ from trainfold.core.problem import Problem, error_from, problem_of
 from trainfold.core.save.events import Event
 from trainfold.core.save.pruning import (
     Pruning,
-    best_still_there,
     deletes_none,
     may_be_torn,
     parts_of,
@@ -180,15 +180,11 @@ class Pruner:
         """
         if best is None or self._seen.pointers().get(BEST_POINTER) != best.name:
             return
-        found = best_still_there(inventory, best)
-        if found == best.name:
-            return
+        found = point_to_best(self._store, inventory, best, pointed=best.name)
         if found is None:
-            self._store.delete(BEST_POINTER)
             _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` is removed until one is saved",
                          self._store.url, best.name)  # fmt: skip
-        else:
-            self._store.point(BEST_POINTER, found)
+        elif found != best.name:
             _LOG.warning("%s: the rewind has left the best, %s, behind: the pointer `best` leads to %s, the best of those that are kept",
                          self._store.url, best.name, found)  # fmt: skip
 

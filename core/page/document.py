@@ -91,7 +91,7 @@ def _overview(page: RunPage) -> str:
         f"<div><dt>{safe(name)}</dt><dd>{safe(value)}{f'<small>{safe(more)}</small>' if more else ''}</dd></div>"
         for name, value, more in figures
     )
-    nothing = "A resume is refused now: see below." if page.resume.problems and lineage(inventory) else "A resume finds nothing that it can continue from."  # fmt: skip
+    nothing = "A resume is refused now: see below." if page.resume.problems and present else "A resume finds nothing that it can continue from."  # fmt: skip
     checkpoint = page.resume.checkpoint
     resume = f"A resume would continue from <code>{safe(checkpoint)}</code>." if checkpoint else nothing
     return f'<dl class="figures">{items}</dl><p class="note">{resume} Facts of {moment_text(page.made_at, with_secs=True)}.</p>'

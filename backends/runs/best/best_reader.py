@@ -1,4 +1,4 @@
-"""Reads a run's ``best.json``: the checkpoints that it names, and which of them can still be loaded; and the lock for it.
+"""Reads a run's ``best.json``: the checkpoints that it names, and which of them can still be loaded; the pointer to the best, and the lock.
 
 `best_json_lock` keeps one thread from naming a checkpoint in ``best.json`` while another deletes those not named there. A manager deletes
 old checkpoints in its own thread. It holds this lock from reading ``best.json`` to the last deletion, so that no other thread of this process
@@ -19,8 +19,9 @@ from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile,
 from trainfold.core.best.record import BestRecord
 from trainfold.core.errors import InvalidState
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.history.inventory import lineage
+from trainfold.core.history.inventory import Inventory, lineage
 from trainfold.core.problem import Problem, error_from
+from trainfold.core.save.pruning import best_still_there
 
 BEST_POINTER: Final = "best"
 
@@ -81,6 +82,23 @@ def _check_read(problem: Problem | None, store: Store) -> None:
         is_of_one = problem.where != store.url
         more = "; if it is lost for good, delete its directory, and the best goes on without it" if is_of_one else ""
         raise error_from(attrs.evolve(problem, fix=f"{problem.fix}{more}"))
+
+
+def point_to_best(store: Store, inventory: Inventory, best: BestFile, *, pointed: str | None) -> str | None:
+    """Let the pointer lead to the best of those that the run still goes through; where it leads then. Without any, one to what a rewind has left behind is removed.
+
+    Args:
+        store: the run.
+        inventory: what it has.
+        best: its ``best.json``.
+        pointed: where the pointer leads now.
+    """
+    led = best_still_there(inventory, best)
+    if led is not None and led != pointed:
+        store.point(BEST_POINTER, led)
+    elif led is None and pointed == best.name:
+        store.delete(BEST_POINTER)
+    return led
 
 
 def read_best(store: Store) -> BestFile | None:
