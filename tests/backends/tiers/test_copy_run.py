@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kit.backends.reuse_cases import SHAPES, Chain
 
 import trainfold
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import end_attempt, quarantined
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, MemoryStore, SimulatedCrash
@@ -142,6 +143,42 @@ def test_a_copy_into_a_run_whose_newest_cannot_be_read_now_does_not_lead_to_an_o
     with pytest.raises(ResumeRefused):
         trainfold.load(hidden, like=LIKE)
     assert trainfold.load(target, like=LIKE).trainer.step == 3
+
+
+def test_a_copy_does_not_lead_past_what_its_target_has_archived_also_where_the_source_has_that_step():
+    """E01: the target went on by itself, and its step 2 is newer than all of the source. That it is another one could only be read in the manifest."""
+    source, target = MemoryStore(), MemoryStore(clock=itertools.count(1.0).__next__)
+    states = [attrs.evolve(LIKE, trainer=Progress(step=step)) for step in range(4)]
+    for step in (1, 2, 3):
+        trainfold.save(states[step], source)
+    copy_run(source, target, steps=[1, 2])
+    with trainfold.CheckpointManager(target) as manager:
+        manager.load(LIKE, manager.should_load(LIKE, step=1))
+        manager.save(states[2])
+    hidden = Hidden(target, "step-00000002")
+    copy_run(source, hidden, steps=[3])
+    with pytest.raises(ResumeRefused, match="503"):
+        trainfold.load(hidden, like=LIKE)
+    assert trainfold.load(target, like=LIKE).trainer.step == 2
+
+
+def test_a_start_with_the_step_of_a_copy_goes_on_beside_what_its_target_has_archived():
+    """E01: the refusal names the way out, and one start with it is enough."""
+    source, target = MemoryStore(), MemoryStore(clock=itertools.count(1.0).__next__)
+    states = [attrs.evolve(LIKE, trainer=Progress(step=step)) for step in range(5)]
+    for step in (1, 2):
+        trainfold.save(states[step], source)
+        copy_run(source, target)
+    trainfold.save(states[3], source)
+    hidden = Hidden(target, "step-00000002")
+    copy_run(source, hidden)
+    with pytest.raises(ResumeRefused, match=r"step=3 "):
+        trainfold.load(hidden, like=LIKE)
+    with trainfold.CheckpointManager(hidden) as manager:
+        manager.load(LIKE, manager.should_load(LIKE, step=3))
+        manager.save(states[4])
+    with pytest.warns(CheckpointPassedOver, match="step-00000002"):
+        assert trainfold.load(hidden, like=LIKE).trainer.step == 4
 
 
 def test_wrong_bytes_never_become_a_checkpoint_and_the_others_are_copied():
