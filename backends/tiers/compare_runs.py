@@ -1,6 +1,6 @@
 """`planned_copy`: reads what two stores hold, and decides which checkpoints of one go into the other."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
@@ -73,7 +73,7 @@ def planned_copy(
         for file in (*each.beside, *(file for file in each.files if file.directory != name))
     ]
     sizes = side_by_side([partial(target.size, path) for path in looked_at])
-    best_names, best_problem = _best_in(source, target, replaces=replaces)
+    best, best_problem = _best_in(source, target, replaces=replaces)
     plan = decide_copy(
         here,
         there,
@@ -84,7 +84,7 @@ def planned_copy(
         sizes=dict(zip(looked_at, sizes, strict=True)),
         asked=None if steps == "all" else names,
         replaces=replaces,
-        best_names=best_names,
+        best=best,
     )
     more = {name: str(problem) for name, problem in passed.items()}
     more |= {} if best_problem is None else {BEST_FILE: best_problem}
@@ -106,13 +106,13 @@ def unless_empty(plan: CopyPlan, *, fix: str) -> CopyPlan:
     return attrs.evolve(plan, refused=(problem_of(error),))
 
 
-def _best_in(source: Store, target: Store, *, replaces: bool) -> tuple[tuple[str, ...] | None, str | None]:
-    """The checkpoints that the source's best names, if it is to go along; and what is wrong with its record."""
+def _best_in(source: Store, target: Store, *, replaces: bool) -> tuple[Mapping[str, int] | None, str | None]:
+    """Checkpoint -> timeline, of those that the source's best names, if it is to go along; and what is wrong with its record."""
     best, old = best_bytes(source), best_bytes(target)
     if best is None or (old is not None and (old == best or not replaces)):
         return None, None
     try:
-        return tuple(parsed_best(source, best).names), None
+        return parsed_best(source, best).timelines, None
     except CheckpointError as error:
         return None, error_text(error)
 

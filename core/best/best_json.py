@@ -70,6 +70,11 @@ class BestFile:
         others = {directory_of(entry.step): f"one of the best {len(self.kept)}" for entry, _ in self.kept}
         return {self.name: "the best", **{name: why for name, why in others.items() if name != self.name}}
 
+    @property
+    def timelines(self) -> dict[str, int]:
+        """Each of `names` -> the timeline in which it was measured."""
+        return {directory_of(entry.step): timeline for entry, timeline in (*self.entries, self.best)}
+
     def names_in(self, timelines: Mapping[str, int]) -> dict[str, str]:
         """`names` without the checkpoints that are of another timeline: a step that was trained again after a rewind is not the best.
 
@@ -82,7 +87,7 @@ class BestFile:
             >>> file.names_in({"step-00000010": 0}), file.names_in({"step-00000010": 1})
             ({'step-00000010': 'the best'}, {})
         """
-        of = {directory_of(entry.step): timeline for entry, timeline in (*self.entries, self.best)}
+        of = self.timelines
         return {name: why for name, why in self.names.items() if timelines.get(name, of[name]) == of[name]}
 
     @property

@@ -205,7 +205,7 @@ def decide_copy(  # noqa: PLR0913 - keywords
     sizes: Mapping[str, int | None],
     asked: Collection[str] | None = None,
     replaces: bool = False,
-    best_names: Collection[str] | None = None,
+    best: Mapping[str, int] | None = None,
 ) -> CopyPlan:
     """Decide what a copy does.
 
@@ -222,7 +222,7 @@ def decide_copy(  # noqa: PLR0913 - keywords
         sizes: path -> its size in the target, None if it is not there, for the files that are referred to and for those beside.
         asked: the names that were asked for one by one, which may not be left out; None if all were asked for.
         replaces: whether a later revision, or one of a later timeline, replaces what the target has; or any, what is damaged there.
-        best_names: the checkpoints that the source's ``best.json`` names, if it is to go along.
+        best: checkpoint -> its timeline, of those that the source's ``best.json`` names, if it is to go along.
     """
     lost: dict[str, Problem] = {}
     refused: list[Problem] = []
@@ -263,7 +263,8 @@ def decide_copy(  # noqa: PLR0913 - keywords
         f"{name}/{folder}": "a directory in the directory of a checkpoint, which does not belong to it"
         for name, folder in folders
     }
-    there = {entry.name for entry in target.entries if entry.is_candidate} | going.keys()
+    there = {entry.name: entry.head for entry in target.entries if entry.is_candidate}
+    there |= {name: offered[name].head for name in going}
     return CopyPlan(
         source.run,
         target.run,
@@ -271,9 +272,14 @@ def decide_copy(  # noqa: PLR0913 - keywords
         copies,
         left_out,
         tuple(dict.fromkeys(refused)),
-        best_names is not None and there.issuperset(best_names),
+        best is not None and all(_has_best(source, there.get(name), name, of) for name, of in best.items()),
         lost.get(max((*going, *lost), default="")) if asked is None else None,
     )
+
+
+def _has_best(source: Inventory, head: Head | None, name: str, timeline: int) -> bool:
+    """Whether a target has one of the best, as it was measured; of a step that the source has trained again since, whatever it has."""
+    return head is not None and (head.timeline == timeline or source.timelines.get(name, timeline) != timeline)
 
 
 def _action(

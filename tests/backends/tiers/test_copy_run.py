@@ -14,6 +14,7 @@ from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.runs.quarantine_file import end_attempt, quarantined
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, MemoryStore, SimulatedCrash
+from trainfold.backends.tiers.compare_runs import planned_copy
 from trainfold.backends.tiers.copy_run import copy_run, plan_copy
 from trainfold.core.errors import (
     CheckpointDamaged,
@@ -293,6 +294,25 @@ def test_the_pointer_to_the_best_does_not_lead_to_a_step_that_was_trained_again(
     far = MemoryStore()
     trained_again(trainfold.stores.TwoTiers(tmp_path / "near", far), 2)
     assert far.pointers() == {"latest": "step-00000002"}
+
+
+def test_the_record_of_the_best_goes_only_to_the_checkpoint_that_it_means():
+    """E02, E12: the target had the step as it was before a rewind, and got a record of the one that was trained again: it had no best any more."""
+    source, target, state = MemoryStore(), MemoryStore(), TrainState(trainer=Progress())
+    trained_again(source)
+    copy_run(source, target)
+    with trainfold.CheckpointManager(source) as manager:
+        manager.load(state, manager.should_load(state, step=1))
+        for step in (2, 3):
+            manager.save(state.evolve(trainer=Progress(step=step)))
+        best = trainfold.retention.make_best_record(metric="loss", direction="min")
+        trainfold.retention.save_best(source, trainfold.retention.updated(best, {"loss": 0.1}, step=2))
+    assert not planned_copy(source, target, steps=[3], replaces=True).best
+    assert planned_copy(source, target, steps=[2], replaces=True).best
+    target.delete("best.json")
+    target.delete("step-00000003/")
+    copy_run(source, target, steps=[3])
+    assert target.size("best.json") is None
 
 
 def test_what_cannot_be_copied_is_refused_by_name():
