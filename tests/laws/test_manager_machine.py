@@ -387,6 +387,11 @@ class ManagerAndDisk(DiskModel, RuleBasedStateMachine):
         return self.looked[key]
 
     @invariant()
+    def a_machine_that_dies_boots_before_its_rule_ends(self):
+        """Otherwise what dies is the law below, in this process."""
+        assert not self.is_dead
+
+    @invariant()
     def what_was_acknowledged_is_there_and_equal(self):
         """D05, E01, E02, E03: the store has exactly the checkpoints of the model, bit for bit."""
         assert self.store.complete() == set(self.contents)
@@ -458,6 +463,16 @@ class ManagerAndBucket(ManagerAndDisk):
     def new_client(self):
         """Of an empty bucket."""
         return ClientOfMemory()
+
+    @rule(fault=st.sampled_from([None, ("crash", 0), ("error", 0)]))
+    def renew(self, fault):
+        """C03: the lease is renewed between two calls; a crash that a save has left armed may strike there too."""
+        before = self.store.inner._fault, self.is_armed
+        if not self.is_armed:
+            self.arm(fault)
+        self.store.renew()
+        if not self.finished(None):
+            self.store.inner._fault, self.is_armed = before
 
     def teardown(self):
         super().teardown()

@@ -1,12 +1,15 @@
 """A bucket in memory for the machine of a manager: requests fail and machines die at them, as the disk's effects do."""
 
 from contextlib import suppress
+from types import SimpleNamespace
 
 from kit.laws.manager_machine_cases import GatedStore
 from trainfold.backends.stores.memory import Effect, SimulatedCrash
 from trainfold.backends.stores.object_store.bucket import calls_of
 from trainfold.backends.stores.object_store.object_store import ObjectStore
 from trainfold.backends.stores.object_store.writer_lease import LEASE
+
+_NEVER_SECS = 1e6  # a renewal between two rules would come by the clock, at a request that no seed repeats
 
 
 class FailingRequests:
@@ -50,7 +53,7 @@ class GatedBucket(GatedStore):
 
     def __init__(self, client):
         self.client = client
-        self.store = ObjectStore(self.client, url="memory:")
+        self.store = ObjectStore(self.client, url="memory:", lease_secs=_NEVER_SECS)
         self.calls = calls_of(client)
         self.requests = self.store._bucket._api = FailingRequests(self.calls)
         super().__init__(_Inner(self.store, self.requests))
@@ -71,6 +74,14 @@ class GatedBucket(GatedStore):
 
     def put(self, name, data):
         self.calls.put(self.client, name, data, use_multipart=False)
+
+    def renew(self):
+        """What the thread of the lease does once it is time, if the lease is held."""
+        lease = self.store._lease
+        if lease.is_held:
+            times = iter([False, True])
+            with suppress(SimulatedCrash):  # of a thread, whose end is not noticed
+                lease._renew_until(SimpleNamespace(wait=lambda _: next(times)), lease._record.token)
 
     def after_crash(self, **_):
         """What the next process finds."""

@@ -121,7 +121,7 @@ class GatedStore:
 
     def write(self, name, parts, *, size_bytes):
         self.is_waiting = not self.gate.is_set()
-        self.gate.wait(20)
+        assert self.gate.wait(250), "the loop waits for a save that it holds"
         self.is_waiting = False
         self.inner.write(name, parts, size_bytes=size_bytes)
 
