@@ -298,7 +298,7 @@ class WriterLease:
             with self._mutex:
                 if self._record is None or self._record.token != token or self._loss:
                     return
-                with suppress(CheckpointError):  # the next try, or the next check, says it
+                with suppress(Exception):  # the next check says it; without this thread, another process takes the run
                     self._renew(self._record)
 
     def _renew(self, record: LeaseRecord) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -409,6 +410,25 @@ def test_a_renewal_that_failed_and_was_carried_out_is_found_by_the_next(sleeping
     other = WriterLease(bucket, 10.0)
     other.acquire()
     assert other.broken == 0
+
+
+def test_a_renewal_that_fails_in_any_way_is_not_the_last():
+    """C03: an error without a name, such as that memory is short, ended the thread; 30 s later another process could take the run of one that lives."""
+    bucket = FakeBucket()
+    lease = WriterLease(bucket, 0.03)
+    lease.acquire()
+    put_if, tries, renewed = bucket.put_if, [], threading.Event()
+
+    def failing(key, data, expected):
+        tries.append(key)
+        if len(tries) == 1:
+            raise MemoryError
+        renewed.set()
+        return put_if(key, data, expected)
+
+    bucket.put_if = failing
+    assert renewed.wait(20)
+    lease.release()
 
 
 def test_a_run_that_was_removed_is_said_to_be():
