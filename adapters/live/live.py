@@ -354,7 +354,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         parts = {name: part for name, part in self._parts_now().items() if name not in ("trainer", "dataset")}
         names = self._objects.names_of_parameters()
         tensors = {names.get(id(each), str(id(each))): each for module in self._objects.modules for each in module.parameters()}  # fmt: skip
-        return Redo(parts, tensors, self._watch, self._wait_to_write)
+        return Redo(parts, tensors, self._objects.modules, self._watch, self._wait_to_write)
 
     def register(self, name: str, target: Any, *, sharing: Mapping[str, Shared] | None = None) -> None:
         """Add a component to a run that may have been restored already.

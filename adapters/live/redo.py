@@ -1,6 +1,6 @@
 """`Redo`: takes attached objects back to before a step, so that the step can run again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from trainfold.adapters.components.component import ComponentAdapter, copied
 from trainfold.adapters.live.restore import write_all
 from trainfold.adapters.live.run_watch import RunWatch
+from trainfold.adapters.parallel.ddp_wrappers import BetweenForwards, ddp_wrappers
 from trainfold.adapters.sharded.dtensor import local_part
 
 
@@ -20,6 +21,7 @@ class Redo:
     Args:
         parts: the components that a step may change.
         parameters: name -> tensor, of those whose gradients it may change.
+        modules: those whose forwards it may call, each itself or in a wrapper.
         watch: of the run.
         announce: called before memory is overwritten that a save may still read.
     """
@@ -28,6 +30,7 @@ class Redo:
         self,
         parts: Mapping[str, ComponentAdapter],
         parameters: Mapping[str, torch.Tensor],
+        modules: Sequence[torch.nn.Module],
         watch: RunWatch,
         announce: Callable[[], object],
     ) -> None:
@@ -40,6 +43,8 @@ class Redo:
             (each, each.grad, None if each.grad is None else each.grad.detach().clone()) for each in parameters.values()
         ]
         self._parameters = parameters
+        wrappers = ddp_wrappers(dict(enumerate(modules)), least_ranks=2).values()
+        self._between = BetweenForwards(each for found in wrappers for each in found)
 
     def values(self) -> dict[str, Any]:
         """Each component as it is now; its tensors are the live ones."""
@@ -55,7 +60,7 @@ class Redo:
         return dict(self._watch.window.steps)
 
     def back(self) -> None:
-        """Put everything back: tensors in place, random streams, gradients, and the count of steps that `advance` has not seen.
+        """Put everything back: tensors in place, random streams, gradients, what DDP carries to its next forward, and the count of steps that `advance` has not seen.
 
         Raises:
             RestoreRefused: if an object does not take its own state; nothing was changed.
@@ -68,6 +73,7 @@ class Redo:
                 tensor.grad = gradient
                 if gradient is not None and value is not None:
                     gradient.copy_(value)
+        self._between.back()
         self._watch.window.steps.clear()
         self._watch.window.steps.update(self._steps)
         self._watch.overwrites(is_over=True)

@@ -4,15 +4,14 @@ DDP lays gradients end to end: until its first backward in the order of its para
 terms is rounded otherwise at another place. So a checkpoint has the order, and a run that resumes takes it before its first step.
 """
 
-import gc
 import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from trainfold.adapters.parallel.ddp_wrappers import ddp_wrappers
 from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.layout.stage import Stage
 
@@ -103,7 +102,7 @@ class GradientOrder:
             modules = {name: each for name, each in self._attached().items() if isinstance(each, torch.nn.Module)}
             found = {
                 f"{component}[{number}]{self._of}": each
-                for component, wrappers in _wrappers_of(modules).items()
+                for component, wrappers in ddp_wrappers(modules, least_ranks=_LEAST_RANKS).items()
                 for number, each in enumerate(wrappers)
             }
             self.unknown = {
@@ -128,37 +127,6 @@ class GradientOrder:
             del self._saved[name]
         if odd:
             log_for_all("%s: %s: %s", ", ".join(odd), _OTHERWISE, _LATE)
-
-
-def _wrappers_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Any]]:
-    """Component -> the wrappers in its module, or around it. Nothing in a module leads to a wrapper around it, so those are searched for."""
-    found: dict[str, list[Any]] = {
-        component: [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
-        for component, module in modules.items()
-    }
-    owners = {each: component for component, module in modules.items() for each in module.parameters()}
-    known = {id(each) for wrappers in found.values() for each in wrappers}
-    wrapped = {each for wrappers in found.values() for wrapper in wrappers for each in wrapper.parameters()}
-    if not any(type(each) is torch.nn.Parameter for each in owners.keys() - wrapped) or not _has_enough_ranks():
-        return found
-    kinds = _subclasses(DistributedDataParallel)
-    for each in gc.get_referrers(
-        *kinds
-    ):  # an object refers to its class; to look at all objects here takes three times as long
-        if type(each) in kinds and id(each) not in known:  # `isinstance` would ask a proxy
-            component = next((owners[one] for one in each.parameters() if one in owners), None)
-            if component is not None:
-                found[component].append(each)
-    return found
-
-
-def _subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
-
-
-def _has_enough_ranks() -> bool:
-    is_several = _DIST.is_available() and _DIST.is_initialized()
-    return bool(is_several and _DIST.get_world_size() >= _LEAST_RANKS)
 
 
 def _is_reordered(wrapper: Any) -> bool:

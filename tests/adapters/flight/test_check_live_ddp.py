@@ -1,5 +1,7 @@
-"""Checked steps under DistributedDataParallel: its first backward in a process sums in another order than the next one, from three ranks on."""
+"""Checked steps under DistributedDataParallel: what it carries from one forward to the next, and its first backward in a process, which sums in another order than the next one from three ranks on."""
 
+import contextlib
+import itertools
 import logging
 
 import pytest
@@ -8,12 +10,74 @@ from kit.adapters.fsdp2_cases import bits
 from kit.system.rank_refusals_cases import PATIENT
 from torch import nn
 
+from trainfold import TorchCollectives
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.core.errors import StepNotRepeated
 from trainfold.states import check_live_steps
 
-pytestmark = [pytest.mark.slow(4), pytest.mark.long]
+
+class Branching(nn.Module):
+    """A norm with statistics, and two branches, of which a batch may use both, one or none."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.left, self.right, self.head = (
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 1),
+        )
+
+    def forward(self, x, branches):
+        x = self.norm(x)
+        return self.head(sum((getattr(self, each)(x) for each in branches), x))
+
+
+def windows(rank, attached, options, *, is_checked):
+    """The bits of parameters and buffers after each batch of four windows, of which each batch is a call; the branches differ from batch to batch."""
+    torch.manual_seed(0)
+    inner = Branching()
+    wrapper = nn.parallel.DistributedDataParallel(inner, **options)
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=0.1)
+    live = attach({"wrapper": wrapper, "parent": nn.Sequential(wrapper), "inner": inner}[attached], optimizer)
+
+    def step(x, branches, *, is_last):
+        with contextlib.nullcontext() if is_last else wrapper.no_sync():
+            wrapper(x, branches).square().sum().backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=live.progress.step % 2 == 0)
+
+    checked = check_live_steps(live, step, every=1, collectives=TorchCollectives()) if is_checked else step
+    found = []
+    finds, is_static = options["find_unused_parameters"], options["static_graph"]
+    for number in range(12):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + number))
+        one = ["left"], ["right"], [], ["left", "right"]
+        is_last = number % 3 == 2 or (
+            is_static and number < 6
+        )  # no_sync before the first sum of a static graph is an error of torch
+        checked(x, one[(number + rank * (number > 5)) % 4] if finds and not is_static else one[3], is_last=is_last)
+        live.advance(steps=int(number % 3 == 2))
+        found.append([each.detach().clone() for each in (*inner.parameters(), *inner.buffers())])
+    return found
+
+
+def all_windows(collectives, attached):
+    torch.set_num_threads(1)
+    names = "find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view"
+    for values in itertools.product((False, True), repeat=4):
+        options = dict(zip(names, values, strict=True))
+        plain, checked = (windows(collectives.rank, attached, options, is_checked=each) for each in (False, True))
+        assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*checked))), options
+
+
+@pytest.mark.slow(4)
+@pytest.mark.parametrize("attached", ["wrapper", pytest.param("parent", marks=pytest.mark.long), pytest.param("inner", marks=pytest.mark.long)])  # fmt: skip
+def test_windows_checked_batch_by_batch_have_the_bits_of_unchecked_ones(processes, attached):
+    """A healthy run ended at its first check: whether the next forward broadcasts buffers, and which parameters a window has used, were those of the first run."""
+    processes.run(2, all_windows, attached, collectives=PATIENT)
 
 
 class Crossed(nn.Module):
@@ -70,6 +134,8 @@ def loops(collectives, folder):
     return plain, once, again, ""
 
 
+@pytest.mark.slow(4)
+@pytest.mark.long
 def test_the_first_step_of_a_process_is_not_checked_and_those_after_it_are(processes, tmp_path):
     """A machine that was healthy was taken for one that computes wrongly. A process that resumes has its order from the checkpoint, so its first step is checked."""
     for rank, (plain, once, again, said) in enumerate(processes.run(3, loops, str(tmp_path), collectives=PATIENT)):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainfold.adapters.live.attach import attach
 from trainfold.adapters.manager.manager import CheckpointManager
-from trainfold.adapters.parallel import gradient_order
+from trainfold.adapters.parallel import ddp_wrappers, gradient_order
 from trainfold.core.state.notes import ORDERS, gradient_orders_of
 
 pytestmark = pytest.mark.slow(4)
@@ -305,8 +305,8 @@ def test_what_is_not_an_order_is_left_out(noted):
 def test_wrappers_around_a_module_are_searched_for_once_and_not_by_a_load_without_orders(monkeypatch):
     """R02: the search looks at every object of the process, 20 ms and more, and such a load has no use for what it finds."""
     searches = []
-    monkeypatch.setattr(gradient_order, "_has_enough_ranks", lambda: True)
-    monkeypatch.setattr(gradient_order.gc, "get_referrers", lambda *kinds: searches.append(kinds) or [])
+    monkeypatch.setattr(ddp_wrappers, "_are_ranks", lambda least: True)
+    monkeypatch.setattr(ddp_wrappers.gc, "get_referrers", lambda *kinds: searches.append(kinds) or [])
     orders = gradient_order.GradientOrder(lambda: {"model": nn.Linear(2, 2)})
     orders.take({})
     assert (len(searches), orders.unknown) == (0, None), "the first step looks"
