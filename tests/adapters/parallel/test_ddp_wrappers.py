@@ -23,7 +23,7 @@ def chosen(**options):
 
 
 def used(wrapper):
-    """Which parameters the last sum was told to have been used."""
+    """Which parameters were used, as the last sum has it."""
     return wrapper.reducer._get_local_used_map().tolist()
 
 
