@@ -78,7 +78,7 @@ class BetweenForwards:
 def _sums_of_used(wrapper: Any) -> int:
     """How often a wrapper has summed over the ranks which parameters were used, as it does where it finds unused ones."""
     finds = wrapper.find_unused_parameters and not wrapper.static_graph and hasattr(wrapper, "reducer")
-    return wrapper.reducer._get_local_used_map()._version if finds else 0  # type: ignore[no-any-return] # noqa: SLF001
+    return wrapper.reducer._get_local_used_map()._version if finds else 0  # noqa: SLF001
 
 
 def _mark_used_again(reducer: Any) -> None:
