@@ -82,6 +82,6 @@ def _read_replaced(store: Store, name: str, size: int) -> bytes:
     """The manifest that a save replaces: only that one is replaced, and none that another program commits meanwhile."""
     try:
         return store.read(name, start=0, stop=size)
-    except (CheckpointUnreadable, CheckpointDamaged) as error:
-        helps = f"this step cannot be saved again while its manifest cannot be read: if it is lost for good, delete {store.url}/{name.partition('/')[0]}"
+    except (CheckpointUnreadable, CheckpointDamaged) as error:  # others may refer to the files beside it
+        helps = f"this step cannot be saved again while its manifest cannot be read: if it is lost for good, delete {store.url}/{name}"
         raise cannot_save(attrs.evolve(problem_of(error), fix=f"{error.fix}; {helps}")) from error

@@ -201,7 +201,7 @@ class Fetches:
                 read_root(self._near, name)
         except CheckpointDamaged as error:
             raise SaveFailed(error.where, expected="a manifest that the disk gives, or none: the far tier has this checkpoint", found=error.found,
-                             fix="look at the device and its log; or delete that directory, and start again: it is fetched") from error  # fmt: skip
+                             fix="look at the device and its log; or delete that file, and start again: it is fetched") from error  # fmt: skip
 
     def _look_at(self, wrong: dict[str, TrainfoldError], name: str) -> None:
         """Mark what is damaged in the far tier, so that an upload of the same step sends it again.

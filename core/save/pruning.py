@@ -10,7 +10,7 @@ from typing import Final, final
 import attrs
 
 from trainfold.core.best.best_json import BestFile
-from trainfold.core.format.file_names import directory_of, is_data_file, step_of
+from trainfold.core.format.file_names import MANIFEST, directory_of, is_data_file, step_of
 from trainfold.core.history.inventory import Entry, Inventory, lineage
 from trainfold.core.problem import Problem
 from trainfold.core.save.retention import Retention, RetentionPlan, Saved, plan_left_behind, plan_retention
@@ -194,7 +194,7 @@ def _without(plan: RetentionPlan, needed: Mapping[str, str]) -> RetentionPlan:
 def _unread(plan: Pruning, entry: Entry) -> Pruning:
     """The plan while it is not known to what a checkpoint refers: nothing goes."""
     assert entry.problem is not None  # it could not be read
-    fix = f"{entry.problem.fix}; nothing was deleted, because {entry.name} may refer to files of the others: if it is lost for good, delete its directory"
+    fix = f"{entry.problem.fix}; nothing was deleted, because {entry.name} may refer to files of the others: if it is lost for good, delete {entry.name}/{MANIFEST}, and not the files beside it"
     spared = _spared(plan, f"would go, but {entry.name} cannot be read now, and may refer to its files")
     return attrs.evolve(spared, refers=plan.refers, held=attrs.evolve(entry.problem, fix=fix))
 

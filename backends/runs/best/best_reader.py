@@ -18,7 +18,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.best.best_json import BEST_FILE, BEST_LIMIT_BYTES, BestFile, Placed, best_file_from_json
 from trainfold.core.best.record import BestRecord
 from trainfold.core.errors import InvalidState
-from trainfold.core.format.file_names import directory_of
+from trainfold.core.format.file_names import MANIFEST, directory_of
 from trainfold.core.history.inventory import Inventory, lineage
 from trainfold.core.problem import Problem, error_from
 from trainfold.core.save.pruning import best_still_there
@@ -64,23 +64,23 @@ def timelines_at(store: Store, steps: Iterable[int]) -> dict[int, int]:
         CheckpointUnreadable: if the store does not give one of them now: as one that is gone, it would lose its place to a worse one.
     """
     inventory = listed_run(store)
-    _check_read(inventory.problem, store)
+    _check_read(inventory.problem)
     usable = {entry.name for entry in lineage(inventory)}
     found = {}
     for step in steps:
         name = directory_of(step)
         entry = (examine(store, inventory, name) if name in usable else inventory).entry(name)
         if entry is not None:
-            _check_read(entry.problem, store)
+            _check_read(entry.problem, manifest=f"{store.url}/{name}/{MANIFEST}")
             if name in usable and entry.problem is None and entry.head is not None:
                 found[step] = entry.head.timeline
     return found
 
 
-def _check_read(problem: Problem | None, store: Store) -> None:
+def _check_read(problem: Problem | None, *, manifest: str | None = None) -> None:
+    """Check that nothing is unreadable now. Of a checkpoint the manifest may be deleted, but not the files, to which others may refer."""
     if problem is not None and problem.is_unreadable:
-        is_of_one = problem.where != store.url
-        more = "; if it is lost for good, delete its directory, and the best goes on without it" if is_of_one else ""
+        more = f"; if it is lost for good, delete {manifest}, and the best goes on without it" if manifest else ""
         raise error_from(attrs.evolve(problem, fix=f"{problem.fix}{more}"))
 
 

@@ -169,6 +169,27 @@ def test_a_best_that_cannot_be_read_now_is_not_taken_for_one_that_is_gone(lost):
     assert load_best_n(store, WANTED) == (BestEntry(0.3, 20), BestEntry(0.5, 10))
 
 
+def test_what_a_best_that_cannot_be_read_says_to_delete_is_its_manifest_alone():
+    """E09, P08: others may refer to its files; and of a `run.json` that could not be read, it said to delete the directory: the run."""
+    store = Denied()
+    for step in (10, 20):
+        save(state_at(step), store)
+    save_best(store, won(0.5, 10))
+    for name in (f"{directory_of(10)}/{MANIFEST}", f"{directory_of(10)}/model-00000-of-00001.safetensors"):
+        store.files = {name}
+        with pytest.raises(CheckpointUnreadable) as caught:
+            load_best(store, WANTED)
+        assert caught.value.fix.endswith(f"delete {store.url}/{directory_of(10)}/{MANIFEST}, and the best goes on without it")  # fmt: skip
+    store.files = {"run.json"}
+    with pytest.raises(CheckpointUnreadable, match="503") as caught:
+        load_best(store, attrs.evolve(WANTED, run_id="a"))
+    assert "delete" not in caught.value.fix
+    store.files = frozenset()
+    store.delete(f"{directory_of(10)}/{MANIFEST}")
+    with pytest.warns(BestIgnored, match="step 10 is not there any more"):
+        assert load_best(store, WANTED).score is None
+
+
 def test_an_old_best_that_cannot_be_read_does_not_stop_a_better_one():
     """E09: nothing depends on it."""
     store = Denied()

@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 import re
-import shutil
 import warnings
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -530,9 +529,8 @@ def test_a_save_of_a_step_whose_manifest_a_disk_has_lost_deletes_nothing_and_say
                 state = manager.load(state_at(0))
             assert state.trainer.step == 1
             state = state.evolve(trainer=Progress(step=2))
-            with pytest.raises(SaveFailed, match=f"if it is lost for good, delete {run}/step-00000002"):
+            with pytest.raises(SaveFailed, match=f"if it is lost for good, delete {run}/step-00000002/{MANIFEST}"):  # fmt: skip
                 manager.save(state)
-            assert (run / "step-00000002" / MANIFEST).exists()
-            shutil.rmtree(run / "step-00000002")
+            (run / "step-00000002" / MANIFEST).unlink()
             manager.save(state)
         assert opened(run) == 2

@@ -146,7 +146,7 @@ def test_a_manifest_with_wrong_bytes_holds_everything_back_only_where_checkpoint
     """E01, E02: what it referred to is kept for the day on which a copy of it is put back. Elsewhere it neither counts nor protects."""
     (run / THIRD).write_bytes(b"\0" * 5_000)
     _, error = answered("prune", run, "--keep-last", "1", code=15)
-    assert "delete its directory" in error["fix"]
+    assert f"if it is lost for good, delete {THIRD}" in error["fix"]
     assert steps_of(LocalStore(run)) == [1, 2, 3, 4, 5, 6]
     other = tmp_path / "b"
     for step in range(1, 7):
@@ -154,6 +154,18 @@ def test_a_manifest_with_wrong_bytes_holds_everything_back_only_where_checkpoint
     (other / THIRD).write_bytes(b"\0" * 5_000)
     answered("prune", other, "--keep-last", "1")
     assert steps_of(LocalStore(other)) == [3, 6]
+
+
+def test_who_deletes_what_the_error_says_loses_no_other_checkpoint(run, answered):
+    """E02: it named the directory, to whose files others refer: all of those were lost."""
+    first = run / "step-00000004" / "manifest.json"
+    first.write_bytes(b"\0" * 5_000)
+    _, error = answered("prune", run, "--keep-last", "1", code=15)
+    (run / error["fix"].rpartition("delete ")[2].partition(",")[0]).unlink()
+    assert not first.exists()
+    answered("prune", run, "--keep-last", "1")
+    assert steps_of(LocalStore(run)) == [4, 6], "6 refers to files of 4"
+    assert trainfold.load(run, like=state_at(0)).trainer.step == 6
 
 
 def test_a_manifest_of_a_newer_trainfold_holds_everything_back(run, answered):
