@@ -9,6 +9,7 @@ import torch
 from trainfold.adapters.components.component import copied
 from trainfold.adapters.flight.check_steps import judge_step, leaves_apart
 from trainfold.adapters.live.live import Live
+from trainfold.adapters.sharded.fsdp2_groups import HELD_BACK
 from trainfold.backends.ranks.launcher import log_for_all
 from trainfold.core.checks import count
 from trainfold.core.errors import InvalidArgument
@@ -39,8 +40,8 @@ def check_live_steps(
         collectives: the ranks, which all call; None for one, or for ranks that have parts of the state.
 
     Raises:
-        InvalidArgument: for a number below 1; by the step, at its first call for arguments that cannot be copied, and at a check if it counts itself with
-            ``live.advance``, or steps the optimizers more often in one of the two runs.
+        InvalidArgument: for a number below 1; by the step, at its first call for arguments that cannot be copied, at that or at a check if FSDP2 holds back its
+            gradients, and at a check if it counts itself with ``live.advance``, or steps the optimizers more often in one of the two runs.
         StepNotRepeated: by the step, on every rank, with the rank, and the leaves that differ.
 
     Examples:
@@ -70,16 +71,20 @@ def check_live_steps(
         words, named = _copied(dict(enumerate(args))).values(), _copied(kwargs)  # a step may write to its batch
         is_known = True
         if number % every:
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
+            _check_reduced(live)  # now, and not at the first check, which may come after hours
+            return result
         if live.sums_change:
             log_for_all("step %d is not checked: DDP takes the order in which it sums gradients from a backward that is still to come", number)  # fmt: skip
             return step(*args, **kwargs)
+        _check_reduced(live)
         redo = live.redo()
         untaken = redo.steps()
         result_once, values_once = _compared(step(*words, **named)), copied(redo.values())
         taken = redo.steps()
         is_open = taken == untaken  # a window whose gradients no state shows yet
         gradients_once = copied(redo.gradients()) if is_open else {}
+        _check_reduced(live)
         if live.progress != before:
             raise _no_step("a step that is counted after it", "one that calls live.advance",
                            "leave live.record, live.advance and manager.step out of the step, and call them after it")  # fmt: skip
@@ -103,6 +108,12 @@ def check_live_steps(
 
 def _no_step(expected: str, found: str, fix: str) -> InvalidArgument:
     return InvalidArgument("check_live_steps.step", expected=expected, found=found, fix=fix)
+
+
+def _check_reduced(live: Live) -> None:
+    if live.holds_gradients_back:
+        raise _no_step("gradients that each call synchronises, to put them back and to compare them", HELD_BACK,
+                       "let one call be all micro-batches of one optimizer step; or call set_requires_gradient_sync(True) before each backward")  # fmt: skip
 
 
 def _text(steps: Mapping[str, int]) -> str:

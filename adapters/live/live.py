@@ -348,6 +348,11 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
         """Whether DDP sums gradients in another order after a backward that is still to come, as its first one is."""
         return self._watch.sums_change
 
+    @property
+    def holds_gradients_back(self) -> bool:
+        """Whether FSDP2 has gradients that `redo` does not put back, because they are in no ``grad`` yet."""
+        return self._watch.window.holds_gradients_back
+
     def redo(self) -> Redo:
         """What takes the objects back to now, without counters and position, so that a step can run again."""
         self.check_trained("live.redo")

@@ -80,9 +80,12 @@ class WindowProbe:
             return taken
         if self._gradients_changed():
             return "gradients that changed since the last advance()"
-        if are_held_back(param_groups(fsdp2_modules(self._modules))):
-            return HELD_BACK
-        return None
+        return HELD_BACK if self.holds_gradients_back else None
+
+    @property
+    def holds_gradients_back(self) -> bool:
+        """Whether FSDP2 has gradients of its own, which are in no ``grad`` before a backward synchronises them."""
+        return are_held_back(param_groups(fsdp2_modules(self._modules)))
 
     def uncounted(self) -> str | None:
         """The uncounted optimizer steps, as text, or None."""

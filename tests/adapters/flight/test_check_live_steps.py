@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from kit.adapters.manager.flight_cases import Recorded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from trainfold import attach, fingerprint
 from trainfold.adapters.manager.manager import CheckpointManager
@@ -161,6 +163,56 @@ def test_a_fault_in_the_gradients_of_an_open_window_is_found(sparse):
 
     with pytest.raises(StepNotRepeated, match=r"gradients\['weight'\]"):
         check_live_steps(live, step, every=1)(torch.tensor([0, 1]))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("every", "open_at"), [(1000, 1), (2, 2), (1, 1)])
+def test_gradients_that_fsdp2_holds_back_are_refused(every, open_at):
+    """They are in no `grad`, so they were neither put back nor compared: a healthy run ended with the advice to take a machine out. The first call finds it, too."""
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(2, 1), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+
+    def step(x, *, is_last=True):
+        model.set_requires_gradient_sync(is_last)
+        model(x).square().sum().backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    checked = check_live_steps(live, step, every=every)
+    for _ in range(open_at - 1):
+        checked(torch.ones(1, 2))
+        live.advance(samples=1)
+    with pytest.raises(InvalidArgument, match=r"FSDP2 holds back.*all micro-batches of one optimizer step"):
+        checked(torch.ones(1, 2), is_last=False)
+    with pytest.raises(InvalidArgument, match="FSDP2 holds back"):  # the window is open
+        check_live_steps(live, step, every=1)(torch.ones(1, 2))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_window_of_fsdp2_within_one_step_is_checked():
+    found = []
+    for every in (None, 1):
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Linear(2, 1), mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        live = attach(model, optimizer)
+
+        def step(*batches, model=model, optimizer=optimizer):
+            for number, x in enumerate(batches):
+                model.set_requires_gradient_sync(number == len(batches) - 1)
+                model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        checked = step if every is None else check_live_steps(live, step, every=every)
+        for _ in range(3):
+            checked(torch.randn(2, 2), torch.randn(2, 2))
+            live.advance(samples=4)
+        found.append(fingerprint(live.capture()))
+    assert found[0] == found[1]
 
 
 def test_ranks_hear_which_of_them_is_always_wrong():
