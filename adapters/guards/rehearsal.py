@@ -25,7 +25,8 @@ from trainfold.core.rehearsal.entry import EntryKind
 from trainfold.core.rehearsal.number import exact_text
 from trainfold.core.rehearsal.orders import KEPT_NAME, MANIFESTS_NAME, RECORD_NAME, VARIABLE, Orders, orders_of
 from trainfold.core.save.events import Event
-from trainfold.core.save.retention import Retention, keep_all, keep_last
+from trainfold.core.save.pruning import deletes_none
+from trainfold.core.save.retention import Retention, keep_last
 from trainfold.core.state.state import Progress, TrainState
 
 _LOG = logging.getLogger("trainfold")
@@ -98,7 +99,7 @@ class Rehearsal:
 
     def retention(self, given: Retention) -> Retention:
         """What the manager keeps: as given; but the last two instead of everything, so that the disk does not fill."""
-        return keep_last(_KEPT) if given == keep_all() else given
+        return keep_last(_KEPT) if deletes_none(given, None) else given
 
     def listener(self, listener: Callable[[Event], object] | None) -> Callable[[Event], object]:
         """A listener to the manager's events that writes the record too."""

@@ -162,8 +162,9 @@ def _fits(name: str, values: list[Any]) -> bool:
         type(value) is kind or (kind is float and type(value) is int)
         for value, kind in zip(values, wanted, strict=True)
     )
+    least = 0 if name == "newer" else 1
     return (
         is_typed
-        and all(isinstance(value, str) or 0 < value < 2**62 for value in values[:1])
+        and all(isinstance(value, str) or least <= value < 2**1023 for value in values[:1])
         and values[1:] in ([], ["min"], ["max"])
     )

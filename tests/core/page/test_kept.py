@@ -24,7 +24,7 @@ from trainfold.core.save.retention import (
 )
 from trainfold.core.save.retention_rules import Saved, rules_from_json, rules_to_json
 
-POLICIES = st.lists(st.sampled_from([keep_all(), keep_last(2), keep_last(7), keep_every(20), keep_best(2, direction="max"), keep_newer(3.5)]), min_size=1, max_size=4)  # fmt: skip
+POLICIES = st.lists(st.sampled_from([keep_all(), keep_last(2), keep_last(7), keep_every(20), keep_best(2, direction="max"), keep_newer(3.5), keep_newer(0), keep_newer(1e300)]), min_size=1, max_size=4)  # fmt: skip
 
 
 class Own:

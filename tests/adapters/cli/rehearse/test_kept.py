@@ -12,13 +12,14 @@ import trainfold
 from trainfold.adapters.cli.rehearse import kept
 from trainfold.adapters.cli.rehearse.kept import KeptCheckpoints, difference_size, saved_of
 from trainfold.adapters.guards.rehearsal import Rehearsal
+from trainfold.adapters.manager.arguments import retention_given
 from trainfold.backends.runs.scan import read_manifest
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import LocalStore
 from trainfold.core.rehearsal.leaf_size import size_of
 from trainfold.core.rehearsal.reasons import likely_reasons
 from trainfold.core.rehearsal.trajectory import NOTHING, RunDifference, Stretch, differences
-from trainfold.core.save.retention import keep_all, keep_last
+from trainfold.core.save.retention import keep_all, keep_every, keep_last
 from trainfold.core.state.state import Progress, TrainState
 
 VALUES = {
@@ -145,9 +146,16 @@ def test_another_shape_is_not_measured_and_a_filesystem_without_links_keeps_noth
 
 
 @pytest.mark.parametrize(
-    ("given_policy", "used"), [(keep_all(), keep_last(2)), (keep_last(5), keep_last(5)), (keep_last(1), keep_last(1))]
+    ("given_policy", "used"),
+    [
+        (keep_all(), keep_last(2)),
+        (keep_last(5), keep_last(5)),
+        (keep_last(1), keep_last(1)),
+        (retention_given(0, keep_every(5)), keep_last(2)),
+    ],
 )
 def test_a_manager_that_keeps_all_keeps_two_in_a_rehearsal_and_any_other_policy_stays(given_policy, used):
+    """`keep_last=0` beside `keep=` keeps all too, and filled the disk with a rehearsal that is said to keep two."""
     assert Rehearsal.retention(None, given_policy) == used
 
 
