@@ -27,7 +27,7 @@ from trainfold.core.problem import Problem, problem_of
 LIMIT: Final = 3
 MAX_RECORDS: Final = 64
 MAX_REASONS: Final = 3
-_REASON_CHARACTERS: Final = 240
+_REASON_CHARACTERS: Final = 1000  # a path, both digests, and what to do
 _PROOFS: Final = (CheckpointDamaged, CheckpointTorn, CheckpointHostile)
 
 Ending: TypeAlias = Literal["loaded", "interrupted", "failed", "damaged"]
@@ -158,7 +158,8 @@ def after_outcome(attempts: Attempts, checkpoint: str, digest: str, outcome: Loa
     known = attempts.of(checkpoint, digest)
     if outcome.ending == "interrupted":
         return _with(attempts, attrs.evolve(known, attempts=max(int(known.is_damaged), known.attempts - 1)))
-    text = outcome.reason.encode("ascii", "backslashreplace").decode()[:_REASON_CHARACTERS]
+    text = outcome.reason.encode("ascii", "backslashreplace").decode()
+    text = text if len(text) <= _REASON_CHARACTERS else f"{text[: _REASON_CHARACTERS - 3]}..."
     reasons = (*(reason for reason in known.reasons if reason != text), text)[-MAX_REASONS:]
     is_damaged = known.is_damaged or outcome.ending == "damaged"
     attempts_made = max(1, known.attempts)  # its start may not have been recorded, as on a full disk

@@ -23,7 +23,7 @@ from trainfold.core.json_values import shown
 QUARANTINE_FILE: Final = "quarantine.json"
 QUARANTINE_FORMAT: Final = "trainfold-quarantine"
 QUARANTINE_VERSION: Final = 1
-QUARANTINE_LIMIT_BYTES: Final = 2**18
+QUARANTINE_LIMIT_BYTES: Final = 2**21  # more than all reasons can have, each character as an escape of six
 QUARANTINE_FIX: Final = (
     f"no action is needed, because no checkpoint is passed over for it; remove {QUARANTINE_FILE} when you have seen it"
 )

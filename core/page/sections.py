@@ -25,6 +25,7 @@ from trainfold.core.problem import problem_of
 from trainfold.core.state.audit import unsaved_of
 
 _BREAK: Final = "\n"
+_MOST_TEXT: Final = 8000  # characters of a finding: all that a checkpoint in quarantine did not load for, and what to do
 _PROBLEMS: Final = {
     "warned": "Warning",
     "failed": "A save failed",
@@ -222,7 +223,7 @@ def _nothing(page: RunPage, newest: Manifest | None) -> str:
 
 
 def _finding(colour: str, heading: str, text: str) -> str:
-    return f'<li class="{colour}"><span class="when">{safe(heading)}</span><div class="message">{safe(text, most=2000, keep=_BREAK)}</div></li>'
+    return f'<li class="{colour}"><span class="when">{safe(heading)}</span><div class="message">{safe(text, most=_MOST_TEXT, keep=_BREAK)}</div></li>'
 
 
 SECTIONS: Final[Mapping[str, tuple[str, str, Callable[[RunPage], str]]]] = {

@@ -80,6 +80,16 @@ def test_of_a_checkpoint_that_cannot_be_used_it_is_said_why_it_is_there():
     assert found == {"step-00000010": (unused, "the pointer mine"), "step-00000030": ("the newest", "the last one")}
 
 
+def test_the_reasons_of_a_quarantine_are_whole_on_the_page():
+    """W22: three long ones were cut, and with them what to do."""
+    reasons = tuple(f"{number}{'x' * 990}<end>" for number in range(3))
+    problem = quarantine_problem(Tried("step-00000010", "d", 3, reasons=reasons), f"/{'d' * 200}/runs/a")
+    page = run_of({10, 20}, keep_last(1))
+    shown = sections_html(attrs.evolve(page, inventory=with_quarantined(page.inventory, {"step-00000010": problem})))["findings"]  # fmt: skip
+    assert shown.count("&lt;end&gt;") == 3
+    assert "it is free once it has loaded" in shown
+
+
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["last", "best", "own", "min", "newer", "all"]), lambda inner: st.lists(inner, max_size=4), max_leaves=8))  # fmt: skip
 def test_rules_of_any_json_are_rules_or_left_out(value):
     rules, texts = rules_from_json(value)

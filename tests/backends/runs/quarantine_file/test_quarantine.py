@@ -131,20 +131,32 @@ def test_only_what_speaks_against_a_checkpoint_counts_against_it(error, ending):
     assert outcome_of(error).ending == ending
 
 
-def test_what_is_remembered_is_bounded():
+@pytest.mark.parametrize("letter", ["é", "\x1b"])
+def test_what_is_remembered_is_bounded(letter):
     """However long a run goes wrong, its record can be read and written."""
     attempts = Attempts()
     for step in range(MAX_RECORDS + 5):
         name, digest = directory_of(step), digest_of(bytes([step]))
         for reason in range(MAX_REASONS + 3):
             attempts = after_attempt(attempts, name, digest)
-            attempts = after_outcome(attempts, name, digest, LoadOutcome("failed", f"{reason}" + "é" * 10_000))
+            attempts = after_outcome(attempts, name, digest, LoadOutcome("failed", f"{reason}" + letter * 10_000))
     data = quarantine_to_json(attempts)
     assert len(data) <= QUARANTINE_LIMIT_BYTES
     assert quarantine_from_json(data) == attempts
     assert len(attempts.records) == MAX_RECORDS
     assert attempts.records[-1].checkpoint == directory_of(MAX_RECORDS + 4)
     assert len(attempts.records[0].reasons) == MAX_REASONS
+
+
+def test_a_reason_is_remembered_whole_and_a_cut_one_says_so():
+    """W22: what was found in place of a digest was lost behind a path of 190 letters, and nothing said that the text went on."""
+    error = CheckpointDamaged(f"/{'d' * 250}/model.safetensors model.params['bias']", expected="xxh3:" + "a" * 32, found="xxh3:" + "b" * 32, fix="see the disk")  # fmt: skip
+    digest = digest_of(b"1")
+    (kept,) = after_outcome(Attempts(), directory_of(1), digest, outcome_of(error)).records[0].reasons
+    assert kept == f"CheckpointDamaged: {error}"
+    (cut,) = after_outcome(Attempts(), directory_of(1), digest, LoadOutcome("failed", "x" * 10_000)).records[0].reasons
+    assert len(cut) <= 1000
+    assert cut.endswith("x...")
 
 
 def test_what_was_deleted_is_forgotten():
