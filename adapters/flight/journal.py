@@ -16,7 +16,7 @@ from trainfold.backends.job import Job
 from trainfold.backends.lock_holder import seen_as
 from trainfold.backends.user_warning import WARNED
 from trainfold.core.errors import error_text
-from trainfold.core.flight.journal_line import JournalLine, drift_data
+from trainfold.core.flight.journal_line import UNSTARTED, JournalLine, drift_data
 from trainfold.core.resume.drift import Drift
 from trainfold.core.save.events import Event
 from trainfold.core.save.retention import Retention
@@ -29,7 +29,8 @@ _EXIT_PRIORITY: Final = 50  # after the jobs of the process: what they write com
 
 @final
 class Journal(logging.Filter):
-    """A listener to one run, on rank 0. Until the run is restored, or starts fresh, lines are kept back, so that a manager that is only made writes nothing.
+    """A listener to one run, on rank 0. Until the run is restored, or starts fresh, lines are kept back, so that a manager that is only made writes nothing;
+    but a refused resume is written at once.
 
     Warnings are those of trainfold, in the whole process: through `logging`, and through `warnings`. It is a filter of the logger that passes
     everything, because with a handler Python would no longer print warnings where a program has not set up `logging`.
@@ -101,7 +102,10 @@ class Journal(logging.Filter):
         """Write an event of the manager. The beginning of a save, `called` writes."""
         if event.kind == "failed":
             self._under_way = None
-        if event.kind != "saved":
+        if event.kind == "refused" and self._kept_back is not None:  # this process may never start, and nothing else says why
+            self._file.append([JournalLine(time.time(), event.kind, event.step, detail=event.detail, data=UNSTARTED)])
+            self._file.put()
+        elif event.kind != "saved":
             reached = self._gone_back(event)
             self._write(event.kind, event.step, event.checkpoint, event.detail, data={**_stalled(event.stalled_secs), **reached})  # fmt: skip
 

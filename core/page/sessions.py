@@ -5,7 +5,7 @@ from typing import Final, Literal, TypeAlias, final
 
 import attrs
 
-from trainfold.core.flight.journal_line import JournalLine
+from trainfold.core.flight.journal_line import UNSTARTED, JournalLine
 from trainfold.core.markup.texts import count_text, number_text
 from trainfold.core.page.run_page import FlightFacts
 from trainfold.core.page.save_times import saves_of
@@ -88,7 +88,7 @@ def sessions_of(
     found: list[Session] = []
     for number, at in enumerate(starts):
         is_last = number == len(starts) - 1
-        own = journal[at : None if is_last else starts[number + 1]]
+        own = [line for line in journal[at : None if is_last else starts[number + 1]] if line.data != UNSTARTED]
         after = None if is_last else journal[starts[number + 1]]
         found.append(_session(own, after, flight if is_last else None, found[-1] if found else None, runs))
     return tuple(found)

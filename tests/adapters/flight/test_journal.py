@@ -11,13 +11,18 @@ from trainfold.adapters.manager.disabled import DisabledManager
 from trainfold.adapters.manager.manager import CheckpointManager
 from trainfold.backends.flight.flight_values import FlightValues
 from trainfold.backends.flight.flights import flight_name
+from trainfold.backends.flight.journal_parts import written_here
 from trainfold.backends.flight.journals import JOURNAL, read_journal
 from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.stores.local import LocalStore
+from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.user_warning import WARNED, warn_user
 from trainfold.core.best.record import make_best_record, updated
+from trainfold.core.errors import ResumeRefused
 from trainfold.core.flight.journal_line import drifts_of
-from trainfold.core.page.run_page import FlightFacts
+from trainfold.core.history.inventory import Inventory
+from trainfold.core.page.document import sections_html
+from trainfold.core.page.run_page import FlightFacts, RunPage
 from trainfold.core.page.save_times import saves_of
 from trainfold.core.page.sessions import sessions_of
 from trainfold.core.save.retention import keep_every
@@ -107,6 +112,37 @@ def test_warnings_events_a_best_and_an_exception_are_in_the_journal(tmp_path):
     assert (lines[-1].kind, lines[-1].detail) == ("closed", "KeyError")
     assert not WARNED
     assert not logging.getLogger("trainfold").filters
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_a_resume_that_was_refused_is_in_the_journal_and_is_no_process(tmp_path, in_bucket):
+    """W22: a process that ended with it had written no line, and the page had no word of it."""
+    run = MemoryStore() if in_bucket else LocalStore(tmp_path / "run")
+    trained(run, 5, closes=False)
+    if in_bucket:
+        written_here(run).put()  # what a kill left
+    before = sessions_of(read_journal(run).lines, None)
+    manager = CheckpointManager(run, record=0)
+    with pytest.raises(ResumeRefused):
+        manager.restore(Job(0).live, step=99)
+    died(manager)  # nothing closes it
+    lines = read_journal(run).lines
+    assert (lines[-1].kind, lines[-1].step) == ("refused", 99)
+    assert "step-00000099" in lines[-1].detail
+    assert sessions_of(lines, None) == before
+    shown = sections_html(RunPage(Inventory("runs/a", "r", ()), lines[-1].at, journal=lines))["findings"]
+    assert "A resume was refused, step 99" in shown
+    with CheckpointManager(run, record=0) as manager:
+        job = Job(0)
+        with pytest.raises(ResumeRefused):
+            manager.restore(job.live, step=98)
+        manager.restore(job.live)
+        job.run(manager, 8)
+    lines = read_journal(run).lines
+    assert [line.step for line in lines if line.kind == "refused"] == [99, 98]
+    killed, ended = sessions_of(lines, None)
+    assert (killed.ended_at, killed.ending) == (before[0].ended_at, "killed")
+    assert (ended.first, ended.ending) == (4, "closed")
 
 
 def test_a_manager_that_trains_nothing_or_does_not_record_writes_no_journal(tmp_path):
