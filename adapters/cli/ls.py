@@ -227,7 +227,7 @@ def _row(each: Listed, now: float, resume: str) -> tuple[str, ...]:
         claimed = ("", "", "") if head is None else (str(head.step), str(head.timeline), "")
         return (entry.name, *claimed, date, age, "", "", "", status)
     proved = "committed" if entry.manifest is None else "complete"
-    status = f"{proved}, left behind by a rewind" if each.is_left_behind else proved
+    status = f"{proved}, left behind by the run" if each.is_left_behind else proved
     status = f"{proved}, {resume}" if resume else status
     if summary is not None and summary.refers:
         status += f", refers to {_shortened(summary.refers)}"

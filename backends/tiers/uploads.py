@@ -31,6 +31,12 @@ _ELSEWHERE: Final = (
     "name a new place as far=, which gets all that the near tier has: this one keeps what another machine saved"
 )
 
+_NOT_WHOLE: Final = (
+    "check the disk, which has not all of it. If a newer checkpoint is in the far tier, no more is needed; "
+    "else start the program again: it goes on from the newest that either tier has whole, and trains the rest again"
+)
+_AGAIN: Final = "start the program again, or trainfold copy the near tier to the far one"
+
 
 @final
 @attrs.frozen(eq=False)
@@ -123,13 +129,11 @@ class Uploads:
             self._is_closing.clear()
         missing = [*self._given_up, *self.waiting]
         if missing:
-            error = self._given_up.get(missing[0]) or self._last_error or next(iter(self._given_up.values()))
+            given_up = self._given_up.get(missing[0])
+            error = given_up or self._last_error
+            assert error is not None  # what still waits has failed
             self._given_up.clear()
-            fix = (
-                _ELSEWHERE
-                if isinstance(error, CommitConflict)
-                else "start the program again, or trainfold copy the near tier to the far one"
-            )
+            fix = _AGAIN if given_up is None else _ELSEWHERE if isinstance(given_up, CommitConflict) else _NOT_WHOLE
             raise SaveFailed(f"{self._far.url}/{missing[0]}", expected="every checkpoint of this run in the far tier",
                              found=f"{', '.join(missing)} in {self._near.url} alone, because of {error_text(error)}", fix=fix)  # fmt: skip
         self.logs.send()

@@ -15,7 +15,7 @@ _START: Final = b'"kind":"started"'  # as it is written; in a text, quotes are e
 ALWAYS_KEPT: Final = ("started", "closed", "reopened", "restored")
 """Kinds of lines that are read of a long journal, however old they are."""
 UNSTARTED: Final[Mapping[str, Any]] = {"started": False}
-"""The ``data`` of a line of a process that has not started, as its resume was refused: it is no sign of the one whose lines are before it."""
+"""The ``data`` of a line of a process that has not started, as its resume was refused: it is not a sign of the one whose lines are before it."""
 _KEPT: Final = tuple(f'"kind":"{kind}"'.encode() for kind in ALWAYS_KEPT)
 _MOST_DRIFTS: Final = 40
 _DRIFT_TEXT: Final = 120  # ASCII characters, so that 40 of five texts fit a line

@@ -84,7 +84,7 @@ def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
     if policy is not None or not left:
         found |= plan_left_behind(left, policy=None if policy is None else policy.left_behind, protected=protected).kept
     else:
-        found |= {each.name: ("left behind by a rewind",) for each in left}
+        found |= {each.name: ("left behind by the run",) for each in left}
     unusable = {
         each.name: _UNREAD if each.is_unreadable else _UNUSABLE
         for each in page.inventory.entries

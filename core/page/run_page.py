@@ -111,7 +111,7 @@ class RunPage:
             elif entry.problem is not None:
                 found |= {} if entry.is_unreadable else {best.step: "its checkpoint cannot be used"}
             elif entry not in present:
-                found[best.step] = "left behind by a rewind"
+                found[best.step] = "left behind by the run"
         return found
 
     @property

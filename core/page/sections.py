@@ -25,7 +25,9 @@ from trainfold.core.problem import problem_of
 from trainfold.core.state.audit import unsaved_of
 
 _BREAK: Final = "\n"
-_MOST_TEXT: Final = 8000  # characters of a finding: all that a checkpoint in quarantine did not load for, and what to do
+_MOST_TEXT: Final = (
+    8000  # characters of a finding: all that a checkpoint in quarantine did not load for, and what to do
+)
 _PROBLEMS: Final = {
     "warned": "Warning",
     "failed": "A save failed",
@@ -147,7 +149,7 @@ def _status(entry: Entry, present: set[str]) -> str:
     if entry.problem is not None:
         return f"{entry.problem.error}: {entry.problem.found}"
     proved = "complete" if entry.manifest is not None else "committed"
-    return proved if entry.name in present else f"{proved}, left behind by a rewind"
+    return proved if entry.name in present else f"{proved}, left behind by the run"
 
 
 def finding_section(page: RunPage) -> str:

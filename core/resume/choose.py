@@ -196,7 +196,7 @@ def abandoned_with_components(
             f"{run}/step-{head.step:08d}",
             f"a checkpoint with {', '.join(missing)}",
             f"one saved with {has} alone, and none with them before it in its timeline ({head.timeline}); "
-            f"step {step} has them, and a rewind has left it behind",
+            f"step {step} has them, and the run has left it behind",
             f"to continue from step {step}, name it: restore(live, step={step}), or trainfold.load(run, like=state, step={step}) "
             f"(on the command line: trainfold plan {run} --step {step}); for what step {head.step} has, components=[...]",
             20,
@@ -256,4 +256,4 @@ def left_behind(inventory: Inventory, manifest: Manifest) -> tuple[str, ...]:
         if entry.head is not None and entry.head.timeline < manifest.head.timeline
         and entry.head.step > dict(manifest.head.forks).get(entry.head.timeline, -1)
     )  # fmt: skip
-    return (f"steps {left} were left behind by a rewind (timeline {manifest.head.timeline})",) if left else ()
+    return (f"steps {left} were left behind by the run (timeline {manifest.head.timeline})",) if left else ()

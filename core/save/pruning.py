@@ -18,7 +18,7 @@ from trainfold.core.save.retention_rules import All
 from trainfold.core.save.reuse.referred import references_in, referrers_first, still_needed
 
 UNFINISHED: Final = "a save or a deletion did not finish"
-LEFT_BEHIND: Final = "left behind by a rewind, and no rule is for these"
+LEFT_BEHIND: Final = "left behind by the run, and no rule is for these"
 
 
 @final

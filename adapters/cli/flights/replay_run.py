@@ -92,7 +92,7 @@ def first_of_ranks(
 def _uncompared(request: ReplayRequest, made: ScratchRun) -> Answer:
     """What is said of a replay from a checkpoint that was left behind, in which all was finite."""
     begin, reached = request.begin, min(made.run.last, request.end)
-    warning = f"step {begin} was left behind by a rewind: what followed it is in no log, and nothing was compared"
+    warning = f"step {begin} was left behind by the run: what followed it is in no log, and nothing was compared"
     rows = (
         ("replayed", steps_text(begin + 1, reached) if reached > begin else "no step"),
         ("not finite", _ALL_FINITE),

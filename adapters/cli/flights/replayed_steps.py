@@ -59,7 +59,7 @@ def _check_left_behind(inventory: Inventory, begin: int, *, until_nonfinite: boo
         raise CheckpointMissing(where, expected="a complete checkpoint", found="none",
                                 fix=f"pass --from with a step that has one, such as {near}; or 0, for the start of the program")  # fmt: skip
     if not until_nonfinite:
-        raise CheckpointMissing(where, expected="a checkpoint of the run as it is now", found="one that was left behind by a rewind: what followed it is in no log",
+        raise CheckpointMissing(where, expected="a checkpoint of the run as it is now", found="one that was left behind by the run: what followed it is in no log",
                                 fix=f"pass --from with another step, such as {near}; or --until-nonfinite, which looks for a NaN there, and compares nothing")  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def measured_best(store: Store) -> str | None:
     entry = inventory.entry(file.name)
     head = None if entry is None else entry.head
     if head is not None and (head.timeline != file.timeline or entry not in lineage(inventory)):
-        was = "one that a rewind has left behind" if head.timeline == file.timeline else f"timeline {head.timeline}"
+        was = "one that the run has left behind" if head.timeline == file.timeline else f"timeline {head.timeline}"
         raise InvalidState(
             f"{store.url}/{BEST_FILE}",
             expected=f"{file.name} of timeline {file.timeline}, as it was measured, in the run's lineage",

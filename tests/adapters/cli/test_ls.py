@@ -92,8 +92,8 @@ def test_what_a_rewind_has_left_behind_is_marked_and_its_timeline_shown(run):
     answer = list_run(run, clock=NOW)
     assert cells(answer, "step", "timeline", "status") == [
         ("10", "0", "complete"),
-        ("20", "0", "complete, left behind by a rewind"),
-        ("30", "0", "complete, left behind by a rewind"),
+        ("20", "0", "complete, left behind by the run"),
+        ("30", "0", "complete, left behind by the run"),
         ("40", "1", "complete, resumed next"),
     ]
     assert [one["left_behind"] for one in answer.data["checkpoints"]] == [False, True, True, False]

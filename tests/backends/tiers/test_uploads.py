@@ -10,7 +10,8 @@ import pytest
 from kit.backends.runs_cases import state_at
 
 import trainfold
-from trainfold import CheckpointManager
+from trainfold import CheckpointManager, SaveFailed
+from trainfold.backends.runs.load import CheckpointPassedOver
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.two_tiers import TwoTiers
@@ -89,3 +90,41 @@ def test_a_checkpoint_that_proves_the_best_late_is_sent_again(tmp_path):
     assert [entry.step for entry in load_best_n(far, WANTED)] == [2]
     assert trainfold.load(far, like=state_at(0)).trainer.step == 4
     assert [each.step for each in events if each.kind == "uploaded"] == [1, 2, 3, 2, 4]
+
+
+def trained_until(near, far, last, *, damaged):
+    """Save steps, one of which a fault of the disk changes before it is sent."""
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in range(1, last + 1):
+            manager.save(state_at(step))
+        path = next((near / f"step-0000000{damaged}").glob("model-*"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        far.gate.set()
+
+
+def test_of_what_the_disk_has_not_whole_the_error_names_what_helps(tmp_path):
+    """E01: it said to start again, or to copy: neither sends a damaged checkpoint, and a run that was over was to be started for nothing."""
+    far, near = Slow(), tmp_path / "near"
+    with pytest.raises(SaveFailed, match=r"step-00000002 in .*near alone") as failed:
+        trained_until(near, far, 3, damaged=2)
+    assert "check the disk" in failed.value.fix
+    assert "no more is needed" in failed.value.fix
+    assert "trainfold copy" not in failed.value.fix
+    assert trainfold.load(far, like=state_at(0)).trainer.step == 3, "a newer one was sent"
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        assert manager.load(state_at(0)).trainer.step == 3
+
+
+def test_a_start_after_a_damaged_newest_was_not_sent_trains_it_again(tmp_path):
+    """The other half of what the error says, so that following it helps."""
+    far, near = Slow(), tmp_path / "near"
+    with pytest.raises(SaveFailed, match="step-00000002") as failed:
+        trained_until(near, far, 2, damaged=2)
+    assert "else start the program again" in failed.value.fix
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        with pytest.warns(CheckpointPassedOver):
+            assert manager.load(state_at(0)).trainer.step == 1
+        manager.save(state_at(2))
+    assert trainfold.load(far, like=state_at(0)).trainer.step == 2

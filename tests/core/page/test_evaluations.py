@@ -151,7 +151,7 @@ def test_a_best_whose_checkpoint_a_rewind_has_left_behind_or_replaced_is_called_
         in text
     )
     assert kept == {"step-00000010": ("one of the best 2",), "step-00000020": ("the pointer plain",), "step-00000030": ("the newest",)}  # fmt: skip
-    assert "0.9\nstep 30, left behind by a rewind" in shown(Head("r", 10), Head("r", 20, 1, forks), Head("r", 30))[0]
+    assert "0.9\nstep 30, left behind by the run" in shown(Head("r", 10), Head("r", 20, 1, forks), Head("r", 30))[0]
     text, kept = shown(Head("r", 10), Head("r", 30))
     assert "0.9\nstep 30\n" in text
     assert "checkpoint is gone" not in text

@@ -50,7 +50,7 @@ def test_a_replay_begins_at_a_checkpoint_of_the_run_and_not_at_one_that_was_left
     assert (code, found["from"], found["same"], found["steps"]) == (0, 8, True, 6), found
     code, found = rewound("--from", 12, "--to", 14)
     assert code == found["error"]["exit_code"] == 11
-    assert "left behind by a rewind" in found["error"]["found"]
+    assert "left behind by the run" in found["error"]["found"]
     assert "such as 14, 15, 8, 4" in found["error"]["fix"]
     assert "--until-nonfinite" in found["error"]["fix"]
     monkeypatch.setenv("SPIKES", "yes")
@@ -63,7 +63,7 @@ def test_what_follows_a_checkpoint_that_was_left_behind_is_compared_with_nothing
     code, found = rewound("--from", 12, "--to", 14, "--until-nonfinite")
     fits_its_schema("replay", found)
     assert (code, found["same"], found["steps"], found["reached"]) == (0, None, 0, 14)
-    assert "step 12 was left behind by a rewind" in found["warnings"][0]
+    assert "step 12 was left behind by the run" in found["warnings"][0]
 
 
 def test_steps_that_a_resume_without_a_log_has_undone_are_not_the_run(tmp_path):
