@@ -80,7 +80,8 @@ def view_for_all(  # noqa: PLR0913 - keywords
         world: the ranks.
         wanted: the components of the run that resumes, on any rank.
         needs: what this rank needs of a checkpoint; None for everything.
-        before: what was known before. If the run still holds the same, nothing is examined. Its quarantine counts, and is not read again.
+        before: what was known before. If the run still holds the same, nothing is examined. Its quarantine counts, and is not read again
+            unless the run could not be listed then.
 
     Raises:
         RanksDisagree: on every rank, if another rank sees checkpoints that rank 0 does not see, not even when it lists the run again; or as
@@ -174,7 +175,10 @@ def _listed(
 ) -> _Listed:
     """What rank 0 sends: of a run that is as before, nothing is examined again."""
     inventory = listed_run(store)
-    asks = before is None and request.step is None  # a step that is asked for is loaded also out of the quarantine
+    if inventory.problem is not None:  # nothing is loaded, and each further request may wait as long as the first
+        return _Listed(inventory, {})
+    is_new = before is None or before.listed.problem is not None
+    asks = is_new and request.step is None  # a step that is asked for is loaded also out of the quarantine
     known = quarantined(store) if asks else {} if before is None else before.known
     if not reads_root or (before is not None and inventory == before.listed):
         return _Listed(inventory, known)

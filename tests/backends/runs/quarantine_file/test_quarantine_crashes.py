@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kit.backends import quarantine_cases
 from kit.backends.quarantine_cases import DAMAGED, EIGHT, SEVEN, SOME, die, document, save_at, sealed, usable
 
+from trainfold.backends.runs.api import load
 from trainfold.backends.runs.quarantine_file import (
     QuarantineIgnored,
     begin_attempt,
@@ -18,9 +19,7 @@ from trainfold.backends.runs.quarantine_file import (
 from trainfold.backends.runs.scan import read_inventory
 from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import CrashAt, ErrorAt, MemoryStore, SimulatedCrash, read_only
-from trainfold.core.errors import (
-    CheckpointError,
-)
+from trainfold.core.errors import CheckpointError, CheckpointUnreadable, ResumeRefused
 from trainfold.core.history.quarantine import (
     LIMIT,
     LoadOutcome,
@@ -32,6 +31,7 @@ from trainfold.core.history.quarantine_json import (
     quarantine_from_json,
     quarantine_to_json,
 )
+from trainfold.core.state.state import Progress, TrainState
 
 store = quarantine_cases.store
 
@@ -226,3 +226,47 @@ def test_a_record_that_another_wrote_in_the_meantime_is_not_overwritten():
         }
         assert counted == {SEVEN: 1 + times, EIGHT: 1}
     assert not isinstance(Tried(SEVEN, "d"), CheckpointError)
+
+
+class Away:
+    """A store that does not answer the first so many looks."""
+
+    def __init__(self, inner, looks):
+        self._inner, self.left, self.asked = inner, looks, []
+
+    def __getattr__(self, name):
+        found = getattr(self._inner, name)
+        if name not in {"size", "list", "read"}:
+            return found
+
+        def look(*args, **how):
+            self.asked.append(args[0])
+            self.left -= 1
+            if self.left >= 0:
+                raise CheckpointUnreadable("store", expected="an answer", found="none", fix="try again")
+            return found(*args, **how)
+
+        return look
+
+
+@pytest.mark.parametrize("looks", range(1, 7))
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.CheckpointPassedOver")
+@pytest.mark.filterwarnings("ignore::trainfold.backends.runs.quarantine_file.QuarantineIgnored")
+def test_a_store_that_answers_at_the_second_look_has_its_quarantine_all_the_same(looks):
+    """P07: a load lists a run that did not answer once more, and took a checkpoint at which three processes had died."""
+    store = MemoryStore()
+    save_at(store, 7, 8)
+    die(store, EIGHT)
+    try:
+        found = load(Away(store, looks), like=TrainState(trainer=Progress()))
+    except ResumeRefused:
+        return
+    assert found.trainer.step == 7
+
+
+def test_a_run_that_does_not_answer_is_asked_for_nothing_else():
+    """W22: through gcsfs each request takes half a minute without a network, and the warning was of the quarantine."""
+    store = Away(MemoryStore(), 1000)
+    with pytest.raises(ResumeRefused, match="CheckpointUnreadable"):
+        load(store, like=TrainState(trainer=Progress()))
+    assert store.asked == ["run.json"] * 2
