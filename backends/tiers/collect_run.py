@@ -93,6 +93,7 @@ def _planned(folders: NodeFolders, target: Store, steps: Steps) -> CopyPlan:
     asked = folders.steps() if isinstance(steps, str) else [name for name in folders.steps() if step_of(name) in steps]
     left_out = {**plan.left_out, **{name: f"incomplete: lacks {', '.join(texts)}" for name, texts in lacking.items()}}
     left_out |= {name: str(problem) for name, problem in folders.unread.items()}
+    left_out |= {f"{name}/": text for name, text in folders.later.items() if name in going}
     meant = {*asked, *going}  # with those to whose files one of these refers
     refused = (*(problem for name, problem in folders.conflicts.items() if name in meant), *plan.refused)
     plan = unless_empty(attrs.evolve(plan, left_out=left_out, refused=refused), fix="name the folders of all nodes")

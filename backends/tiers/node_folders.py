@@ -18,7 +18,7 @@ from trainfold.core.errors import (
     InvalidArgument,
     TrainfoldError,
 )
-from trainfold.core.format.file_names import MANIFEST, RUN_FILE, step_of
+from trainfold.core.format.file_names import MANIFEST, RUN_FILE, revision_of, step_of
 from trainfold.core.format.indexes.proved import index_rows
 from trainfold.core.format.manifest import FileRecord, IndexRecord
 from trainfold.core.format.manifest_reader import opened_root
@@ -44,6 +44,7 @@ class NodeFolders:
         conflicts: checkpoint -> why it is not known which one is meant: nodes have different manifests of it.
         unlike: files that no manifest names, and that differ between nodes.
         unread: checkpoint -> why no node gives its manifest now, which one of them has.
+        later: checkpoint -> what nodes have of it that may be of a later save of that step than the manifest that is taken.
     """
 
     def __init__(self, nodes: Sequence[Store]) -> None:
@@ -51,6 +52,7 @@ class NodeFolders:
         self.conflicts: dict[str, Problem] = {}
         self.unlike: dict[str, str] = {}
         self.unread: dict[str, Problem] = {}
+        self.later: dict[str, str] = {}
         self._known: dict[str, CopiedFile] = {}  # what manifests say of a file
         self._files_of: dict[str, list[CopiedFile]] = {}
         self._chosen: dict[str, Store | None] = {}
@@ -142,6 +144,7 @@ class NodeFolders:
     def _look_at(self, name: str) -> None:
         path = f"{name}/{MANIFEST}"
         roots: dict[str, tuple[Store, bytes]] = {}
+        unusable: list[str] = []
         for node in self._nodes:
             try:
                 root = read_root(node, name)
@@ -149,6 +152,7 @@ class NodeFolders:
             except CheckpointError as failed:  # a node without it, or with a part of it
                 if (found := problem_of(failed)).is_unreadable:
                     self.unread[name] = found
+                unusable += [] if isinstance(failed, CheckpointTorn) else [f"{path} in {node.url}"]
             else:
                 roots.setdefault(digest_of(root), (node, root))
         if roots:
@@ -173,6 +177,14 @@ class NodeFolders:
         problem = self._problem_of(name, root)
         while problem is not None and self.another_for(problem.where):  # the header of a file is damaged
             problem = self._problem_of(name, root)
+        self._note_later(name, unusable)
+
+    def _note_later(self, name: str, unusable: Sequence[str]) -> None:
+        taken = max((revision_of(file.path.partition("/")[2]) for file in self._files_of.get(name, []) if file.directory == name), default=0)  # fmt: skip
+        found = [*unusable, *(f"{name}/{file} in {node.url}" for node in self._nodes for file in _list_in(node, name) if revision_of(file) > taken)]  # fmt: skip
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            self.later[name] = f"{found[0]}{more} may be of a later save of this step, of which no folder has a manifest that can be used: what is collected may be the earlier one"  # fmt: skip
 
     def _problem_of(self, name: str, root: bytes) -> Problem | None:
         entry = examine(self, Inventory(self.url, None, (Entry(name, None),)), name, root=root).entry(name)

@@ -1,5 +1,6 @@
 """Runs whose files lie in folders of several nodes are put together, complete checkpoints only, whatever was lost on the way."""
 
+import itertools
 import shutil
 from contextlib import suppress
 
@@ -190,7 +191,7 @@ def test_a_manifest_that_a_folder_does_not_give_now_is_not_called_lacking(tmp_pa
     assert done.newest_lost.found == "EACCES"
     assert collect_run([tmp_path / "a"], tmp_path / "old", steps=[1]).newest_lost is None
     whole = collect_run([tmp_path / "a", tmp_path / "b"], tmp_path / "run")
-    assert (len(whole.checkpoints), whole.left_out, whole.newest_lost) == (2, {}, None)
+    assert (len(whole.checkpoints), [*whole.left_out], whole.newest_lost) == (2, ["step-00000002/"], None)
 
 
 def test_folders_that_do_not_belong_together_are_refused_by_name():
@@ -239,3 +240,29 @@ def test_a_file_of_the_user_that_differs_between_nodes_is_left_out_and_listed():
     plan = collect_run(nodes, target)
     assert target.list("step-00000001") == sorted([*run.store.list("step-00000001"), "same.txt"])
     assert "differs in" in plan.left_out["step-00000001/log.txt"]
+
+
+PARTS = ["", "old", "new", "new, without its manifest", "new, its manifest damaged", "new, its manifest alone, damaged"]
+
+
+@pytest.mark.parametrize("parts", [*itertools.combinations(PARTS, 2)])
+def test_an_earlier_revision_of_a_step_is_not_collected_without_a_word(parts):
+    """R08: with the folder missing that has the manifest, the step was collected as it was before its last save, without a word."""
+    run, target = chain_of([set(SHAPES)]), MemoryStore()
+    old = files_of(run.store)
+    run.save(1, dict.fromkeys(SHAPES, 7))
+    new, manifest = files_of(run.store), f"step-00000001/{MANIFEST}"
+    nodes = [MemoryStore(), MemoryStore()]
+    for node, part in zip(nodes, parts, strict=True):
+        put(node, "run.json", run.store.read("run.json"))
+        for name, data in (old if part == "old" else new if part else {}).items():
+            is_manifest = name == manifest
+            if is_manifest or "alone" not in part:
+                put(node, name, as_copied(data, "none" if is_manifest and "without" in part else "flipped" if is_manifest and "damaged" in part else "whole"))  # fmt: skip
+    with suppress(CommitConflict, RunEmpty):
+        plan = collect_run(nodes, target)
+        taken = [files for files in (old, new) if target.read(manifest) == files[manifest]]
+        noted = [text for name, text in plan.left_out.items() if name == "step-00000001/"]
+        assert taken == [new] or (taken == [old] and (parts == ("", "old") or noted)), plan.left_out
+        assert not noted or "new" in "".join(parts)
+    assert not target.list() or files_of(target) in (old, new)
