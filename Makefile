@@ -93,10 +93,11 @@ $(BIN)/python:
 
 PIP = $(if $(shell $(BIN)/python -c 'import pip' 2>/dev/null && echo yes),$(BIN)/python -m pip,$(PYTHON) -m pip --python $(BIN)/python)
 
+# pip would compile all of torch, on one core; Python compiles what is imported.
 $(DEMO): $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	$(PIP) install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
 	@touch $@
 
 $(DEV): $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(DEMO)
