@@ -18,11 +18,13 @@ demo: $(DEMO)  ## train, kill, resume, compare (about a minute)
 test: check  ## every gate, every test, and the strict build of the docs
 	$(PYTEST) -n 3 --dist loadfile  # of two cores: tests wait for other processes a quarter of their time
 
-check: $(DEV)  ## the static gates (seconds), mypy beside the others
+# The collection writes the byte code of what tests import: without it, each process of the test run makes the same code again at once.
+check: $(DEV)  ## the static gates (half a minute at first, then seconds), mypy beside the others
 	@set -x; $(BIN)/mypy & \
 	{ $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo && $(BIN)/codespell && \
 	$(BIN)/deptry --no-ansi core backends adapters properties && \
-	$(BIN)/deptry --no-ansi --ignore DEP002,DEP004 --exclude '\.venv' --exclude _build tests docs examples benchmarks; }; \
+	$(BIN)/deptry --no-ansi --ignore DEP002,DEP004 --exclude '\.venv' --exclude _build tests docs examples benchmarks && \
+	{ mkdir -p build && $(PYTEST) --collect-only >build/collected || { cat build/collected; false; }; }; }; \
 	others=$$?; wait $$! && exit $$others
 
 format: $(DEV)  ## let ruff write
