@@ -229,6 +229,7 @@ class DiskModel:
         """Before a call that may begin a save."""
         step = self.step_now
         self.next = Save(step, digest_of(self.loop.state), self.store.manifest(step))
+        self.pointed = self.store.point_target("best")
         self.arm(fault)
 
     def arm(self, fault):
@@ -348,10 +349,13 @@ class DiskModel:
     def goes(self, written):
         """The checkpoints that retention deletes, oldest first: its rules in a few lines.
 
-        A pointer keeps its target (E02): after a `save_best` that failed, it may still lead to the former best.
+        A pointer keeps its target (E02): after a `save_best` that failed, it may still lead to the former best, and if the best was
+        trained again by a save that died, the next save moves the pointer away, and the one after that deletes.
         """
-        pointed = self.store.point_target("best")
-        stays = {self.best_there, *self.quarantined, *(step for step in self.path if directory_of(step) == pointed)}
+        pointed = {self.store.point_target("best")}
+        if self.best is not None and self.best_there is None:
+            pointed |= {self.pointed} & {directory_of(self.best[0])}
+        stays = {self.best_there, *self.quarantined, *(step for step in self.path if directory_of(step) in pointed)}
         free = [step for step in self.path if step == written or step not in stays]
         kept = {written, *stays}
         if self.keep_last:
