@@ -18,6 +18,7 @@ from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
 from trainfold.backends.tiers.copy_checkpoints import carry_out
 from trainfold.backends.tiers.pruner import Pruner, not_pruned
 from trainfold.backends.tiers.sent_logs import SentLogs
+from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import CheckpointDamaged, CommitConflict, SaveFailed, TrainfoldError, error_text
 from trainfold.core.format.file_names import directory_of, step_of
 from trainfold.core.history.inventory import heads_of, lineage
@@ -207,12 +208,15 @@ class Uploads:
         self.logs.send()  # before: a resume from there finds the log of the steps before it
         for error in carry_out(plan, self._near, self._far).values():
             raise error
-        if step is None and not plan.best:
+        why = None if step is not None else plan.left_out.get(BEST_FILE)
+        if step is None and why is None and not plan.best:
             self._send_bests()
         with self._mutex:
             self._given_up.pop(name, None)  # of an earlier save of the step
             if self._waiting.get(name) is waiting:
                 del self._waiting[name]
+        if why is not None:  # it cannot be parsed: no other try would help, and the checkpoints go on
+            self._report("not_uploaded", name, why)
         if step is None:  # of best.json, which goes with any checkpoint
             return
         secs = time.monotonic() - began

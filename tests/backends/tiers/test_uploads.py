@@ -16,6 +16,7 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.best.top_n import BestEntry
+from trainfold.core.format.sealed_json import SealedJson
 from trainfold.retention import keep_last, load_best_n, make_best_record, save_best, updated
 
 WANTED = make_best_record(metric="loss", direction="min")
@@ -128,3 +129,36 @@ def test_a_start_after_a_damaged_newest_was_not_sent_trains_it_again(tmp_path):
             assert manager.load(state_at(0)).trainer.step == 1
         manager.save(state_at(2))
     assert trainfold.load(far, like=state_at(0)).trainer.step == 2
+
+
+def sealed(**more):
+    """Bytes of a `best.json` of a newer release, of another program, or that no release writes."""
+    given = {"format_name": "trainfold-best", "version": 2} | more
+    return SealedJson(given["format_name"], given["version"], 1 << 16, "-").encode({"a": 1}, version=given["version"])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [sealed(version=99), sealed(format_name="other"), sealed(), b'{"loss": 0.5}\n'],
+    ids=["newer release", "foreign", "hostile", "own"],
+)
+def test_a_best_that_cannot_be_read_keeps_no_checkpoint_waiting_and_fails_no_end(tmp_path, data):
+    """It stayed at the head of what is sent, with growing pauses, and each end said that what the far tier had was on the disk alone."""
+    far, near, events = MemoryStore(), tmp_path / "near", []
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        manager.save(state_at(1))
+    (near / "best.json").write_bytes(data)
+    run = TwoTiers(near, far)
+    with CheckpointManager(run, on_event=events.append) as manager:
+        assert manager.load(state_at(0)).trainer.step == 1
+        manager.save(state_at(2))
+        late = time.monotonic() + 20
+        while run.waiting and time.monotonic() < late:
+            time.sleep(0.002)
+        assert not run.waiting
+        manager.save(state_at(3))
+    assert [each.step for each in events if each.kind == "uploaded"] == [2, 3]
+    (told,) = [each for each in events if each.kind == "not_uploaded"]
+    assert told.checkpoint == "best.json"
+    assert "tried again" not in told.detail
+    assert far.size("best.json") is None
