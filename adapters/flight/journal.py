@@ -101,9 +101,8 @@ class Journal(logging.Filter):
         """Write an event of the manager. The beginning of a save, `called` writes."""
         if event.kind == "failed":
             self._under_way = None
-        if (
-            event.kind == "refused" and self._kept_back is not None
-        ):  # this process may never start, and nothing else says why
+        # this process may never start, and nothing else says why
+        if event.kind == "refused" and self._kept_back is not None:
             self._file.append([JournalLine(time.time(), event.kind, event.step, detail=event.detail, data=UNSTARTED)])
             self._file.put()
         elif event.kind != "saved":

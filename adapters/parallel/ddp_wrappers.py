@@ -9,8 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 K = TypeVar("K")
 
-_DIST: Any = torch.distributed  # much of what is used here is not public
-
 
 def ddp_wrappers(modules: Mapping[K, torch.nn.Module], *, least_ranks: int) -> dict[K, list[Any]]:
     """Return component -> the wrappers in its module, or around it.
@@ -31,9 +29,8 @@ def ddp_wrappers(modules: Mapping[K, torch.nn.Module], *, least_ranks: int) -> d
     if not any(type(each) is torch.nn.Parameter for each in owners.keys() - wrapped) or not _are_ranks(least_ranks):
         return found
     kinds = _subclasses(DistributedDataParallel)
-    for each in gc.get_referrers(
-        *kinds
-    ):  # an object refers to its class; to look at all objects here takes three times as long
+    # an object refers to its class; to look at all objects here takes three times as long
+    for each in gc.get_referrers(*kinds):
         if type(each) in kinds and id(each) not in known:  # `isinstance` would ask a proxy
             component = next((owners[one] for one in each.parameters() if one in owners), None)
             if component is not None:
@@ -46,8 +43,8 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def _are_ranks(least: int) -> bool:
-    is_several = _DIST.is_available() and _DIST.is_initialized()
-    return bool(is_several and _DIST.get_world_size() >= least)
+    is_several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return bool(is_several and torch.distributed.get_world_size() >= least)
 
 
 @final

@@ -9,7 +9,7 @@ import attrs
 from trainfold.backends.runs.scan import check_place, listed_run, read_run_id
 from trainfold.backends.stores.os_errors import cannot_save
 from trainfold.backends.stores.protocol import Store, glimpse, least_revision_of
-from trainfold.core.errors import CheckpointDamaged, CheckpointUnreadable, CommitConflict, InvalidArgument
+from trainfold.core.errors import CheckpointDamaged, CommitConflict, InvalidArgument
 from trainfold.core.format.file_names import MANIFEST, RUN_FILE, directory_of
 from trainfold.core.format.manifest import (
     Head,
@@ -82,6 +82,6 @@ def _read_replaced(store: Store, name: str, size: int) -> bytes:
     """The manifest that a save replaces: only that one is replaced, and none that another program commits meanwhile."""
     try:
         return store.read(name, start=0, stop=size)
-    except (CheckpointUnreadable, CheckpointDamaged) as error:  # others may refer to the files beside it
+    except CheckpointDamaged as error:  # others may refer to the files beside it
         helps = f"this step cannot be saved again while its manifest cannot be read: if it is lost for good, delete {store.url}/{name}"
         raise cannot_save(attrs.evolve(problem_of(error), fix=f"{error.fix}; {helps}")) from error

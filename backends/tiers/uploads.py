@@ -208,16 +208,15 @@ class Uploads:
         self.logs.send()  # before: a resume from there finds the log of the steps before it
         for error in carry_out(plan, self._near, self._far).values():
             raise error
-        why = None if step is not None else plan.left_out.get(BEST_FILE)
-        if step is None and why is None and not plan.best:
+        if step is None and not plan.best and BEST_FILE not in plan.left_out:
             self._send_bests()
         with self._mutex:
             self._given_up.pop(name, None)  # of an earlier save of the step
             if self._waiting.get(name) is waiting:
                 del self._waiting[name]
-        if why is not None:  # it cannot be parsed: no other try would help, and the checkpoints go on
-            self._report("not_uploaded", name, why)
         if step is None:  # of best.json, which goes with any checkpoint
+            if BEST_FILE in plan.left_out:  # it cannot be parsed: no other try would help, and the checkpoints go on
+                self._report("not_uploaded", name, plan.left_out[BEST_FILE])
             return
         secs = time.monotonic() - began
         sent = sum(each.size_bytes for each in plan.checkpoints if each.action != "there")

@@ -25,9 +25,8 @@ from trainfold.core.problem import problem_of
 from trainfold.core.state.audit import unsaved_of
 
 _BREAK: Final = "\n"
-_MOST_TEXT: Final = (
-    8000  # characters of a finding: all that a checkpoint in quarantine did not load for, and what to do
-)
+# characters of a finding: all that a checkpoint in quarantine did not load for, and what to do
+_MOST_TEXT: Final = 8000
 _PROBLEMS: Final = {
     "warned": "Warning",
     "failed": "A save failed",
