@@ -192,11 +192,12 @@ def _answer(names: tuple[str, str], parting: Parting, warnings: list[str]) -> An
         )
     ]
     rest = len(known.leaves) - _SHOWN
+    settings = (*known.settings, *known.rates)
     rows = [
         *((leaf.path, leaf.text) for leaf in known.leaves[:_SHOWN]),
         *([(f"... {rest} more", "see --json")] if rest > 0 else []),
     ]
-    drifts = (("Settings that differ", known.settings), ("Environments and versions that differ", known.environment))
+    drifts = (("Settings that differ", settings), ("Environments and versions that differ", known.environment))
     tables += (
         [Table(f"Leaves that differ at step {known.apart_at}", ("leaf", "by how much"), tuple(rows))] if rows else []
     )
@@ -219,7 +220,7 @@ def _answer(names: tuple[str, str], parting: Parting, warnings: list[str]) -> An
         "apart_at": known.apart_at,
         "leaves": [attrs.asdict(leaf, filter=lambda field, _: field.name != "ulps") for leaf in known.leaves],
         "absent": list(known.absent),
-        "settings": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.settings],
+        "settings": [dict(zip(("name", "a", "b"), line, strict=True)) for line in settings],
         "environment": [dict(zip(("name", "a", "b"), line, strict=True)) for line in known.environment],
         "seeds": None if known.seeds is None else list(known.seeds),
         "repeats": list(known.repeats),

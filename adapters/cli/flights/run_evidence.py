@@ -1,5 +1,7 @@
 """What the checkpoints and the logs of two runs show about where they part."""
 
+from collections.abc import Mapping
+
 import attrs
 
 from trainfold.adapters.cli.flights.read_run import ReadRun, recorded_environment
@@ -9,7 +11,7 @@ from trainfold.core.flight.causes.known_states import SavedState, of_states
 from trainfold.core.flight.causes.known_steps import of_steps, only_rank
 from trainfold.core.format.leaf_texts import leaf_texts
 from trainfold.core.state.audit import UNSAVED, unsaved_of
-from trainfold.core.state.notes import CONVERTED, FROZEN_LIST, LINEAGE
+from trainfold.core.state.notes import CONVERTED, FROZEN_LIST, LINEAGE, RATES
 
 
 def evidence_of(runs: tuple[ReadRun, ReadRun]) -> Evidence:
@@ -34,13 +36,17 @@ def evidence_of(runs: tuple[ReadRun, ReadRun]) -> Evidence:
 def _saved(run: ReadRun, step: int) -> SavedState:
     manifest = run.checkpoint(step).manifest
     environment = recorded_environment(manifest)
-    unset = {*environment, CONVERTED, LINEAGE, FROZEN_LIST, UNSAVED}
+    unset = {*environment, CONVERTED, LINEAGE, FROZEN_LIST, UNSAVED, RATES}
     settings = {key: repr(value) for key, value in manifest.contract.items() if key not in unset}
     names = frozenset(each.name for each in manifest.components)
     unsaved = tuple(unsaved_of(manifest.contract))
-    return SavedState(
-        step, leaf_texts(manifest), settings, environment, names, manifest.world_size, bool(manifest.omitted), unsaved
+    noted = manifest.contract.get(RATES)
+    rates = (
+        {f"first rates of {group}": repr(began) for group, began in noted.items()} if isinstance(noted, Mapping) else {}
     )
+    return SavedState(
+        step, leaf_texts(manifest), settings, environment, names, manifest.world_size, bool(manifest.omitted), unsaved, rates
+    )  # fmt: skip
 
 
 def _sized(runs: tuple[ReadRun, ReadRun], known: Evidence) -> tuple[LeafApart, ...]:

@@ -46,6 +46,7 @@ class Evidence:
         leaves: those that differ there.
         absent: components that only one of them has there.
         settings: keys of their contracts that differ: (key, of the first, of the second).
+        rates: first rates of groups of optimizers that differ, in the same form: no settings, as they may follow from another cause.
         environment: those of the numerical environment, in the same form.
         seeds: the seeds of their streams, if they differ, and the streams were never seen to be the same.
         generators: components that are random generators, and elsewhere at ``apart_at``.
@@ -75,6 +76,7 @@ class Evidence:
     leaves: tuple[LeafApart, ...] = ()
     absent: tuple[str, ...] = ()
     settings: tuple[tuple[str, str, str], ...] = ()
+    rates: tuple[tuple[str, str, str], ...] = ()
     environment: tuple[tuple[str, str, str], ...] = ()
     seeds: tuple[str, str] | None = None
     generators: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ class SavedState:
         ranks: how many saved it.
         is_partial: whether a component was left out of it, so that it cannot show that two states are the same.
         unsaved: the paths of what changes with training and is in no checkpoint, such as a buffer that is not persistent.
+        rates: the first rates of groups of optimizers that no scheduler sets, in words, as the contract notes them.
     """
 
     step: int
@@ -48,6 +49,7 @@ class SavedState:
     ranks: int = 1
     is_partial: bool = False
     unsaved: tuple[str, ...] = ()
+    rates: Mapping[str, str] = attrs.field(factory=dict)
 
 
 Pair: TypeAlias = tuple[SavedState, SavedState]
@@ -74,12 +76,13 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
     """
     same_at, apart_at, compared = None, None, None
     seen, unlike, rest = first, unlike_leaves(first[0].leaves, first[1].leaves), list[str]()
-    settings, environment = _settings(first), _environments(first)
+    settings, rates, environment = _settings(first), _rates(first), _environments(first)
     host, unsaved = set[str](), set[str]()
     adrift: frozenset[str] | None = None
     for seen in pairs:
         unlike = unlike_leaves(seen[0].leaves, seen[1].leaves)
-        settings, environment = settings | _settings(seen), environment | _environments(seen)
+        settings, rates = settings | _settings(seen), rates | _rates(seen)
+        environment |= _environments(seen)
         unsaved |= {*seen[0].unsaved, *seen[1].unsaved}
         if adrift is None:
             host |= _host_apart(seen)
@@ -95,7 +98,7 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
     alike = {"start"} if began_alike else set[str]()
     if compared is not None:
         at = min(compared[0].step, compared[0].step if until is None else until)
-        alike |= _alike(compared, unlike, host, is_at=at == compared[0].step)
+        alike |= _alike(compared, unlike, host, is_at=at == compared[0].step) - ({"schedule"} if rates else set())
         alike |= {"settings"} if not settings and all(each.settings for each in compared) else set()
         is_of_all = all(each.environment and each.ranks == 1 for each in compared)  # else it is that of rank 0
         alike |= {"environment"} if not environment and is_of_all else set()
@@ -113,6 +116,7 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
         leaves=tuple(LeafApart(path, " and ".join(text[:60] for text in unlike[path])) for path in rest) if apart_at else (),
         absent=tuple(sorted(seen[0].components ^ seen[1].components)),
         settings=tuple((key, *each) for key, each in settings.items()),
+        rates=tuple((key, *each) for key, each in rates.items()),
         environment=tuple((key, *each) for key, each in environment.items()),
         seeds=seeds[0] if seeds and not began_alike else None,
         generators=generators(list(seen[0].leaves), rest) if apart_at else (),
@@ -156,6 +160,10 @@ def _have(pair: Pair, kind: Callable[[str], bool]) -> bool:
 
 def _settings(pair: Pair) -> dict[str, tuple[str, str]]:
     return unlike_leaves(pair[0].settings, pair[1].settings)
+
+
+def _rates(pair: Pair) -> dict[str, tuple[str, str]]:
+    return unlike_leaves(pair[0].rates, pair[1].rates)
 
 
 def _environments(pair: Pair) -> dict[str, tuple[str, str]]:

@@ -98,7 +98,7 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
     paths, keys = tuple(leaf.path for leaf in known.leaves), tuple(key for key, *_ in known.settings)
     components = () if known.difference is None else known.difference.components
     drifts = tuple(key for key, *_ in known.environment)
-    schedule = () if follows_results(known.leaves) else scheduled(paths)[:1]
+    schedule = () if follows_results(known.leaves) else scheduled(paths)[:1] or tuple(key for key, *_ in known.rates)
     schedule = schedule or (components if by_state and {*components} == {"scheduler"} else ())
     is_counted = known.unrecorded is None or "samples" in known.alike
     moved = () if is_counted else tuple(path for path in paths if is_position(path))

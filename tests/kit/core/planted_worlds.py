@@ -26,6 +26,7 @@ class Program:
     strays: tuple[str, ...] = ()
     other_threads: bool = False  # recorded, and without an effect
     unsaves_buffer: bool = False  # no checkpoint has it; each lists it
+    rates_follow: bool = False  # those of another optimizer, from the loss
 
 
 @attrs.frozen
@@ -64,6 +65,7 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
     weights, flips, buffer, grads, rate, position, kernel, threads = digest("w"), 0, digest("b"), digest(), 1, 0, 0, 0
     if cause == "seed" and kind == "torch":
         weights = digest("w", seeds["torch"]) if program.shuffles else weights
+    began = ["1"]
     settings = {"lr": "2" if cause == "setting" and kind == "contract" else "1"}
     rate = int(settings["lr"])
     threads_shown = 1 + (cause == "environment" or (program.other_threads and is_second))
@@ -94,7 +96,9 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
         grads = digest(grads, loss)
         if planted("setting", step, "loop"):
             rate = 2
-        used = 2 if planted("setting", step, "once") else rate
+        used = 2 if planted("setting", step, "once", "put back") else rate
+        if program.rates_follow or planted("setting", step, "put back"):
+            began = [*began, loss.hex()][:3]
         if cause == "component":
             used = step  # a schedule that the other run has not
         weights, flips = digest(weights, flips, loss, used), int(planted("bit", step, "after"))
@@ -124,7 +128,8 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
         }
         names = {"model", "optimizer", "rng", "dataset", "noise", *(["scheduler"] if cause == "component" else [])}
         unsaved = ("n",) if program.unsaves_buffer else ()
-        saved[step] = SavedState(step, leaves, settings, {"threads": str(threads_shown)}, frozenset(names), unsaved=unsaved)  # fmt: skip
+        rates = {"first rates of other.param_groups[0]": str(began)} if len(began) > 1 else {}
+        saved[step] = SavedState(step, leaves, settings, {"threads": str(threads_shown)}, frozenset(names), unsaved=unsaved, rates=rates)  # fmt: skip
     return Ran(records, digests, saved)
 
 

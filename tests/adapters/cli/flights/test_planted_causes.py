@@ -6,7 +6,15 @@ import pytest
 import torch
 from kit.adapters.cli_cases import fits_its_schema
 from kit.adapters.manager import replay_cases
-from kit.adapters.manager.parting_cases import BACKWARDS, flip_a_bit, reset_mean, sum_backwards, train, train_pure
+from kit.adapters.manager.parting_cases import (
+    BACKWARDS,
+    flip_a_bit,
+    reset_mean,
+    sum_backwards,
+    train,
+    train_pure,
+    train_two_rates,
+)
 
 from trainfold.adapters.cli.flights.bisect_runs import bisect_runs
 
@@ -17,6 +25,7 @@ CADENCES = {
     "the log alone": {"every": 1000, "record": 0},
     "the log alone, with states": {"every": 1000, "record": 1},
 }
+LEAF, NOTE = "second.groups[0].hyper['lr']", "first rates of second.param_groups[0]"
 NOISES = {"noise": "generator"}
 PLANTED = {  # what is planted, what both programs have, and the cause; and where that is not named, but is open
     "another seed": ({"seed": 1}, {}, "seed", {"the log alone", "the log alone, with states"}),
@@ -111,3 +120,23 @@ def test_a_program_that_is_run_again_makes_no_wrong_cause_certain(bisected, tmp_
     assert (found["cause"], is_open in (*found["may_be"], None)) == (cause, True), found["text"]
     if planted == "a number of threads":
         assert "B was run again in another environment" in found["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("planted", "both", "step", "cause", "names"),
+    [
+        ({"doubles_at": 5}, {}, 5, "setting", [LEAF]),
+        ({"doubles_at": 4, "halves_at": 6}, {}, 4, "setting", [NOTE]),
+        ({"noise_seed": 1}, {"follows": True}, 1, "seed", ["noise"]),
+        ({"draws_at": 2}, {"follows": True}, 2, "streams", []),
+    ],
+    ids=["changed", "changed and put back", "follows another seed", "follows other random numbers"],
+)
+def test_a_rate_is_named_where_nothing_explains_it(tmp_path, planted, both, step, cause, names):
+    """The note of the first rates was a setting, and so named before seeds and streams, from which rates may follow."""
+    train_two_rates(tmp_path / "a", **both)
+    train_two_rates(tmp_path / "b", **both, **planted)
+    found = bisect_runs(tmp_path / "a", tmp_path / "b", (), directory=tmp_path / "replay", patience_secs=60).data
+    fits_its_schema("bisect", found)
+    assert (found["step"], found["cause"], found["names"]) == (step, cause, names), found["text"]
+    assert NOTE in [each["name"] for each in found["settings"]]

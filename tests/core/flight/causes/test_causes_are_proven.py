@@ -13,7 +13,7 @@ KINDS = {
     "seed": ["torch", "numpy", "noise"],
     "batch": [""],
     "component": [""],
-    "setting": ["contract", "loop", "once"],
+    "setting": ["contract", "loop", "once", "put back"],
     "streams": ["torch", "numpy", "noise", "evaluation", "evaluation with a buffer"],
     "buffer": ["before", "after"],
     "bit": ["before", "after"],
@@ -44,6 +44,7 @@ def worlds(draw):
         draw(st.booleans()),
         strays,
         cause != "environment" and draw(st.booleans()),
+        draw(st.booleans()),
         draw(st.booleans()),
     )
     plant = Plant(cause, 1 if cause == "seed" else draw(st.integers(1, STEPS - 1)), kind)
@@ -113,6 +114,7 @@ FULL = [
     (Plant("seed", 1, "torch"), ("position", "component", "setting", "environment")),
     (Plant("setting", 1, "contract"), ("position", "batch", "seed", "component", "streams", "environment")),
     (Plant("setting", 3, "loop"), ("position", "batch", "seed", "component", "streams", "environment")),
+    (Plant("setting", 3, "put back"), ("position", "batch", "seed", "component", "streams", "environment")),
     (Plant("component", 1), ("position", "batch", "seed", "streams", "environment")),
     (Plant("environment", 3), ("position", "batch", "seed", "component", "setting", "streams")),
     (Plant("bit", 3, "after"), ("position", "batch", "seed", "component", "streams", "environment")),
@@ -132,6 +134,14 @@ def test_with_all_the_evidence_the_planted_cause_is_named_and_what_is_the_same_i
     assert (found.may_be == ()) == (plant in [plant for plant, excluded in FULL if not excluded])
     replayed = parting_of(attrs.evolve(known, own=(True, True)))
     assert "bit" not in replayed.may_be
+
+
+@pytest.mark.parametrize("plant", [Plant("batch", 1), Plant("streams", 1, "torch"), Plant("seed", 1, "torch"), Plant("seed", 1, "noise")])  # fmt: skip
+def test_rates_that_follow_from_the_loss_hide_no_cause_that_is_read_or_drawn(plant):
+    ran = [run(program := Program(draws=("torch", "noise"), rates_follow=True), None, is_second=False)]
+    known = evidence((*ran, run(program, plant, is_second=True)), Kept())
+    assert known.rates
+    assert parting_of(known).cause == plant.cause
 
 
 def test_one_program_that_does_again_what_both_did_makes_another_seed_certain():

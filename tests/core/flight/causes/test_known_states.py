@@ -61,3 +61,15 @@ def test_the_environment_of_other_ranks_than_the_first_is_not_known_to_be_the_sa
     """A checkpoint has that of rank 0: other threads on rank 1 alone were excluded."""
     of_ranks = [attrs.evolve(each, ranks=2) for each in run()]
     assert "environment" not in found(of_ranks, of_ranks, 3).alike
+
+
+def test_first_rates_that_differ_are_no_setting_and_the_schedule_is_not_the_same():
+    """Rates may follow from another seed: a setting explains others, and a rate is explained by them."""
+    noted = [attrs.evolve(each, rates={"first rates of second.param_groups[0]": "[0.1, 0.2]"}) for each in run(w_3="x")]
+    plain = [attrs.evolve(each, leaves={**each.leaves, "optimizer.step": "1"}) for each in run()]
+    noted = [attrs.evolve(each, leaves={**each.leaves, "optimizer.step": "1"}) for each in noted]
+    known = found(plain, noted)
+    assert known.settings == ()
+    assert known.rates == (("first rates of second.param_groups[0]", "absent", "[0.1, 0.2]"),)
+    assert "schedule" not in known.alike
+    assert "schedule" in found(plain, [attrs.evolve(each, rates={}) for each in noted]).alike

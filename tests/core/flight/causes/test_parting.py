@@ -14,6 +14,7 @@ COUNT = LeafApart("scheduler.value['last_epoch']")
 BEST = LeafApart("scheduler.value['best']")
 SAMPLES = LeafApart("dataset@rank1.value['samples']")
 LOSS = frozenset({"loss"})
+RATES = (("first rates of second.param_groups[0]", "absent", "[0.1, 0.2]"),)
 RATE = (("optimizer.groups[0].lr", "0.1", "0.2"),)
 
 
@@ -84,6 +85,11 @@ CASES = [
     (Evidence(difference=logs("loss"), apart_at=8, generators=("noise",)), 5, "seed"),
     (Evidence(difference=logs("loss", step=6), same_at=4, apart_at=8, generators=("noise",)), 6, "streams"),
     (Evidence(apart_at=8, unrecorded=(1, 8), leaves=(WEIGHT, SAMPLES)), 8, "position"),
+    (Evidence(difference=logs("loss"), rates=RATES, draws="both", environment=ENV), 5, "setting"),
+    (Evidence(difference=logs("loss", "batch"), rates=RATES), 5, "batch"),
+    (Evidence(difference=logs("loss", "streams"), rates=RATES), 5, "streams"),
+    (Evidence(difference=logs("loss"), apart_at=8, generators=("noise",), rates=RATES), 5, "seed"),
+    (Evidence(difference=logs("loss"), apart_at=8, leaves=(WEIGHT, BEST), rates=RATES), 5, "arithmetic"),
 ]
 
 
@@ -91,6 +97,13 @@ CASES = [
 def test_the_cause_that_explains_the_others_is_named(evidence, step, cause):
     found = parting_of(evidence)
     assert (found.step, found.cause) == (step, cause)
+
+
+def test_the_leaf_of_a_rate_is_named_before_the_note_of_the_first_rates():
+    """The leaf is what the run trains with; the note alone shows a rate that was changed and put back."""
+    of_note = Evidence(difference=logs("loss"), apart_at=8, leaves=(WEIGHT,), rates=RATES)
+    assert parting_of(of_note).names == ("first rates of second.param_groups[0]",)
+    assert parting_of(attrs.evolve(of_note, leaves=(WEIGHT, LEARNS))).names == (LEARNS.path,)
 
 
 def test_a_fault_names_the_run_that_does_not_repeat():

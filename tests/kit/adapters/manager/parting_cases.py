@@ -111,6 +111,34 @@ def train_pure(run, *, seed=0, every=EVERY, record=1, is_logged=True):
             manager.step(state)
 
 
+def train_two_rates(run, *, doubles_at=0, halves_at=0, follows=False, noise_seed=0, draws_at=0):
+    """Six steps with dropout, noise, and two optimizers; the loop sets the second one's rate, which ``follows`` the loss or is changed in two steps."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    model = torch.nn.Sequential(first, torch.nn.Dropout(0.2), second)
+    one, two = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second))
+    own = torch.Generator().manual_seed(noise_seed)
+    loader = DataLoader(torch.linspace(-1, 1, 4 * 48).reshape(48, 4), batch_size=8)
+    live = attach(model, one, loader=loader, extra={"second": two, "noise": own})
+    with CheckpointManager(run, every=3, record=1) as manager:
+        manager.restore(live)
+        for x in live.batches(epochs=1):
+            step = live.progress.step + 1
+            torch.rand(int(step == draws_at))
+            two.param_groups[0]["lr"] *= {doubles_at: 2.0, halves_at: 0.5}.get(step, 1.0)
+            loss = (model(x + torch.randn((), generator=own)) - x.sum(1, keepdim=True)).square().mean()
+            one.zero_grad()
+            two.zero_grad()
+            loss.backward()
+            one.step()
+            two.step()
+            if follows:
+                two.param_groups[0]["lr"] = 0.1 / (1 + loss.item())
+            live.record(loss=loss)
+            live.advance(samples=len(x))
+            manager.step(live)
+
+
 @torch.no_grad()
 def flip_a_bit(model):
     model.last.weight.view(torch.int32)[0, 3] ^= 1 << 12
