@@ -19,6 +19,7 @@ from trainfold.core.errors import (
     CheckpointForeign,
     CheckpointMissing,
     CheckpointTorn,
+    CheckpointUnreadable,
     InvalidArgument,
     RunEmpty,
     error_text,
@@ -107,12 +108,14 @@ def unless_empty(plan: CopyPlan, *, fix: str) -> CopyPlan:
 
 
 def _best_in(source: Store, target: Store, *, replaces: bool) -> tuple[Mapping[str, int] | None, str | None]:
-    """Checkpoint -> timeline, of those that the source's best names, if it is to go along; and what is wrong with its record."""
-    best, old = best_bytes(source), best_bytes(target)
-    if best is None or (old is not None and (old == best or not replaces)):
-        return None, None
+    """Checkpoint -> timeline, of those that the source's best names, if it is to go along; and what is wrong with a record, for which no checkpoint stays."""
     try:
+        best, old = best_bytes(source), best_bytes(target)
+        if best is None or (old is not None and (old == best or not replaces)):
+            return None, None
         return parsed_best(source, best).timelines, None
+    except CheckpointUnreadable:  # another try may get it
+        raise
     except CheckpointError as error:
         return None, error_text(error)
 

@@ -7,7 +7,7 @@ from typing import Final, final
 
 import attrs
 
-from trainfold.backends.runs.best.best_reader import best_bytes, read_best
+from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.quarantine_file import end_attempt
 from trainfold.backends.runs.scan import listed_run, read_root, sees_root
 from trainfold.backends.stores.local import LocalStore
@@ -77,7 +77,7 @@ class Fetches:
             self._report_parted(far, here, there)
         sent = max((_age(entry.head) for entry in lineage(there) if entry.head is not None), default=_NOWHERE)
         left = [entry.name for entry in lineage(here) if entry.head is not None and _age(entry.head) > sent]
-        return [*reversed(left), *([BEST_FILE] if best_bytes(self._near) is not None else [])]
+        return [*reversed(left), *([BEST_FILE] if self._near.size(BEST_FILE) is not None else [])]
 
     def _check_empty(self, there: Inventory) -> None:
         """Check that there is nothing to go on from, where nothing was fetched and the near tier has nothing.
@@ -114,7 +114,7 @@ class Fetches:
             SaveFailed: if one that may be newer cannot be read now: an older one is not taken for it.
         """
         self._check_read(there.maybe_newer(current_head(there)))
-        has_best = best_bytes(self._near) is not None
+        has_best = self._near.size(BEST_FILE) is not None
         for entry in lineage(there):
             self._check_read(there.maybe_newer(entry.head))
             if entry.head is None or _age(entry.head) <= mine:

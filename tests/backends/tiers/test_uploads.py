@@ -12,6 +12,7 @@ from kit.backends.runs_cases import state_at
 import trainfold
 from trainfold import CheckpointManager, SaveFailed
 from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.stores import os_errors
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.two_tiers import TwoTiers
@@ -162,3 +163,31 @@ def test_a_best_that_cannot_be_read_keeps_no_checkpoint_waiting_and_fails_no_end
     assert told.checkpoint == "best.json"
     assert "tried again" not in told.detail
     assert far.size("best.json") is None
+
+
+@pytest.mark.parametrize("tier", ["near", "far"])
+def test_a_best_that_a_disk_has_lost_keeps_no_checkpoint_from_the_far_tier(tmp_path, monkeypatch, tier):
+    """E01: it was read with each checkpoint, which was given up for it: none came into the far tier any more; and no start came past it."""
+    near, far, events = tmp_path / "near", tmp_path / "far", []
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        manager.save(state_at(1))
+    for place in (near, far):
+        save_best(place, updated(WANTED, {"loss": 0.1 if place == near else 0.2}, step=1))
+    pread, lost = os.pread, str(tmp_path / tier / "best.json")
+
+    def read(fd, *more):
+        if str(Path(f"/proc/self/fd/{fd}").readlink()) == lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, *more)
+
+    monkeypatch.setattr(os, "pread", read)
+    monkeypatch.setattr(os_errors, "is_own_disk", lambda _: True)
+    with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
+        assert manager.load(state_at(0)).trainer.step == 1
+        for step in (2, 3):
+            manager.save(state_at(step))
+    assert [each.step for each in events if each.kind == "uploaded"] == [2, 3]
+    (told,) = [each for each in events if each.kind == "not_uploaded"]
+    assert told.checkpoint == "best.json"
+    assert f"{lost}: expected a file that can be read" in told.detail
+    assert trainfold.load(far, like=state_at(0)).trainer.step == 3
