@@ -21,8 +21,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         use_huge_pages()
     if "torch" in sys.modules:  # else no test here has a loader
+        from kit.calm_torch import forget_absent_devices, share_loggers
         from torch.utils.data import _utils
 
+        forget_absent_devices()
+        share_loggers()
         # Workers of an iterator that an error has kept in a cycle do not hear that they are to end: each is waited for so long.
         _utils.MP_STATUS_CHECK_INTERVAL = 1.0
 
