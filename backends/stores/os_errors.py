@@ -31,7 +31,8 @@ _LOST = {
 }  # a bad sector, or wrong bytes that the filesystem has found
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 _MORE_ROOM = (
-    "delete old step-* directories that you no longer need, keep fewer with keep_last=, or save on another disk"
+    "delete old checkpoints with `trainfold prune RUN --keep-last N` (not by hand: newer ones may refer to their files), "
+    "keep fewer with keep_last=, or save on another disk"
 )
 
 
@@ -44,7 +45,7 @@ def save_failure(error: OSError, where: str) -> SaveFailed:
 
     Examples:
         >>> print(save_failure(OSError(errno.ENOSPC, "No space left on device"), "runs/a"))
-        runs/a: expected the planned bytes to be written, found [Errno 28] No space left on device; delete old step-* directories that you no longer need, keep fewer with keep_last=, or save on another disk; earlier checkpoints are intact
+        runs/a: expected the planned bytes to be written, found [Errno 28] No space left on device; delete old checkpoints with `trainfold prune RUN --keep-last N` (not by hand: newer ones may refer to their files), keep fewer with keep_last=, or save on another disk; earlier checkpoints are intact
     """
     kind: type[SaveFailed]
     if error.errno == errno.EFBIG:
