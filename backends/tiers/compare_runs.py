@@ -108,7 +108,7 @@ def unless_empty(plan: CopyPlan, *, fix: str) -> CopyPlan:
 
 
 def _best_in(source: Store, target: Store, *, replaces: bool) -> tuple[Mapping[str, int] | None, str | None]:
-    """Checkpoint -> timeline, of those that the source's best names, if it is to go along; and what is wrong with a record, for which no checkpoint stays."""
+    """Checkpoint -> timeline, of those that the source's best names, if it is to go along; and what is wrong with the record of one of the two: the checkpoints go without it."""
     try:
         best, old = best_bytes(source), best_bytes(target)
         if best is None or (old is not None and (old == best or not replaces)):

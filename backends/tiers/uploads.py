@@ -215,7 +215,7 @@ class Uploads:
             if self._waiting.get(name) is waiting:
                 del self._waiting[name]
         if step is None:  # of best.json, which goes with any checkpoint
-            if BEST_FILE in plan.left_out:  # it cannot be parsed: no other try would help, and the checkpoints go on
+            if BEST_FILE in plan.left_out:  # it cannot be parsed, or the disk has lost it: no other try would help
                 self._report("not_uploaded", name, plan.left_out[BEST_FILE])
             return
         secs = time.monotonic() - began
