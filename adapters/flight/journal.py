@@ -31,7 +31,7 @@ _EXIT_PRIORITY: Final = 50  # after the jobs of the process: what they write com
 class Journal(logging.Filter):
     """A listener to one run, on rank 0. Until the run is restored, or starts fresh, lines are kept back, so that a manager that is only made writes nothing.
 
-    A refused resume is written at once. Warnings are those of trainfold, in the whole process: through `logging`, and through `warnings`. It is a filter of the logger that passes
+    A refused resume is written at once, if there is a run. Warnings are those of trainfold, in the whole process: through `logging`, and through `warnings`. It is a filter of the logger that passes
     everything, because with a handler Python would no longer print warnings where a program has not set up `logging`.
 
     Law: a process that ends in order, or by an exception, leaves a line of its end, whether its program ends the loop with the manager or not; one that is killed
@@ -101,10 +101,13 @@ class Journal(logging.Filter):
         """Write an event of the manager. The beginning of a save, `called` writes."""
         if event.kind == "failed":
             self._under_way = None
-        # this process may never start, and nothing else says why
         if event.kind == "refused" and self._kept_back is not None:
-            self._file.append([JournalLine(time.time(), event.kind, event.step, detail=event.detail, data=UNSTARTED)])
-            self._file.put()
+            line = JournalLine(time.time(), event.kind, event.step, detail=event.detail, data=UNSTARTED)
+            if self._file.is_in_run():  # this process may never start, and nothing else says why
+                self._file.append([line])
+                self._file.put()
+            else:
+                self._kept_back.append(line)
         elif event.kind != "saved":
             reached = self._gone_back(event)
             self._write(event.kind, event.step, event.checkpoint, event.detail, data={**_stalled(event.stalled_secs), **reached})  # fmt: skip

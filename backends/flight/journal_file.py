@@ -9,6 +9,7 @@ from typing import Any, Final, final
 import attrs
 
 from trainfold.core.flight.journal_line import JournalLine, encode_journal_line
+from trainfold.core.format.file_names import RUN_FILE
 
 _LOG: Final = logging.getLogger("trainfold")
 
@@ -26,6 +27,10 @@ class JournalFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_given_up = self._is_made = False
+
+    def is_in_run(self) -> bool:
+        """Whether there is a run already, beside which the journal is."""
+        return os.path.lexists(self._path.parent / RUN_FILE)
 
     def start(self, line: JournalLine, reached: Callable[[], dict[str, Any]]) -> None:
         """Append the line of a start, with how far the process before came."""

@@ -10,6 +10,7 @@ import attrs
 from trainfold.backends.flight.log_parts import LogParts, LogTail
 from trainfold.backends.stores.protocol import Store
 from trainfold.core.flight.journal_line import JournalLine, encode_journal_line
+from trainfold.core.format.file_names import RUN_FILE
 
 _WRITTEN: Final["weakref.WeakSet[JournalParts]"] = weakref.WeakSet()
 
@@ -27,6 +28,13 @@ class JournalParts:
         self._store = store
         self._parts = LogParts(store, name)
         _WRITTEN.add(self)
+
+    def is_in_run(self) -> bool:
+        """Whether there is a run already, beside which the journal is; False if the store does not answer, which would not take the journal either."""
+        try:
+            return self._store.size(RUN_FILE) is not None
+        except Exception:  # noqa: BLE001  # of a store: a log must not end a run
+            return False
 
     def start(self, line: JournalLine, reached: Callable[[], dict[str, Any]]) -> None:
         """Append the line of a start, with how far the process before came; that is asked for in another thread."""

@@ -15,7 +15,8 @@ from trainfold.backends.flight.journal_parts import written_here
 from trainfold.backends.flight.journals import JOURNAL, read_journal
 from trainfold.backends.runs.best.best_file import save_best
 from trainfold.backends.stores.local import LocalStore
-from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.stores.memory import MemoryStore, read_only
+from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.backends.user_warning import WARNED, warn_user
 from trainfold.core.best.record import make_best_record, updated
 from trainfold.core.errors import ResumeRefused
@@ -143,6 +144,47 @@ def test_a_resume_that_was_refused_is_in_the_journal_and_is_no_process(tmp_path,
     killed, ended = sessions_of(lines, None)
     assert (killed.ended_at, killed.ending) == (before[0].ended_at, "killed")
     assert (ended.first, ended.ending) == (4, "closed")
+
+
+@pytest.mark.parametrize("place", ["new path", "notes", "bucket", "tiers"])
+def test_a_resume_that_was_refused_where_there_is_no_run_writes_nothing_there(tmp_path, place):
+    """A mistyped path, or a folder of notes, got a journal: the trace of a run that never was."""
+    far, near = MemoryStore(), tmp_path / "runs" / "a"
+    if place == "notes":
+        near.mkdir(parents=True)
+        (near / "notes.txt").write_text("lr 0.1 was better")
+    run = {"bucket": far, "tiers": TwoTiers(near, far)}.get(place, LocalStore(near))
+    before = LocalStore(near).list()
+    with CheckpointManager(run, record=0) as manager, pytest.raises(ResumeRefused):
+        manager.restore(Job(0).live, step=99)
+    assert (LocalStore(near).list(), far.list()) == (before, [])
+
+
+def test_a_resume_that_was_refused_before_the_run_began_is_in_the_journal_once_it_begins(tmp_path):
+    with CheckpointManager(tmp_path / "run", every=2, record=0) as manager:
+        job = Job(0)
+        with pytest.raises(ResumeRefused):
+            manager.restore(job.live, step=99)
+        manager.restore(job.live)
+        job.run(manager, 2)
+    lines = read_journal(LocalStore(tmp_path / "run")).lines
+    assert [line.step for line in lines if line.kind == "refused"] == [99]
+    (session,) = sessions_of(lines, None)
+    assert (session.first, session.ending) == (0, "closed")
+
+
+def test_a_resume_that_was_refused_is_the_error_though_its_line_cannot_be_written(caplog, monkeypatch):
+    """Of a run that may only be read, the journal adds a warning."""
+    run = MemoryStore()
+    trained(run, 3, closes=True)
+    before = read_journal(run)
+    manager = CheckpointManager(run, record=0)
+    monkeypatch.setattr(run, "_fault", read_only)
+    with pytest.raises(ResumeRefused):
+        manager.restore(Job(0).live, step=99)
+    died(manager)
+    assert read_journal(run) == before
+    assert sum("journal.jsonl" in line.getMessage() for line in caplog.records) == 1
 
 
 def test_a_manager_that_trains_nothing_or_does_not_record_writes_no_journal(tmp_path):

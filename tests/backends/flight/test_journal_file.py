@@ -33,6 +33,17 @@ def test_only_a_run_that_has_a_journal_gets_a_note(tmp_path):
     assert read_journal(LocalStore(tmp_path)).lines == (ONE, TWO)
 
 
+def test_a_store_that_does_not_answer_has_no_run_to_write_beside(monkeypatch):
+    """A resume that was refused there ends with the refusal, and not with an error of its journal."""
+    store = MemoryStore()
+    journal = journal_writer(store)
+    assert not journal.is_in_run()
+    store.commit("run.json", b"{}")
+    assert journal.is_in_run()
+    monkeypatch.setattr(store, "size", lambda name: 1 / 0)
+    assert not journal.is_in_run()
+
+
 def test_a_log_that_is_a_link_is_neither_written_nor_read(tmp_path, caplog):
     """A journal through a link was written where no reader follows it."""
     (tmp_path / "run").mkdir()
