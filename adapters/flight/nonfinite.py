@@ -82,9 +82,11 @@ class NonFiniteWatch:
         missed: what could not be looked at, in words.
         attached: component -> what is attached, to name modules by.
         is_looking: whether outputs are looked at.
+        on_kept: called after an output was kept.
     """
 
     def __init__(self) -> None:
+        self.on_kept: Callable[[], None] = lambda: None
         self.missed: list[str] = []
         self.attached: Mapping[str, Any] = {}
         self.is_looking = True
@@ -198,6 +200,7 @@ class NonFiniteWatch:
         if of_finite and "nan" in what:
             self._leaves.used(module)
         self._kept.append(_Seen(seen, module, of_finite, bool(self._leaves.parameters(module)), torch.is_grad_enabled()))  # fmt: skip
+        self.on_kept()
 
     def _first(self) -> _Seen | None:
         """The first one may have infinities by design. So if it has no NaN, and a later module made one of finite inputs and parameters, it is the first one in that."""

@@ -14,8 +14,8 @@ import attrs
 import torch
 
 from trainfold.adapters.flight.leaf_text import LeafText
-from trainfold.adapters.flight.nonfinite import NonFiniteWatch, uncompiled
-from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, end_replay
+from trainfold.adapters.flight.nonfinite import NonFiniteOutput, NonFiniteWatch, uncompiled
+from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, SUSPECTED_NAME, end_replay
 from trainfold.core.flight.step_record import LogLine, StepRecord, is_finite
 from trainfold.core.rehearsal.orders import Orders
 
@@ -47,6 +47,8 @@ class NonFiniteEnd:
 
     So a mask of infinities, or the scores of a router, are not at fault, nor is a step whose gradients are not finite and which a scaler of gradients leaves out.
 
+    A program that ends by `os._exit` or a signal is not asked at its end. So what counts if it ends now stands in a file, until its step went well.
+
     Args:
         orders: of the replay.
         rank: of this process.
@@ -57,6 +59,9 @@ class NonFiniteEnd:
         self._orders, self._rank, self._step = orders, rank, step
         self._watch = NonFiniteWatch()
         self._watch.install()
+        self._watch.on_kept = self._suspect
+        self._pid = os.getpid()
+        self._suspected: tuple[NonFiniteOutput | None, int | None, int | None] = None, None, None
         self._parameters = _BrokenSince(self._watch.broken, "parameters", ", by their gradients or the optimizer")
         self._buffers = _BrokenSince(self._watch.broken_buffers, "buffers")
         Finalize(None, self._at_exit, exitpriority=0)  # also in a process of multiprocessing, where atexit is not asked
@@ -81,6 +86,7 @@ class NonFiniteEnd:
         self._buffers.take(step, self._watch.broken_buffers())
         if step >= self._orders.steps:
             self._end_broken()
+        self._suspect()
 
     def recorded(self, lines: Sequence[LogLine]) -> None:
         """Judge a pure step, which takes no step that it leaves out, by its records."""
@@ -89,6 +95,7 @@ class NonFiniteEnd:
                 if bad := _not_finite(line.loss, line.norm):
                     self._end(line.step, f"the recorded {bad[0]} {_ALONE}")
                 self._watch.harmless()
+        self._suspect()
 
     def begin(self, objects: Mapping[str, object]) -> None:
         """Look at what a loop of these does, and name its modules as checkpoints do.
@@ -106,40 +113,69 @@ class NonFiniteEnd:
     def over(self) -> None:
         """Note that the loop is over: what comes is not of its steps."""
         self._watch.harmless()
+        self._suspect()
 
     def _at_exit(self) -> None:
         """Judge the step that the program did not end, as one that raises if its loss is not finite. It may also end so in the middle of an evaluation."""
         error, step = sys.exc_info()[1] or getattr(sys, "last_value", None), self._step()
-        if step is not None and step > self._orders.steps:
+        if self._is_past(step):
             return
         if self._watch.found is not None and (error is not None or self._watch.is_trained):
             self._end(step, "", _ended_text(step, error))
         self._end_broken()
 
+    def _is_past(self, step: int | None) -> bool:
+        return step is not None and step > self._orders.steps
+
+    def _suspect(self) -> None:
+        """Write down what `_at_exit` would find, for an end at which it is not called, or take it back. A process that this one has forked, as for a loader, trains nothing."""
+        output = self._watch.found if self._watch.is_trained else None
+        suspected = output, self._parameters.first, self._buffers.first
+        if os.getpid() != self._pid or suspected == self._suspected:
+            return
+        self._suspected, step = suspected, self._step()
+        place, broken = Path(self._orders.notes, SUSPECTED_NAME.format(self._rank)), self._broken()
+        if self._is_past(step) or (output is None and broken is None):
+            place.unlink(missing_ok=True)
+        elif output is not None:
+            self._write(place, step, "")
+        elif broken is not None:
+            self._write(place, *broken)
+
     def _end_broken(self) -> None:
         """End with what no output has shown, and none will: no step follows."""
+        if (broken := self._broken()) is not None:
+            self._end(*broken)
+
+    def _broken(self) -> tuple[int, str] | None:
+        """The step that broke a leaf, where no output has shown it, with a text; None if none did."""
         for broken, what in (
             (self._parameters, f"a parameter {_ALONE}"),
             (self._buffers, "a buffer is not finite, and each loss and trainable parameter is; an evaluation may show it"),
         ):  # fmt: skip
             if broken.first is not None and broken.look():
-                self._end(broken.first, what)
+                return broken.first, what
+        return None
 
     def _end(self, step: int | None, what: str, why: str = "") -> None:
         """Write down what was found, and end this process at once: what it would train from here on is worthless."""
-        found, text = self._watch.found, self._text(step, what, why)
-        if found is None or self._watch.is_broken:
-            step = step if self._parameters.first is None else self._parameters.first
+        found, place = self._watch.found, Path(self._orders.notes, NONFINITE_NAME)
         if found is None and torch.distributed.is_initialized():
             time.sleep(_WAITED_SECS)
-        place = Path(self._orders.notes, NONFINITE_NAME)
         if found is not None or not place.exists():
-            output = None if found is None else attrs.asdict(found)
-            about = {"step": step, "rank": self._rank, "text": text, "output": output}
-            being_written = place.with_name(f".{NONFINITE_NAME}.{os.getpid()}")
-            being_written.write_text(json.dumps(about), encoding="utf-8")
-            being_written.replace(place)
+            self._write(place, step, what, why)
         end_replay(self._orders, step or 0, "not finite")
+
+    def _write(self, place: Path, step: int | None, what: str, why: str = "") -> None:
+        """Write down what was found in a step, or in the one before that broke parameters."""
+        found, text = self._watch.found, self._text(step, what, why)
+        if (found is None or self._watch.is_broken) and self._parameters.first is not None:
+            step = self._parameters.first
+        output = None if found is None else attrs.asdict(found)
+        about = {"step": step, "rank": self._rank, "text": text, "output": output}
+        being_written = place.with_name(f".{place.name}.{os.getpid()}")
+        being_written.write_text(json.dumps(about), encoding="utf-8")
+        being_written.replace(place)
 
     def _text(self, step: int | None, what: str, why: str) -> str:
         """What was found, in lines."""

@@ -11,6 +11,7 @@ from trainfold.backends.flight.record_file import RecordFile
 from trainfold.core.rehearsal.orders import RECORD_NAME, Orders
 
 NONFINITE_NAME: Final = "nonfinite.json"
+SUSPECTED_NAME: Final = "suspected-{}.json"  # of a rank, or of all as a pattern
 
 
 def end_after_last(orders: Orders | None, step: int) -> None:

@@ -17,7 +17,7 @@ from trainfold.adapters.cli.rehearse.options import PLACEHOLDER
 from trainfold.adapters.cli.rehearse.process import Program
 from trainfold.adapters.cli.rehearse.starts import environment_of_programs
 from trainfold.adapters.cli.terminal.workplace import Workplace
-from trainfold.adapters.flight.replay_orders import NONFINITE_NAME
+from trainfold.adapters.flight.replay_orders import NONFINITE_NAME, SUSPECTED_NAME
 from trainfold.backends.flight.replay_place import location_of
 from trainfold.backends.stores.kept_checkpoint import keep_checkpoint
 from trainfold.backends.stores.local import local_store, open_store
@@ -108,7 +108,10 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
     with program:
         is_silent = _follow(program, seen, request.patience_secs, is_found=(notes / NONFINITE_NAME).exists)
     nonfinite = json.loads((notes / NONFINITE_NAME).read_text()) if (notes / NONFINITE_NAME).exists() else None
-    is_over = nonfinite is not None or any(entry.kind == "done" for entry in seen)
+    is_over = any(entry.kind == "done" for entry in seen)
+    if nonfinite is None and not is_over and not is_silent:
+        nonfinite = _suspected(notes, program.code)
+    is_over |= nonfinite is not None
     failure = None
     if is_silent or not (is_over or program.code == 0):
         failure = _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
@@ -207,6 +210,17 @@ def _follow(program: Program, seen: list[RecordedLine], patience_secs: float, is
             program.kill()
             break
     return False
+
+
+def _suspected(notes: Path, code: int) -> dict[str, Any] | None:
+    """What was not finite in the step in which a program ended by `os._exit` or a signal: a module before a parameter, and then the rank that saw it first."""
+    places = sorted(notes.glob(SUSPECTED_NAME.format("*")), key=lambda each: each.stat().st_mtime_ns)
+    found: list[dict[str, Any]] = [json.loads(each.read_text()) for each in places]
+    first = min(found, key=lambda each: each["output"] is None, default=None)
+    return first and {
+        **first,
+        "text": f"{first['text']}\nthe program ended without its exit handlers, with exit code {code}",
+    }
 
 
 def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights: Logs) -> None:

@@ -1,5 +1,7 @@
 """Which steps end a replay until the first NaN: what is not finite by design ends none, and does not hide the module that is at fault."""
 
+import json
+import os
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ from torch.nn import functional
 
 from trainfold import Progress, attach
 from trainfold.adapters.flight.flight_recorder import FlightRecorder
+from trainfold.adapters.flight.replay_orders import SUSPECTED_NAME
 from trainfold.backends.flight.flight_file import FlightFile
 from trainfold.core.flight.step_record import float_bits_of
 
@@ -312,6 +315,29 @@ def test_a_program_that_ends_itself_in_the_step_is_judged_there(begun, monkeypat
     with pytest.raises(Ended):
         watch._at_exit()
     assert "the program ended in step 7 with FloatingPointError: planted" in found()["text"]
+
+
+def test_what_counts_if_the_program_ends_now_stands_in_a_file_until_its_step_went_well(begun, tmp_path, monkeypatch):
+    """Python calls no exit handlers where `os._exit` or a signal ends it. A process that was forked, as for a loader, is not the program."""
+    watch, _ = begun
+    place = tmp_path / SUSPECTED_NAME.format(0)
+    broken = torch.nn.Linear(1, 1)
+    watch.begin({"model": broken})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        Top()(torch.ones(1, 4))
+    watch.over()
+    with torch.no_grad():
+        Top()(torch.ones(1, 4))
+    assert not place.exists()
+    watch.over()
+    Top()(torch.ones(1, 4))
+    assert (json.loads(place.read_text())["output"]["kind"], json.loads(place.read_text())["step"]) == ("Top", 7)
+    watch.stepped(7, float_bits_of(1.0))
+    assert not place.exists()
+    torch.nn.init.constant_(broken.weight, torch.nan)
+    watch.stepped(8)
+    assert (json.loads(place.read_text())["output"], json.loads(place.read_text())["step"]) == (None, 8)
 
 
 def test_what_is_not_attached_is_not_trained(begun, tmp_path):

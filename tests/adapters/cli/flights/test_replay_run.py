@@ -143,6 +143,21 @@ def test_the_step_in_which_the_run_died_is_looked_at_too(ran, replayed, tmp_path
     assert found["nonfinite"]["output"]["module"] == "first"
 
 
+@pytest.mark.parametrize(
+    ("dies", "ended"),
+    [("os._exit(0)", 0), pytest.param("os.abort()", -6, marks=pytest.mark.long), pytest.param("os.kill(os.getpid(), 9)", -9, marks=pytest.mark.long)],
+)  # fmt: skip
+def test_a_program_that_dies_without_its_exit_handlers_is_looked_at_too(ran, replayed, dies, ended):
+    """Python calls none where `os._exit` or a signal ends it: all outputs were said to be finite, with exit code 0."""
+    ends = f"    if live.progress.step == 6: model(x / 0.0); {dies} if os.environ.get('TRAINFOLD_REHEARSAL') else sys.exit(0)\n    loss.backward()"
+    command = ran("a", ("    loss.backward()", ends))
+    code, found = replayed("replay", "runs/a", "--until-nonfinite", command=command)
+    fits_its_schema("replay", found)
+    assert (code, found["nonfinite"] and found["nonfinite"]["step"]) == (0, 7), found
+    assert found["nonfinite"]["output"]["module"] == "first"
+    assert found["nonfinite"]["text"].endswith(f"\nthe program ended without its exit handlers, with exit code {ended}")
+
+
 @pytest.mark.long
 def test_a_program_that_fails_again_where_the_run_ended_is_no_failure_of_the_look_at_its_steps(ran, replayed):
     """All before was finite, as it had been said before the replay went on to that step; and a run that ended well is compared with the state at its end."""
