@@ -25,6 +25,10 @@ _VALUES: Final = (
     "keep replicas equal: wrap the model in DistributedDataParallel, and start all ranks with the same values. Declare what differs on purpose: "
     "attach(..., sharing={'name': 'each_rank'}), or PerRank in a state. Where each rank has a stage of a pipeline, attach the PipelineStage objects: attach(stages, optimizer). Save other parameters that differ in one run for each rank: CheckpointManager(f'{run}/{rank}', collectives=trainfold.SingleProcess())"
 )
+_OWN: Final = (
+    "return in get_extra_state, or state_dict, of the module what all ranks have, a count by summing it over them; and attach an object that holds what each rank "
+    "has of its own: attach(..., extra={'seen': seen}, sharing={'seen': 'each_rank'})"
+)
 _SETTINGS: Final = "start the same script with the same settings on all ranks"
 
 Leaves = Mapping[str, Mapping[str, str]]
@@ -300,8 +304,13 @@ def replicas_differ(name: str, found: Sequence[tuple[int, str, str]], first: str
         path,
         expected="the bits of rank 0, because one rank writes what all have",
         found=f"others on rank {rank}{more}",
-        fix=_STATISTICS.format(name, name) if is_buffer(path) else _VALUES,
+        fix=_STATISTICS.format(name, name) if is_buffer(path) else _OWN if _is_own(path) else _VALUES,
     )
+
+
+def _is_own(path: str) -> bool:
+    """Whether a leaf is of what a module returns itself beside its tensors, which cannot be declared."""
+    return path.partition(".value")[0].endswith(("_extra_state", "_own_state"))
 
 
 def first_disagreement(name: str, one: Described, other: Described) -> tuple[str, str, str]:
@@ -354,5 +363,7 @@ def structures_differ(where: str, mine: object, theirs: object, rank: int) -> Ra
         where,
         expected=f"what rank 0 has: {mine}",
         found=f"on rank {rank}: {theirs}",
-        fix="make it equal on all ranks, a count by summing it over them; or declare a component under extra= with attach(..., sharing={'name': 'each_rank'}); or attach the PipelineStage objects of a pipeline, and not their modules",
+        fix=_OWN
+        if _is_own(where)
+        else "make it equal on all ranks, a count by summing it over them; or declare a component under extra= with attach(..., sharing={'name': 'each_rank'}); or attach the PipelineStage objects of a pipeline, and not their modules",
     )

@@ -163,6 +163,51 @@ def test_what_is_not_declared_is_refused_and_the_fix_says_how_to_declare_it():
         assert "sharing={'name': 'each_rank'}" in text
 
 
+class Counted(nn.Linear):
+    """Returns beside its tensors what it is given."""
+
+    def __init__(self, returned):
+        super().__init__(1, 1)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.returned = returned
+
+    def get_extra_state(self):
+        return self.returned
+
+    def set_extra_state(self, state):
+        self.returned = state
+
+
+@pytest.mark.parametrize("count", [float, torch.tensor])
+def test_what_a_module_of_each_rank_returns_itself_is_refused_with_a_way_out(count):
+    """It cannot be declared, which was the advice: an object under extra can be."""
+    store = MemoryStore()
+
+    def save(ranks):
+        live = attach(Counted({"seen": count(ranks.rank)}))
+        with CheckpointManager(store, collectives=ranks) as manager:
+            return refusal(lambda: manager.save(live))
+
+    for text in run_threads(2, save):
+        assert text.startswith("RanksDisagree: module_extra_state.value")
+        assert "attach(..., extra={'seen': seen}, sharing={'seen': 'each_rank'})" in text
+
+    def follow(ranks, seen):
+        meter = Meter([])
+        live = attach(Counted({}), extra={"seen": meter}, sharing={"seen": "each_rank"})
+        with CheckpointManager(store, collectives=ranks) as manager:
+            manager.restore(live)
+            if live.progress.step == 0:
+                meter.load_state_dict({"values": [count(seen)]})
+            live.advance(samples=1)
+            manager.save(live)
+        return float(held(meter)[0])
+
+    assert run_threads(2, lambda ranks: follow(ranks, ranks.rank)) == [0.0, 1.0]
+    assert run_threads(2, lambda ranks: follow(ranks, 7)) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("sharing", "found"),
     [
