@@ -326,6 +326,7 @@ def test_what_counts_if_the_program_ends_now_stands_in_a_file_until_its_step_wen
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)
         Top()(torch.ones(1, 4))
+    assert not place.exists()
     watch.over()
     with torch.no_grad():
         Top()(torch.ones(1, 4))
