@@ -22,7 +22,7 @@ from trainfold.core.errors import CheckpointError, TrainfoldError
 from trainfold.core.format.file_names import MANIFEST, step_of
 from trainfold.core.format.indexes.needed import nothing_needed
 from trainfold.core.format.manifest import Summary
-from trainfold.core.history.inventory import Entry, Inventory, head_order, lineage
+from trainfold.core.history.inventory import BEHIND, Entry, Inventory, head_order, lineage
 from trainfold.core.history.quarantine import with_quarantined
 from trainfold.core.history.recognise import gone_checkpoint
 from trainfold.core.printable import bytes_text
@@ -227,7 +227,7 @@ def _row(each: Listed, now: float, resume: str) -> tuple[str, ...]:
         claimed = ("", "", "") if head is None else (str(head.step), str(head.timeline), "")
         return (entry.name, *claimed, date, age, "", "", "", status)
     proved = "committed" if entry.manifest is None else "complete"
-    status = f"{proved}, left behind by the run" if each.is_left_behind else proved
+    status = f"{proved}, {BEHIND}" if each.is_left_behind else proved
     status = f"{proved}, {resume}" if resume else status
     if summary is not None and summary.refers:
         status += f", refers to {_shortened(summary.refers)}"

@@ -11,6 +11,7 @@ from trainfold.core.problem import Problem
 
 # the first words of a fix for a problem that an older checkpoint does not have
 OLDER: Final = "use an older checkpoint"
+BEHIND: Final = "left behind by the run"
 _NO_MANIFEST: Final = "CheckpointTorn"
 _WRONG_BYTES: Final = ("CheckpointDamaged", "CheckpointForeign", "CheckpointHostile")
 

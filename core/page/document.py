@@ -11,7 +11,7 @@ from trainfold.core.page.charts import lineage_name
 from trainfold.core.page.run_page import RunPage
 from trainfold.core.page.save_times import saves_of
 from trainfold.core.page.sections import SECTIONS
-from trainfold.core.page.sessions import IN_WORDS, again_text, sessions_of
+from trainfold.core.page.sessions import IN_WORDS, Session, again_text, sessions_of
 from trainfold.core.printable import bytes_text
 
 OFFLINE: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -70,7 +70,7 @@ def _overview(page: RunPage) -> str:
         figures.append(
             (
                 f"Last process{', rank 0' * page.has_several_ranks}",
-                _ending(page),
+                _ending(sessions[-1]),
                 secs_text(sessions[-1].ended_at - sessions[-1].began_at),
             )
         )
@@ -97,6 +97,5 @@ def _overview(page: RunPage) -> str:
     return f'<dl class="figures">{items}</dl><p class="note">{resume} Facts of {moment_text(page.made_at, with_secs=True)}.</p>'
 
 
-def _ending(page: RunPage) -> str:
-    last = sessions_of(page.journal, page.flight, runs=page.runs)[-1]
+def _ending(last: Session) -> str:
     return "no end recorded" if last.ending == "open" else IN_WORDS[last.ending].partition(",")[0]

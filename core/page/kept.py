@@ -8,7 +8,7 @@ import attrs
 
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.history.inventory import Entry, lineage
+from trainfold.core.history.inventory import BEHIND, Entry, lineage
 from trainfold.core.json_values import shown
 from trainfold.core.page.run_page import RunPage
 from trainfold.core.save.retention import Retention, Saved, plan_left_behind, plan_retention
@@ -84,7 +84,7 @@ def why_kept(page: RunPage) -> dict[str, tuple[str, ...]]:
     if policy is not None or not left:
         found |= plan_left_behind(left, policy=None if policy is None else policy.left_behind, protected=protected).kept
     else:
-        found |= {each.name: ("left behind by the run",) for each in left}
+        found |= {each.name: (BEHIND,) for each in left}
     unusable = {
         each.name: _UNREAD if each.is_unreadable else _UNUSABLE
         for each in page.inventory.entries

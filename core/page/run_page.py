@@ -8,7 +8,7 @@ import attrs
 from trainfold.core.best.best_json import BestFile
 from trainfold.core.flight.journal_line import JournalLine
 from trainfold.core.format.file_names import directory_of
-from trainfold.core.history.inventory import Inventory, lineage
+from trainfold.core.history.inventory import BEHIND, Inventory, lineage
 from trainfold.core.markup.curve import Curve
 
 
@@ -111,7 +111,7 @@ class RunPage:
             elif entry.problem is not None:
                 found |= {} if entry.is_unreadable else {best.step: "its checkpoint cannot be used"}
             elif entry not in present:
-                found[best.step] = "left behind by the run"
+                found[best.step] = BEHIND
         return found
 
     @property

@@ -6,7 +6,7 @@ from typing import Final
 from trainfold.core.flight.journal_line import JournalLine, drifts_of
 from trainfold.core.format.file_names import step_of
 from trainfold.core.format.manifest import Manifest
-from trainfold.core.history.inventory import Entry, lineage
+from trainfold.core.history.inventory import BEHIND, Entry, lineage
 from trainfold.core.history.recognise import gone_checkpoint
 from trainfold.core.markup.chart import chart_html
 from trainfold.core.markup.html_table import safe
@@ -148,7 +148,7 @@ def _status(entry: Entry, present: set[str]) -> str:
     if entry.problem is not None:
         return f"{entry.problem.error}: {entry.problem.found}"
     proved = "complete" if entry.manifest is not None else "committed"
-    return proved if entry.name in present else f"{proved}, left behind by the run"
+    return proved if entry.name in present else f"{proved}, {BEHIND}"
 
 
 def finding_section(page: RunPage) -> str:

@@ -11,14 +11,14 @@ import attrs
 
 from trainfold.core.best.best_json import BestFile
 from trainfold.core.format.file_names import MANIFEST, directory_of, is_data_file, step_of
-from trainfold.core.history.inventory import Entry, Inventory, lineage
+from trainfold.core.history.inventory import BEHIND, Entry, Inventory, lineage
 from trainfold.core.problem import Problem
 from trainfold.core.save.retention import Retention, RetentionPlan, Saved, plan_left_behind, plan_retention
 from trainfold.core.save.retention_rules import All
 from trainfold.core.save.reuse.referred import references_in, referrers_first, still_needed
 
 UNFINISHED: Final = "a save or a deletion did not finish"
-LEFT_BEHIND: Final = "left behind by the run, and no rule is for these"
+LEFT_BEHIND: Final = f"{BEHIND}, and no rule is for these"
 
 
 @final

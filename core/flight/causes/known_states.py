@@ -76,13 +76,13 @@ def of_states(first: Pair, pairs: Iterable[Pair], until: int | None) -> Evidence
     """
     same_at, apart_at, compared = None, None, None
     seen, unlike, rest = first, unlike_leaves(first[0].leaves, first[1].leaves), list[str]()
-    settings, rates, environment = _settings(first), _rates(first), _environments(first)
+    drifts = settings, rates, environment = _drifts(first)
     host, unsaved = set[str](), set[str]()
     adrift: frozenset[str] | None = None
     for seen in pairs:
         unlike = unlike_leaves(seen[0].leaves, seen[1].leaves)
-        settings, rates = settings | _settings(seen), rates | _rates(seen)
-        environment |= _environments(seen)
+        for known, more in zip(drifts, _drifts(seen), strict=True):
+            known.update(more)
         unsaved |= {*seen[0].unsaved, *seen[1].unsaved}
         if adrift is None:
             host |= _host_apart(seen)
@@ -158,16 +158,10 @@ def _have(pair: Pair, kind: Callable[[str], bool]) -> bool:
     return all(any(map(kind, each.leaves)) for each in pair)
 
 
-def _settings(pair: Pair) -> dict[str, tuple[str, str]]:
-    return unlike_leaves(pair[0].settings, pair[1].settings)
-
-
-def _rates(pair: Pair) -> dict[str, tuple[str, str]]:
-    return unlike_leaves(pair[0].rates, pair[1].rates)
-
-
-def _environments(pair: Pair) -> dict[str, tuple[str, str]]:
-    return unlike_leaves(pair[0].environment, pair[1].environment)
+def _drifts(pair: Pair) -> tuple[dict[str, tuple[str, str]], ...]:
+    """What differs in the settings, in the first rates and in the environments."""
+    one, other = ((each.settings, each.rates, each.environment) for each in pair)
+    return tuple(map(unlike_leaves, one, other))
 
 
 def _host_apart(pair: Pair) -> set[str]:
