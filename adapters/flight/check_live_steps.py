@@ -41,7 +41,8 @@ def check_live_steps(
 
     Raises:
         InvalidArgument: for a number below 1; by the step, at its first call for arguments that cannot be copied, at that or at a check if FSDP2 holds back its
-            gradients, and at a check if it counts itself with ``live.advance``, or steps the optimizers more often in one of the two runs.
+            gradients, and at a check if a forward of DDP without a backward changes which of its backwards sum, if it counts itself with ``live.advance``, or
+            steps the optimizers more often in one of the two runs.
         StepNotRepeated: by the step, on every rank, with the rank, and the leaves that differ.
 
     Examples:
@@ -80,7 +81,9 @@ def check_live_steps(
         _check_reduced(live)
         redo = live.redo()
         untaken = redo.steps()
-        result_once, values_once = _compared(step(*words, **named)), copied(redo.values())
+        with redo.first_run():
+            result_once = _compared(step(*words, **named))
+        values_once = copied(redo.values())
         taken = redo.steps()
         is_open = taken == untaken  # a window whose gradients no state shows yet
         gradients_once = copied(redo.gradients()) if is_open else {}
@@ -88,6 +91,10 @@ def check_live_steps(
         if live.progress != before:
             raise _no_step("a step that is counted after it", "one that calls live.advance",
                            "leave live.record, live.advance and manager.step out of the step, and call them after it")  # fmt: skip
+        if redo.is_lost:
+            raise _no_step("a backward in the same call for each forward of DistributedDataParallel that is to sum gradients",
+                           "a call that ends with such a forward alone, and one that begins in no_sync(): DDP sums its first backward, and not in a second run",
+                           "call the wrapper in torch.no_grad() where no backward follows")  # fmt: skip
         redo.back()
         result = step(*args, **kwargs)
         if (again := redo.steps()) != taken:

@@ -1,6 +1,7 @@
 """`Redo`: takes attached objects back to before a step, so that the step can run again."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -58,6 +59,15 @@ class Redo:
     def steps(self) -> dict[str, int]:
         """How many steps each optimizer has taken that `advance` has not seen, by its name."""
         return dict(self._watch.window.steps)
+
+    def first_run(self) -> AbstractContextManager[None]:
+        """Around the step as it runs first."""
+        return self._between.watched()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether, after the first run, DDP waits or has waited for a backward in a way that `back` cannot put back."""
+        return self._between.is_lost
 
     def back(self) -> None:
         """Put everything back: tensors in place, random streams, gradients, what DDP carries to its next forward, and the count of steps that `advance` has not seen.

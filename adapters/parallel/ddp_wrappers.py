@@ -1,7 +1,8 @@
 """The wrappers of DistributedDataParallel in and around modules, and what they carry from one forward to the next, which no state of a module has."""
 
+import contextlib
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
 import torch
@@ -49,7 +50,7 @@ def _are_ranks(least: int) -> bool:
 
 @final
 class BetweenForwards:
-    """What wrappers carry from one forward to the next, as it is now.
+    """What wrappers carry from one forward to the next, as it is now, to put it back for a second run of a step.
 
     That is whether the next forward broadcasts buffers, whether gradients are summed, and, with ``find_unused_parameters``, which parameters a window has used
     before the batch that sums its gradients.
@@ -59,31 +60,102 @@ class BetweenForwards:
     """
 
     def __init__(self, wrappers: Iterable[Any]) -> None:
-        self._kept = [
-            (each, each.require_forward_param_sync, each.require_backward_grad_sync, _sums_of_used(each))
-            for each in wrappers
-        ]
+        self._wrappers = [_Carried(each) for each in wrappers]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """The first run of the step, whose forwards are seen: part of what a wrapper carries shows only in what it does."""
+        hooks = []
+        for each in self._wrappers:
+            hook = torch.compiler.disable(each.saw_forward)  # type: ignore[no-untyped-call]
+            hooks.append(each.wrapper.register_forward_hook(hook))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether, after the first run, a forward without a backward cannot be put back, and changes which backwards of the second one sum."""
+        return any(each.is_lost for each in self._wrappers)
 
     def back(self) -> None:
         """Put it back, after a step whose gradients are put back already."""
-        for wrapper, broadcasts, sums, sums_of_used in self._kept:
-            wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync = broadcasts, sums
-            if _sums_of_used(wrapper) != sums_of_used:
-                _mark_used_again(wrapper.reducer)
+        for each in self._wrappers:
+            each.back()
+
+
+@final
+class _Carried:
+    """What one wrapper carries.
+
+    A forward that is to sum lets DDP wait for its backward. If none comes, the next backward is summed, in ``no_sync()`` too, unless another forward that is to
+    sum comes before it. Whether it waits cannot be read, only when it has summed last.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._broadcasts, self._sums = wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync
+        self._sums_of_used = _sums_of_used(wrapper)
+        self._used: torch.Tensor | None = None  # by the first sum of the first run
+        self._summed_at = _summed_at(wrapper)
+        self._is_first_sum: bool | None = None  # whether the first forward is to sum
+        self._waits_since: list[list[int]] = []  # when DDP had summed last, at each forward that is to sum
+
+    def saw_forward(self, *_: object) -> None:
+        """A forward of the first run is over."""
+        self._keep_used()
+        if torch.is_grad_enabled() and _has_reducer(self.wrapper):
+            sums = self.wrapper.require_backward_grad_sync
+            self._is_first_sum = sums if self._is_first_sum is None else self._is_first_sum
+            if sums:
+                self._waits_since.append(_summed_at(self.wrapper))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether DDP waited before the first run, or waits after it, and its first backward is not one that is to sum."""
+        if self._is_first_sum is not False:
+            return False
+        now = _summed_at(self.wrapper)
+        waited = (self._waits_since or [now])[0] != self._summed_at
+        waits = self._waits_since[-1:] == [now]
+        return waited or waits
+
+    def _keep_used(self) -> None:
+        if self._used is None and _sums_of_used(self.wrapper) != self._sums_of_used:
+            self._used = self.wrapper.reducer._get_local_used_map().clone()  # noqa: SLF001
+
+    def back(self) -> None:
+        """Put it back."""
+        wrapper = self.wrapper
+        self._keep_used()
+        wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync = self._broadcasts, self._sums
+        if self._used is not None:
+            _mark_used_again(wrapper.reducer, self._used)
+
+
+def _has_reducer(wrapper: Any) -> bool:
+    """Whether DDP sums in C++, as it does unless all its parameters are summed late, or in Python."""
+    return hasattr(wrapper, "reducer") and not getattr(wrapper, "_use_python_reducer", False)
 
 
 def _sums_of_used(wrapper: Any) -> int:
     """How often a wrapper has summed over the ranks which parameters were used, as it does where it finds unused ones."""
-    finds = wrapper.find_unused_parameters and not wrapper.static_graph and hasattr(wrapper, "reducer")
+    finds = wrapper.find_unused_parameters and not wrapper.static_graph and _has_reducer(wrapper)
     return wrapper.reducer._get_local_used_map()._version if finds else 0  # noqa: SLF001
 
 
-def _mark_used_again(reducer: Any) -> None:
-    """Mark what some rank has used in the last sum, as the earlier batches of the window had: a sum has cleared the marks, which only DDP can read.
+def _summed_at(wrapper: Any) -> list[int]:
+    """When each gradient was last given to a sum: other numbers mean another sum."""
+    return list(wrapper.reducer.get_backward_stats()) if _has_reducer(wrapper) else []
+
+
+def _mark_used_again(reducer: Any, used: torch.Tensor) -> None:
+    """Mark what some rank has used in a sum, as the earlier batches of the window had: the sum has cleared the marks, which only DDP can read.
 
     What is used by the batch that runs again is marked by it anyway, and what has no gradient now was not used before it: DDP passes those over.
     """
-    used = reducer._get_local_used_map().nonzero().flatten().tolist()  # noqa: SLF001
     reducer._reset_state()  # noqa: SLF001  # else a forward without a backward, at the end of a step, lets a mark begin a sum
-    for each in used:
+    for each in used.nonzero().flatten().tolist():
         reducer._autograd_hook(each)  # noqa: SLF001

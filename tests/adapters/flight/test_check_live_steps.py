@@ -1,5 +1,6 @@
 """One step in so many of an attached loop runs twice: what differs is found, and nothing else changes."""
 
+import contextlib
 import dataclasses
 import random
 import threading
@@ -213,6 +214,36 @@ def test_a_window_of_fsdp2_within_one_step_is_checked():
             live.advance(samples=4)
         found.append(fingerprint(live.capture()))
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_forward_of_ddp_without_a_backward_is_refused_where_a_window_begins_after_it(every):
+    """DDP sums the first gradients of that window at once, and in a second run it would not: a healthy run ended."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = attach(model, optimizer)
+
+    def step(*, sums, reports):
+        with contextlib.nullcontext() if sums else model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        if sums:
+            optimizer.step()
+            optimizer.zero_grad()
+        if reports:
+            model(torch.ones(1, 2))
+
+    checked = check_live_steps(live, step, every=every)
+    for _ in range(2):
+        checked(sums=True, reports=False)
+        live.advance(samples=1)
+        checked(sums=False, reports=False)
+    checked(sums=True, reports=True)
+    live.advance(samples=1)
+    with pytest.raises(
+        InvalidArgument, match=r"that ends with such a forward alone.*call the wrapper in torch\.no_grad"
+    ):
+        checked(sums=False, reports=False)
 
 
 def test_ranks_hear_which_of_them_is_always_wrong():

@@ -1,5 +1,7 @@
 """What DistributedDataParallel carries from one forward to the next is put back, so that a step can run again."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,9 @@ class Chosen(nn.Module):
         self.one, self.other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
 
     def forward(self, name):
-        return getattr(self, name)(torch.ones(1, 1)).sum()
+        return sum(
+            getattr(self, each)(torch.ones(1, 1)).sum() for each in (("one", "other") if name == "both" else (name,))
+        )
 
 
 def chosen(**options):
@@ -65,6 +69,57 @@ def test_marks_of_a_window_before_are_not_put_into_this_one():
     between.back()
     wrapper("other").backward()
     assert used(wrapper) == [0, 1]
+
+
+def test_marks_of_a_window_go_into_the_first_of_two_sums():
+    wrapper = chosen(find_unused_parameters=True)
+    with wrapper.no_sync():
+        wrapper("one").backward()
+    between = BetweenForwards([wrapper])
+    for run in range(2):
+        with between.watched() if not run else contextlib.nullcontext():
+            wrapper("other").backward()
+            assert used(wrapper) == [1, 1]
+            wrapper("other").backward()
+            assert used(wrapper) == [0, 1]
+        between.back()
+
+
+def batch(wrapper, *, sums=True):
+    """A forward and its backward."""
+    with contextlib.nullcontext() if sums else wrapper.no_sync():
+        wrapper("both").backward()
+
+
+@pytest.mark.parametrize("finds", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("begins_with_sum", [False, True])
+def test_a_forward_without_a_backward_is_noticed_where_it_changes_a_sum(finds, before, after, begins_with_sum):
+    """DDP then sums the next backward, in ``no_sync()`` too: the first run of a step, or the second, and not the other."""
+    wrapper = chosen(find_unused_parameters=finds)
+    batch(wrapper)
+    if before:
+        wrapper("both")
+    between = BetweenForwards([wrapper])
+    with between.watched():
+        with torch.no_grad():
+            wrapper("both")
+        batch(wrapper, sums=begins_with_sum)
+        batch(wrapper)
+        if after:
+            wrapper("both")
+    assert between.is_lost == ((before or after) and not begins_with_sum)
+
+
+def test_a_forward_that_sums_nothing_is_not_waited_for():
+    wrapper = chosen()
+    batch(wrapper)
+    between = BetweenForwards([wrapper])
+    with between.watched(), wrapper.no_sync():
+        wrapper("both").backward()
+        wrapper("both")
+    assert not between.is_lost
 
 
 def test_wrappers_are_found_inside_of_a_module_and_around_it():
