@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Final, final
@@ -14,14 +14,24 @@ from trainfold.backends.runs.best.best_reader import read_best
 from trainfold.backends.runs.scan import examine, listed_run
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.carried_copy import check_copy
-from trainfold.backends.tiers.compare_runs import inventory_in, planned_copy
+from trainfold.backends.tiers.compare_runs import Steps, inventory_in, planned_copy
 from trainfold.backends.tiers.copy_checkpoints import carry_out
 from trainfold.backends.tiers.pruner import Pruner, not_pruned
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.best.best_json import BEST_FILE
-from trainfold.core.errors import CheckpointDamaged, CommitConflict, SaveFailed, TrainfoldError, error_text
+from trainfold.core.errors import (
+    CheckpointDamaged,
+    CheckpointTorn,
+    CommitConflict,
+    SaveFailed,
+    TrainfoldError,
+    error_text,
+)
 from trainfold.core.format.file_names import directory_of, step_of
-from trainfold.core.history.inventory import heads_of, lineage
+from trainfold.core.history.best_copy import best_copy, usable_heads
+from trainfold.core.history.copy_plan import CopyPlan
+from trainfold.core.history.inventory import lineage
+from trainfold.core.problem import error_from
 from trainfold.core.save.events import Event, EventKind
 from trainfold.core.save.pruning import parts_of
 from trainfold.core.save.retention import Retention, Saved
@@ -36,6 +46,11 @@ _NOT_WHOLE: Final = (
     "check the disk, which has not all of it. If a newer checkpoint is in the far tier, no more is needed; "
     "else start the program again: it goes on from the newest that either tier has whole, and trains the rest again"
 )
+_LOST_BEST: Final = (
+    "it is one of the best, and neither tier has it whole: put its files back from a copy of the run; "
+    "or delete its manifest in the near tier: load_best and load_best_n go on without it, and the next save_best is sent"
+)
+_NOWHERE: Final = "best.json names it, and neither tier has it: load_best and load_best_n go on without it, and the record stays on the disk until the next save_best"
 _AGAIN: Final = "start the program again, or trainfold copy the near tier to the far one"
 
 
@@ -49,6 +64,15 @@ class _Waiting:
     """
 
     since: float
+
+
+@final
+@attrs.frozen
+class _Unsent:
+    """Why a checkpoint is not in the far tier, and what helps."""
+
+    error: BaseException
+    fix: str
 
 
 @final
@@ -83,7 +107,7 @@ class Uploads:
         self._mutex = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
         self._job: Job[None] | None = None
-        self._given_up: dict[str, TrainfoldError] = {}
+        self._given_up: dict[str, _Unsent] = {}
         self._last_error: TrainfoldError | None = None
         self._is_closing = threading.Event()
         self.logs = SentLogs(near, far)
@@ -107,9 +131,13 @@ class Uploads:
             spare = self._spare()
             for name in spare:
                 del self._waiting[name]
+            job = None
+            if self._job is None and self._waiting:  # at once: what waits has a job, or the last try has failed
+                job = self._job = Job(self._work, name="trainfold-upload")
+        if job is not None:
+            job.start()  # in this thread, if no other can be started
         for name in spare:
             self._report("not_uploaded", name, f"given up for newer ones: more than {self._most_waiting} wait (most_waiting=)")  # fmt: skip
-        self._start()
 
     def _spare(self) -> list[str]:
         """Those that need not wait any more; never the first one, which is being sent."""
@@ -124,28 +152,28 @@ class Uploads:
         """
         self._is_closing.set()
         try:
-            while (job := self._job) is not None:
-                job.wait()
+            unsent = self._unsent()
         finally:
             self._is_closing.clear()
-        missing = [*self._given_up, *self.waiting]
-        if missing:
-            given_up = self._given_up.get(missing[0])
-            error = given_up or self._last_error
-            assert error is not None  # what still waits has failed
+        if unsent:
             self._given_up.clear()
-            fix = _AGAIN if given_up is None else _ELSEWHERE if isinstance(given_up, CommitConflict) else _NOT_WHOLE
-            raise SaveFailed(f"{self._far.url}/{missing[0]}", expected="every checkpoint of this run in the far tier",
-                             found=f"{', '.join(missing)} in {self._near.url} alone, because of {error_text(error)}", fix=fix)  # fmt: skip
+            first = next(iter(unsent))
+            fix = "; ".join(dict.fromkeys(each.fix for each in unsent.values()))
+            raise SaveFailed(f"{self._far.url}/{first}", expected="every checkpoint of this run in the far tier",
+                             found=f"{', '.join(unsent)} in {self._near.url} alone, because of {error_text(unsent[first].error)}", fix=fix)  # fmt: skip
         self.logs.send()
 
-    def _start(self) -> None:
-        """Start the thread, unless it works already."""
-        with self._mutex:
-            if self._job is not None or not self._waiting:
-                return
-            job = self._job = Job(self._work, name="trainfold-upload")
-        job.start()  # in this thread, if no other can be started
+    def _unsent(self) -> dict[str, _Unsent]:
+        """What is not in the far tier when nothing is being sent any more."""
+        while True:
+            with self._mutex:
+                job = self._job
+                if job is None or job.is_over:  # one that has ended in order is forgotten before
+                    self._job, error = None, self._last_error if job is None else job.failure
+                    assert error is not None or not self._waiting, "what waits without a job was tried; see `add`"
+                    waiting = {} if error is None else dict.fromkeys(self._waiting, _Unsent(error, _AGAIN))
+                    return {**self._given_up, **waiting}
+            job.wait()
 
     def _next(self) -> tuple[str, _Waiting] | None:
         with self._mutex:
@@ -162,7 +190,7 @@ class Uploads:
             try:
                 self._send(name, waiting)
             except Exception as error:  # noqa: BLE001  # of a store; the run goes on
-                if self._gives_up(name, waiting, error):
+                if self._gives_up(name, waiting, error) or self._comes_last(name, waiting):
                     continue
                 if is_last_try:
                     self._report("not_uploaded", name, f"{error_text(error)}; the run ends without it")
@@ -186,9 +214,18 @@ class Uploads:
             if self._waiting.get(name) is not waiting:
                 return True  # it was saved again meanwhile
             del self._waiting[name]
-        self._given_up[name] = error
+        self._given_up[name] = _Unsent(error, _ELSEWHERE if isinstance(error, CommitConflict) else _NOT_WHOLE)
         self._report("not_uploaded", name, f"{error_text(error)}; it is not tried again")
         return True
+
+    def _comes_last(self, name: str, waiting: _Waiting) -> bool:
+        """Whether others go first: ``best.json`` may fail for an old checkpoint that it names, and keeps no new one waiting."""
+        with self._mutex:
+            if step_of(name) is not None or len(self._waiting) == 1:
+                return False
+            if self._waiting.get(name) is waiting:
+                self._waiting[name] = self._waiting.pop(name)
+            return True
 
     def _has_lost(self, name: str) -> bool:
         """Whether a checkpoint is not whole in the near tier."""
@@ -203,13 +240,12 @@ class Uploads:
     def _send(self, name: str, waiting: _Waiting) -> None:
         began = time.monotonic()
         step = step_of(name)
-        plan = planned_copy(self._near, self._far, steps="newest" if step is None else [step], replaces=True)
-        check_copy(plan)
-        self.logs.send()  # before: a resume from there finds the log of the steps before it
-        for error in carry_out(plan, self._near, self._far).values():
+        plan, wrong = self._copied("newest" if step is None else [step])
+        for error in wrong.values():
             raise error
-        if step is None and not plan.best and BEST_FILE not in plan.left_out:
-            self._send_bests()
+        if step is None:
+            is_sent = plan.best or BEST_FILE in plan.left_out
+            self._lose({} if is_sent else self._send_bests())
         with self._mutex:
             self._given_up.pop(name, None)  # of an earlier save of the step
             if self._waiting.get(name) is waiting:
@@ -224,23 +260,49 @@ class Uploads:
         self._report("uploaded", name, f"{sent} bytes, durable here {late:.1f} s before", secs=secs)
         self._prune(step)
 
-    def _send_bests(self) -> None:
-        """Send what the best names and the far tier lacks, and its record: a checkpoint that is found to be the best late may be deleted there by then."""
-        best = read_best(self._near)
-        here, there = inventory_in(self._near), inventory_in(glimpse(self._far))
-        names = {} if best is None else best.names_in(here.timelines)
-        lacking = [each.name for each in lineage(here) if each.name in names and each.head not in heads_of(there)]
-        examined = [examine(self._near, here, name).entry(name) for name in lacking]
-        whole = [each.head.step for each in examined if each is not None and each.head is not None and each.problem is None]  # fmt: skip
-        if not whole:
-            return
-        plan = planned_copy(self._near, self._far, steps=whole, replaces=True)
+    def _copied(self, steps: Steps) -> tuple[CopyPlan, dict[str, TrainfoldError]]:
+        """Send checkpoints, and ``best.json`` if the far tier then has what it names; with what is wrong with those that could not be read."""
+        plan = planned_copy(self._near, self._far, steps=steps, replaces=True)
         check_copy(plan)
-        for error in carry_out(plan, self._near, self._far).values():
-            raise error
-        for step in whole:
-            self._given_up.pop(directory_of(step), None)
-            self._report("uploaded", directory_of(step), "it is one of the best")
+        self.logs.send()  # before: a resume from there finds the log of the steps before it
+        return plan, carry_out(plan, self._near, self._far)
+
+    def _send_bests(self) -> dict[str, TrainfoldError]:
+        """Send what the best names and the far tier lacks, and its record: a checkpoint that is found to be the best late may be deleted there by then.
+
+        Returns:
+            Name -> what is wrong with it, of those that the near tier has not whole.
+        """
+        file = read_best(self._near)
+        names = {} if file is None else file.timelines
+        here, there = inventory_in(self._near), inventory_in(glimpse(self._far))
+        copied = usable_heads(there)
+        for name in names:
+            entry = here.entry(name)
+            if entry is not None and entry.is_candidate and entry.head != copied.get(name):
+                here = examine(self._near, here, name)
+        best = best_copy(names, here, there)
+        wrong = self._copied(best.lacking)[1] if best.lacking else {}
+        for name in map(directory_of, best.lacking):
+            if name not in wrong:
+                self._given_up.pop(name, None)
+                self._report("uploaded", name, "it is one of the best")
+        for name in best.nowhere:
+            self._report("not_uploaded", name, _NOWHERE)
+        late = [error for error in wrong.values() if type(error) not in (CheckpointDamaged, CheckpointTorn)]
+        for error in (*late, *map(error_from, best.unread)):
+            raise error  # another try may read it
+        wrong |= {name: error_from(each) for name, each in best.damaged.items()}
+        return {name: error for name, error in wrong.items() if name in names}  # not those to whose files they refer
+
+    def _lose(self, lost: Mapping[str, TrainfoldError]) -> None:
+        """Give up these of the best, and no others any more."""
+        for name in [name for name, each in self._given_up.items() if each.fix == _LOST_BEST and name not in lost]:
+            del self._given_up[name]
+        for name, error in lost.items():
+            if name not in self._given_up:
+                self._report("not_uploaded", name, f"{error_text(error)}; {_LOST_BEST}")
+            self._given_up[name] = _Unsent(error, _LOST_BEST)
 
     def _prune(self, step: int) -> None:
         """Delete what the far tier need not keep. A failure is an event, and the next upload tries again."""

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,17 @@ from kit.backends.runs_cases import state_at
 
 import trainfold
 from trainfold import CheckpointManager, SaveFailed
+from trainfold.backends.runs.best.best_file import BestIgnored
 from trainfold.backends.runs.load import CheckpointPassedOver
+from trainfold.backends.runs.quarantine_file import end_attempt, quarantined
 from trainfold.backends.stores import os_errors
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.best.top_n import BestEntry
+from trainfold.core.errors import CheckpointDamaged
 from trainfold.core.format.sealed_json import SealedJson
+from trainfold.core.history.quarantine import outcome_of
 from trainfold.retention import keep_last, load_best_n, make_best_record, save_best, updated
 
 WANTED = make_best_record(metric="loss", direction="min")
@@ -191,3 +197,209 @@ def test_a_best_that_a_disk_has_lost_keeps_no_checkpoint_from_the_far_tier(tmp_p
     assert told.checkpoint == "best.json"
     assert f"{lost}: expected a file that can be read" in told.detail
     assert trainfold.load(far, like=state_at(0)).trainer.step == 3
+
+
+@pytest.fixture
+def late_best(tmp_path):
+    """A run of three steps, of which the far tier keeps the last; and a way to save 1 and 2 as its best."""
+    far, events = MemoryStore(), []
+    run = TwoTiers(tmp_path / "near", far, keep_far=keep_last(1))
+    manager = CheckpointManager(run, on_event=events.append)
+    for step in (1, 2, 3):
+        manager.save(state_at(step))
+        run.wait()
+    events.clear()
+    save = partial(save_best, run, updated(WANTED, {"loss": 0.1}, step=2), kept=[BestEntry(0.1, 2), BestEntry(0.2, 1)])
+    yield run, manager, events, save
+    manager.close()
+
+
+def file_of(run, step):
+    return next((Path(run.near.url) / f"step-0000000{step}").glob("model-*"))
+
+
+def with_wrong_bytes(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def unsent(events):
+    return [(each.checkpoint, each.detail) for each in events if each.kind == "not_uploaded"]
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["file gone", "wrong bytes"])
+def test_a_best_that_neither_tier_has_whole_is_told_once_and_the_advice_helps(late_best, monkeypatch, is_gone):
+    """E01: nothing said that the record was not sent; or each end said to start again, and each start ended in the same way."""
+    run, manager, events, save = late_best
+    gate, send = threading.Event(), uploads.Uploads._send
+    monkeypatch.setattr(uploads.Uploads, "_send", lambda *given: gate.wait(20) and send(*given))
+    save()
+    lost = file_of(run, 1)
+    lost.unlink() if is_gone else with_wrong_bytes(lost)
+    gate.set()
+    for step in (4, 5):
+        manager.save(state_at(step))
+    with pytest.raises(SaveFailed, match=r"step-00000001 in .*near alone") as failed:
+        run.wait()
+    ((told, detail),) = unsent(events)
+    assert told == "step-00000001"
+    assert "delete its manifest" in detail
+    assert "delete its manifest" in failed.value.fix
+    assert "start the program again" not in failed.value.fix
+    assert run.far.size("step-00000002/manifest.json") is not None, "the other one is sent"
+    assert run.far.size("best.json") is None
+    (lost.parent / "manifest.json").unlink()
+    manager.close()
+    with CheckpointManager(run) as again:  # as it was advised
+        assert again.load(state_at(0)).trainer.step == 5
+        with pytest.warns(BestIgnored):
+            best = load_best_n(run, WANTED)
+        save_best(run, updated(WANTED, {"loss": 0.1}, step=2), kept=best)
+    assert [entry.step for entry in load_best_n(run.far, WANTED)] == [2]
+
+
+def test_a_best_with_wrong_bytes_fails_each_end_until_it_is_put_back_or_given_up(late_best, tmp_path):
+    """It is on the disk alone, as far as it is there; a new save of what the best names ends it too."""
+    run, manager, _, save = late_best
+    whole = file_of(run, 1).read_bytes()
+    with_wrong_bytes(file_of(run, 1))
+    save()
+    with pytest.raises(SaveFailed, match="step-00000001"):
+        manager.close()
+    for mended in (False, True):
+        if mended:
+            file_of(run, 1).write_bytes(whole)
+        again = CheckpointManager(TwoTiers(tmp_path / "near", run.far))
+        if mended:
+            again.close()
+        else:
+            with pytest.raises(SaveFailed, match="step-00000001"):
+                again.close()
+    assert [entry.step for entry in load_best_n(run.far, WANTED)] == [2, 1]
+
+
+def test_a_best_that_was_given_up_is_forgotten_when_it_is_no_best_any_more(late_best):
+    """An end would name what no record names."""
+    run, manager, events, save = late_best
+    with_wrong_bytes(file_of(run, 1))
+    save()
+    late = time.monotonic() + 20
+    while not unsent(events) and time.monotonic() < late:
+        manager.poll()  # which reports them
+        time.sleep(0.002)
+    save_best(run, updated(WANTED, {"loss": 0.1}, step=2), kept=[BestEntry(0.1, 2)])
+    run.wait()
+    assert len(unsent(events)) == 1
+    assert [entry.step for entry in load_best_n(run.far, WANTED)] == [2]
+
+
+def test_a_best_of_which_the_far_tier_has_another_timeline_and_the_disk_nothing_is_told_and_fails_no_end(tmp_path):
+    """Nothing is on the disk alone but the record, which was not sent, and nothing reported it."""
+    far, near, events = MemoryStore(), tmp_path / "near", []
+    with CheckpointManager(TwoTiers(near, far)) as manager:
+        for step in (1, 2):
+            manager.save(state_at(step))
+    with CheckpointManager(near) as manager:
+        manager.load(state_at(0), manager.should_load(state_at(0), step=1))
+        for step in (2, 3):
+            manager.save(state_at(step))
+    save_best(near, updated(WANTED, {"loss": 0.1}, step=2))
+    shutil.rmtree(near / "step-00000002")
+    with CheckpointManager(TwoTiers(near, far), on_event=events.append) as manager:
+        assert manager.load(state_at(0)).trainer.step == 3
+        manager.save(state_at(4))
+    ((told, detail),) = unsent(events)
+    assert told == "step-00000002"
+    assert "neither tier has it" in detail
+    assert far.size("best.json") is None
+
+
+def test_a_best_that_a_rewind_has_left_behind_is_not_told(tmp_path):
+    """Its record is of no use in the far tier, and the run is healthy."""
+    far, near, events = MemoryStore(), tmp_path / "near", []
+    run = TwoTiers(near, far, keep_far=keep_last(1))
+    with CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(state_at(step))
+    save_best(near, updated(WANTED, {"loss": 0.1}, step=2))
+    with CheckpointManager(near) as manager:
+        manager.load(state_at(0), manager.should_load(state_at(0), step=1))
+        manager.save(state_at(4))
+    with CheckpointManager(run, on_event=events.append) as manager:
+        manager.load(state_at(0))
+        manager.save(state_at(5))
+    assert unsent(events) == []
+    assert trainfold.load(far, like=state_at(0)).trainer.step == 5
+
+
+def test_a_best_in_quarantine_in_the_far_tier_is_sent_again(tmp_path):
+    """Its manifest was there, so that it was not sent; and the record not without it, and nothing reported it."""
+    far, events = MemoryStore(), []
+    run = TwoTiers(tmp_path / "near", far)
+    with CheckpointManager(run, on_event=events.append) as manager:
+        for step in (1, 2):
+            manager.save(state_at(step))
+        run.wait()
+        end_attempt(far, "step-00000001", outcome_of(CheckpointDamaged("x", expected="a", found="b", fix="c")))
+        save_best(run, updated(WANTED, {"loss": 0.1}, step=1))
+    assert unsent(events) == []
+    assert far.size("best.json") is not None
+    assert quarantined(far) == {}
+
+
+def test_a_best_that_cannot_be_read_now_keeps_no_new_checkpoint_waiting(late_best, monkeypatch):
+    """It was tried again before all that came after it, with growing pauses; the checkpoints were on the disk alone meanwhile."""
+    run, manager, _, save = late_best
+    pread, denied = os.pread, []
+
+    def read(fd, *more):
+        if str(Path(f"/proc/self/fd/{fd}").readlink()) in denied:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return pread(fd, *more)
+
+    monkeypatch.setattr(os, "pread", read)
+    gate, send = threading.Event(), uploads.Uploads._send
+    monkeypatch.setattr(uploads.Uploads, "_send", lambda *given: gate.wait(20) and send(*given))
+    save()
+    denied.append(str(file_of(run, 1)))
+    manager.save(state_at(4))
+    gate.set()
+    late = time.monotonic() + 20
+    while run.waiting and time.monotonic() < late:
+        time.sleep(0.002)
+    assert not run.waiting
+    denied.clear()
+    run.wait()
+    assert [entry.step for entry in load_best_n(run.far, WANTED)] == [2, 1]
+
+
+def test_what_is_added_while_another_thread_waits_has_been_tried(tmp_path):
+    """The end of a wait between what is added and its thread was an `AssertionError`: it waited, and had not failed."""
+    near = MemoryStore()
+    with CheckpointManager(near) as manager:
+        for step in (1, 2, 3):
+            manager.save(state_at(step))
+    waited = []
+
+    def report(event):
+        if event.kind == "not_uploaded":  # one that is given up for newer ones
+            waited.append(sends.wait())
+
+    sends = uploads.Uploads(near, MemoryStore(), keep=None, most_waiting=1, report=report)
+    sends.add(*(f"step-0000000{step}" for step in (1, 2, 3)))
+    assert waited == [None]
+    assert sends.waiting == ()
+
+
+def test_a_fault_of_the_uploads_themselves_is_raised_where_they_are_waited_for(tmp_path, monkeypatch):
+    """It ended their thread, and each wait went on for good."""
+    near = MemoryStore()
+    with CheckpointManager(near) as manager:
+        manager.save(state_at(1))
+    monkeypatch.setattr(uploads, "planned_copy", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(uploads.Uploads, "_gives_up", lambda *_: {}["fault"])
+    sends = uploads.Uploads(near, MemoryStore(), keep=None, most_waiting=None, report=lambda _: None)
+    sends.add("step-00000001")
+    with pytest.raises(SaveFailed, match="KeyError: 'fault'"):
+        sends.wait()
