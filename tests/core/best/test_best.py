@@ -346,6 +346,29 @@ def test_an_entry_whose_checkpoint_is_gone_takes_no_other_with_it():
     assert reasons == ("the checkpoint of step 30 is not there any more",)
 
 
+steps_at = st.dictionaries(st.integers(0, 3), st.integers(0, 2), max_size=3)  # step -> timeline
+
+
+@given(best=st.tuples(st.integers(0, 3), st.integers(0, 2)), kept=steps_at, known=steps_at, is_kept=st.booleans())
+@example(best=(1, 0), kept={}, known={1: 1}, is_kept=False)
+@example(best=(1, 0), kept={}, known={}, is_kept=False)
+@example(best=(1, 1), kept={2: 0}, known={1: 1, 2: 1}, is_kept=True)
+@example(best=(1, 1), kept={2: 0}, known={1: 0, 2: 0}, is_kept=False)
+def test_a_step_that_was_trained_again_is_not_one_of_the_best_and_one_that_is_not_known_stays(
+    best, kept, known, is_kept
+):
+    """E12: each entry counts by its own timeline; a best that cannot be read now must not be deleted for that."""
+    step, timeline = best
+    kept = {each: of for each, of in kept.items() if each != step} | ({step: timeline} if is_kept else {})
+    record = updated(make_best_record(metric="m", direction="min"), {"m": 0.0}, step=step)
+    file = BestFile(record, timeline, tuple((BestEntry(float(each != step), each), of) for each, of in kept.items()))
+    measured = {step: timeline} | kept
+    alive = {each for each, of in measured.items() if (each, of) in known.items() or each not in known}
+    expected = {directory_of(each): f"one of the best {len(kept)}" for each in alive}
+    expected |= {directory_of(step): "the best"} if step in alive else {}
+    assert file.names_in({directory_of(each): of for each, of in known.items()}) == expected
+
+
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
