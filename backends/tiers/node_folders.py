@@ -22,6 +22,7 @@ from trainfold.core.format.file_names import MANIFEST, RUN_FILE, revision_of, st
 from trainfold.core.format.indexes.proved import index_rows
 from trainfold.core.format.manifest import FileRecord, IndexRecord
 from trainfold.core.format.manifest_reader import opened_root
+from trainfold.core.format.strict_json import int_of
 from trainfold.core.history.copy_plan import CopiedFile
 from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.problem import Problem, problem_of
@@ -165,8 +166,10 @@ class NodeFolders:
             error = CommitConflict(path, expected="one manifest of a step", found=each, fix="leave out the folders with the wrong one, or this step")  # fmt: skip
             self.conflicts[name] = problem_of(error)
         ((_, root),) = list(roots.values())[:1]
+        revision = 0
         with suppress(TrainfoldError):  # what is wrong with it shows where it is examined
             document = opened_root(root, path)
+            revision = int_of(document.get("revision"), path)
             rows = index_rows(document, path) if document.get("indexes") else []
             self._note(name, [IndexRecord(row["name"], row["rank"], row["size_bytes"], row["digest"]) for row in rows])
             for row in rows:
@@ -177,10 +180,9 @@ class NodeFolders:
         problem = self._problem_of(name, root)
         while problem is not None and self.another_for(problem.where):  # the header of a file is damaged
             problem = self._problem_of(name, root)
-        self._note_later(name, unusable)
+        self._note_later(name, revision, unusable)
 
-    def _note_later(self, name: str, unusable: Sequence[str]) -> None:
-        taken = max((revision_of(file.path.partition("/")[2]) for file in self._files_of.get(name, []) if file.directory == name), default=0)  # fmt: skip
+    def _note_later(self, name: str, taken: int, unusable: Sequence[str]) -> None:
         found = [*unusable, *(f"{name}/{file} in {node.url}" for node in self._nodes for file in _list_in(node, name) if revision_of(file) > taken)]  # fmt: skip
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -242,6 +242,21 @@ def test_a_file_of_the_user_that_differs_between_nodes_is_left_out_and_listed():
     assert "differs in" in plan.left_out["step-00000001/log.txt"]
 
 
+def test_the_revision_of_a_manifest_without_files_of_its_own_is_known():
+    """R08: what a save of that revision has left, which was killed, was said to be perhaps of a later one."""
+    run, nodes = Chain(1), [MemoryStore()]
+    for step in (1, 2, 2):
+        run.save(step, dict.fromkeys(SHAPES, 0))
+    assert run.store.list("step-00000002") == [MANIFEST]
+    for name, data in files_of(run.store).items():
+        put(nodes[0], name, data)
+    put(nodes[0], "run.json", run.store.read("run.json"))
+    put(nodes[0], "step-00000002/model-00000-of-00001.r1.safetensors", b"what a kill left")
+    assert dict(collect_run(nodes, MemoryStore()).left_out) == {}
+    put(nodes[0], "step-00000002/model-00000-of-00001.r2.safetensors", b"of a later one")
+    assert [*collect_run(nodes, MemoryStore()).left_out] == ["step-00000002/"]
+
+
 PARTS = ["", "old", "new", "new, without its manifest", "new, its manifest damaged", "new, its manifest alone, damaged"]
 
 
