@@ -200,8 +200,9 @@ class Fetches:
             if self._near.size(f"{name}/{MANIFEST}") is not None:
                 read_root(self._near, name)
         except CheckpointDamaged as error:
-            raise SaveFailed(error.where, expected="a manifest that the disk gives, or none: the far tier has this checkpoint", found=error.found,
-                             fix="look at the device and its log; or delete that file, and start again: it is fetched") from error  # fmt: skip
+            look = "look at the device and its log" if type(error) is CheckpointDamaged else error.fix
+            raise SaveFailed(error.where, expected="a manifest that the disk gives, or none: the far tier has a checkpoint of this step", found=error.found,
+                             fix=f"{look}; only if it is lost for good, delete that file, and start again: that of the far tier is fetched, which is an earlier one if the step was trained again and not sent") from error  # fmt: skip
 
     def _look_at(self, wrong: dict[str, TrainfoldError], name: str) -> None:
         """Mark what is damaged in the far tier, so that an upload of the same step sends it again.

@@ -38,10 +38,14 @@ def test_a_manifest_of_the_disk_that_cannot_be_read_is_not_passed_over_for_an_ol
         patched.setattr(os_errors, "is_own_disk", lambda _: True)
         for _ in range(4):
             with (
-                pytest.raises(SaveFailed, match=rf"step-00000004/manifest.json.*{os.strerror(code)}.*delete that file"),
+                pytest.raises(
+                    SaveFailed,
+                    match=rf"step-00000004/manifest.json.*{os.strerror(code)}.*lost for good, delete that file",
+                ) as refused,
                 CheckpointManager(TwoTiers(near, far)) as manager,
             ):
                 manager.load(state_at(0))
+    assert ("right to read" in refused.value.fix) == (code == errno.EACCES), "what may pass is not to be deleted first"
     assert LocalStore(near).list() == ["run.json", "step-00000002", "step-00000004"]
     (near / "step-00000004" / "manifest.json").unlink()
     with CheckpointManager(TwoTiers(near, far)) as manager:
