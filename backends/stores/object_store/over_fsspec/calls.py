@@ -6,6 +6,7 @@ from typing import Any, Final, final
 
 from trainfold.backends.stores.object_store.over_fsspec import exceptions
 from trainfold.backends.stores.object_store.over_fsspec.library import ObjectDescription, as_obstore, library_of
+from trainfold.backends.stores.object_store.over_fsspec.memory_library import MemoryLibrary
 
 _PIECE_BYTES: Final = 8 << 20
 
@@ -30,6 +31,11 @@ class FsspecPrefix:
     def at(self, key: str) -> str:
         """The path of an object."""
         return f"{self.path}/{key}" if key else self.path
+
+    def listed(self) -> Any:
+        """The filesystem, as it is to be listed."""
+        self.filesystem.invalidate_cache()
+        return self.library.still() if isinstance(self.library, MemoryLibrary) else self.filesystem
 
     def key(self, path: str) -> str | None:
         """The key of a path in a list; None for what is not below the prefix."""
@@ -90,8 +96,7 @@ class FsspecCalls:
         """All objects below a directory; one page, however many they are."""
         del chunk_size
         with as_obstore(store.library):
-            store.filesystem.invalidate_cache()
-            found = store.filesystem.find(store.at(prefix or ""), detail=True)
+            found = store.listed().find(store.at(prefix or ""), detail=True)
         above = f"{prefix}/" if prefix else ""
         if isinstance(found, Mapping):  # and not the name of an object that is called as the directory
             yield [each for each in _described(store, found.values()) if each["path"].startswith(above)]
@@ -99,9 +104,8 @@ class FsspecCalls:
     def list_with_delimiter(self, store: FsspecPrefix, prefix: str | None) -> Mapping[str, Any]:
         """What is one level below a directory."""
         with as_obstore(store.library):
-            store.filesystem.invalidate_cache()
             try:
-                found = store.filesystem.ls(store.at(prefix or ""), detail=True)
+                found = store.listed().ls(store.at(prefix or ""), detail=True)
             except FileNotFoundError as error:  # nothing is there, or not even the bucket: some libraries name it
                 if "NoSuchBucket" in str(error.__cause__):
                     raise

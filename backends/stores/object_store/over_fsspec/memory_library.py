@@ -37,6 +37,12 @@ class MemoryLibrary:
         with _LOCK:
             return self._described(self._file(path))
 
+    def still(self) -> Any:
+        """The filesystem as it is now, to list: it walks through its dictionary of all objects, and a thread that puts or deletes any of them, of whatever run, would end that with an error."""
+        still = object.__new__(type(self._files))
+        vars(still).update(vars(self._files), store=dict(self._files.store), pseudo_dirs=list(self._files.pseudo_dirs))
+        return still
+
     def _file(self, path: str) -> Any:
         if path not in self._files.store:
             raise FileNotFoundError(path)

@@ -1,5 +1,6 @@
 """A run through a filesystem of fsspec: the same laws as through obstore, in memory; on servers see test_filesystems.py."""
 
+import gc
 import time
 
 import fsspec
@@ -7,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from hypothesis import given
 from kit.backends.buckets.bucket_cases import check_racing_writers, new_name
 from obstore.store import MemoryStore
@@ -82,6 +83,26 @@ def test_a_filesystem_answers_as_obstore_does(calls):
                     objects, directories = bucket.names(key.partition("/")[0] if at % 2 else "")
                     answers.append((sorted(objects), sorted(directories)))
         assert answers[0] == answers[1], (verb, key)
+
+
+def test_what_is_put_into_another_run_meanwhile_ends_no_list():
+    """A list of objects in memory could not be read while threads of other runs put theirs: "dictionary changed size during iteration", five times."""
+    bucket = Bucket(FsspecPrefix(MEMORY, new_name()), "memory://run")
+    for number in range(30):
+        bucket.put(f"a/{number}", b"1")
+
+    def put_another(*_):
+        MEMORY.store[f"/{new_name()}"] = MemoryFile(MEMORY)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(put_another)
+    gc.set_threshold(1, 1 << 20, 1 << 20)  # in the middle of the walk: the collector runs at its first new objects
+    try:
+        found, names = bucket.below("a"), bucket.names("a")[0]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(put_another)
+    assert len(found) == len(names) == 30
 
 
 @pytest.mark.parametrize("size", [0, 1, 8 << 20, (8 << 20) + 1, (16 << 20) + 3])
