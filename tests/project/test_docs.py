@@ -71,7 +71,8 @@ def is_built(root: Path) -> bool:
 
 
 SPHINX = """
-import sys
+import gc, sys
+gc.disable()  # the trees of all pages stay to the end: to look for garbage among them takes a fifth of the time
 from sphinx.builders.html import StandaloneHTMLBuilder
 from sphinx.cmd.build import main
 StandaloneHTMLBuilder.search = False  # an index of every word takes a seventh of the time, and warns of nothing
