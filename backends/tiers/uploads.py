@@ -287,11 +287,11 @@ class Uploads:
             if name not in wrong:
                 self._given_up.pop(name, None)
                 self._report("uploaded", name, "it is one of the best")
-        for name in best.nowhere:
-            self._report("not_uploaded", name, _NOWHERE)
         late = [error for error in wrong.values() if type(error) not in (CheckpointDamaged, CheckpointTorn)]
         for error in (*late, *map(error_from, best.unread)):
             raise error  # another try may read it
+        for name in best.nowhere:
+            self._report("not_uploaded", name, _NOWHERE)
         wrong |= {name: error_from(each) for name, each in best.damaged.items()}
         return {name: error for name, error in wrong.items() if name in names}  # not those to whose files they refer
 

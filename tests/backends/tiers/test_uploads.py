@@ -374,6 +374,36 @@ def test_a_best_that_cannot_be_read_now_keeps_no_new_checkpoint_waiting(late_bes
     assert [entry.step for entry in load_best_n(run.far, WANTED)] == [2, 1]
 
 
+def test_a_best_that_neither_tier_has_is_told_once_while_another_one_cannot_be_read(late_best, monkeypatch):
+    """Each try for the other one reported it again."""
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_SECS", 0.001)
+    run, manager, events, save = late_best
+    pread, denied, tries = os.pread, [], []
+
+    def read(fd, *more):
+        if str(Path(f"/proc/self/fd/{fd}").readlink()) in denied:
+            tries.append(fd)
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return pread(fd, *more)
+
+    monkeypatch.setattr(os, "pread", read)
+    gate, send = threading.Event(), uploads.Uploads._send
+    monkeypatch.setattr(uploads.Uploads, "_send", lambda *given: gate.wait(20) and send(*given))
+    save()
+    shutil.rmtree(file_of(run, 2).parent)
+    denied.append(str(file_of(run, 1)))
+    gate.set()
+    late = time.monotonic() + 20
+    while len(tries) < 4 and time.monotonic() < late:
+        time.sleep(0.002)
+    denied.clear()
+    run.wait()
+    manager.close()
+    assert len(tries) >= 4
+    assert [name for name, detail in unsent(events) if "neither tier has it" in detail] == ["step-00000002"]
+    assert run.far.size("step-00000001/manifest.json") is not None
+
+
 def test_what_is_added_while_another_thread_waits_has_been_tried(tmp_path):
     """The end of a wait between what is added and its thread was an `AssertionError`: it waited, and had not failed."""
     near = MemoryStore()
