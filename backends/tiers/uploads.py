@@ -43,7 +43,7 @@ _ELSEWHERE: Final = (
 )
 
 _NOT_WHOLE: Final = (
-    "check the disk, which has not all of it. If a newer checkpoint is in the far tier, no more is needed; "
+    "check the disk, which has not all of it, or of a checkpoint that it refers to. If a newer checkpoint is in the far tier, no more is needed; "
     "else start the program again: it goes on from the newest that either tier has whole, and trains the rest again"
 )
 _LOST_BEST: Final = (
@@ -228,14 +228,19 @@ class Uploads:
             return True
 
     def _has_lost(self, name: str) -> bool:
-        """Whether a checkpoint is not whole in the near tier."""
+        """Whether a checkpoint is not whole in the near tier, or one that it refers to."""
         if step_of(name) is None:
             return False
         try:
-            entry = examine(self._near, listed_run(self._near), name).entry(name)
+            found = listed_run(self._near)
+            entry = found.entry(name)
+            needed = [name] if entry is None else [name, *entry.refers]
+            for each in needed:
+                found = examine(self._near, found, each)
         except TrainfoldError:
             return False  # such as a disk that cannot be read now
-        return entry is None or (entry.problem is not None and not entry.is_unreadable)
+        entries = map(found.entry, needed)
+        return any(entry is None or (entry.problem is not None and not entry.is_unreadable) for entry in entries)
 
     def _send(self, name: str, waiting: _Waiting) -> None:
         began = time.monotonic()

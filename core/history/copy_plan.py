@@ -15,7 +15,7 @@ CopyAction: TypeAlias = Literal["copied", "completed", "replaced", "there"]
 step. ``there``: it has all of it."""
 
 _ALONE: Final = (
-    "trainfold prune RUN --keep-last 1 --flatten writes what stays so that it stands alone; or copy another step"
+    "trainfold prune RUN --keep-last 0 --flatten writes all of them so that they stand alone; or copy another step"
 )
 
 

@@ -37,7 +37,7 @@ _OTHER_FORMATS: Final = (
 )
 _OLDER: Final = f"{OLDER} of the run"
 _NO_PROOF: Final = "this does not prove damage"
-_COPIED: Final = f"{_OLDER}; if this is a copy, copy {{}} too, or write the checkpoint again before it is copied, so that it stands alone: trainfold prune RUN --keep-last 1 --flatten"
+_COPIED: Final = f"{_OLDER}; if this is a copy, copy {{}} too, or write the checkpoint again before it is copied, so that it stands alone: trainfold prune RUN --keep-last 0 --flatten"
 
 
 def no_manifest(where: str) -> CheckpointTorn:

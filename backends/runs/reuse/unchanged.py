@@ -14,7 +14,7 @@ from trainfold.backends.stores.protocol import Store
 from trainfold.core.digest import DIGEST_PREFIX
 from trainfold.core.format.codec import as_tensor
 from trainfold.core.format.manifest import DIGEST_DIGITS, PIECE_BYTES, ShardRecord
-from trainfold.core.save.reuse.base import LEAST_BYTES, Base, Candidate, candidates, there
+from trainfold.core.save.reuse.base import LEAST_BYTES, Base, Candidate, candidates, needed_files, there
 from trainfold.core.save.reuse.references import referring
 from trainfold.core.save.save_plan import SavePlan
 from trainfold.core.tensor_memory import byte_view, tensor_bytes
@@ -57,7 +57,7 @@ def refer_to_unchanged(  # noqa: PLR0913 - keywords
     found = candidates(plan, base, rank, least_bytes=LEAST_BYTES)
     if not found:
         return plan
-    names = sorted({file.path(file.checkpoint) for each in found for file in each.files})
+    names = needed_files(found)
     sizes = dict(zip(names, side_by_side([partial(store.size, name) for name in names]), strict=True))
     memory, unchanged = memoryview(bytearray(PIECE_BYTES)), dict[Candidate, str | None]()
     for each in there(found, sizes):

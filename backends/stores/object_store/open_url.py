@@ -33,6 +33,7 @@ _KEYS: Final = {
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_TOKEN"),
 }  # fmt: skip
 _NOT_IN_ADDRESS: Final = re.compile(r"""[\s"<>\\^`{|}\x7f]|[^\x00-\x7f].*@""")
+_HAS_NO_LOGIN: Final = re.compile(r"(?:https?:/*)?[\w.-]*(?::[0-9]{1,5})?/*")
 _ENDPOINTS: Final = {
     "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -118,7 +119,7 @@ def _check_environment(scheme: str) -> None:
     given = {name: os.environ[name] for name in _ENDPOINTS.get(scheme, ()) if name in os.environ}
     for name, value in given.items():
         if not _is_address(value):
-            raise InvalidArgument(name, expected="an address such as http://127.0.0.1:9000", found=repr(shown_url(value)),
+            raise InvalidArgument(name, expected="an address such as http://127.0.0.1:9000", found=repr(value) if _HAS_NO_LOGIN.fullmatch(value) else "a text that is not shown, because it may hold a password",
                                   fix=f"write it with http:// or https://, a machine, a port of at most 65535, and a sign such as a quotation mark as %22, or unset {name}")  # fmt: skip
     if given and all(value.lower().startswith("http://") for value in given.values()) and not _is_http_allowed():
         name, allow = next(iter(given)), _ALLOW_HTTP[scheme]

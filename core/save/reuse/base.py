@@ -5,6 +5,7 @@ from typing import Final, final
 
 import attrs
 
+from trainfold.core.format.file_names import MANIFEST
 from trainfold.core.format.manifest import FileRecord, Manifest, ShardRecord
 from trainfold.core.layout.slices import Box
 from trainfold.core.save.file_layout import FilePlan, TensorPlacement
@@ -121,13 +122,26 @@ def candidates(plan: SavePlan, base: Base, rank: int, *, least_bytes: int = LEAS
 
 
 def there(found: Collection[Candidate], sizes: Mapping[str, int | None]) -> list[Candidate]:
-    """The candidates whose files are there in their sizes.
+    """The candidates whose files are there in their sizes, in checkpoints that are: files that have lost their manifest can be read, and not copied.
 
     Args:
         found: from `candidates`.
-        sizes: the name of each of their files in the run -> its size; None if there is no such file.
+        sizes: the name of each of `needed_files` in the run -> its size; None if there is no such file.
     """
-    return [each for each in found if all(sizes[file.path(file.checkpoint)] == file.size_bytes for file in each.files)]
+    return [
+        each
+        for each in found
+        if all(
+            sizes[file.path(file.checkpoint)] == file.size_bytes and sizes[f"{file.checkpoint}/{MANIFEST}"] is not None
+            for file in each.files
+        )
+    ]
+
+
+def needed_files(found: Collection[Candidate]) -> list[str]:
+    """The names, in the run, of the files that candidates refer to, and of the manifests of their checkpoints."""
+    files = {file for each in found for file in each.files}
+    return sorted({file.path(file.checkpoint) for file in files} | {f"{file.checkpoint}/{MANIFEST}" for file in files})
 
 
 def _by_leaf(file: FilePlan) -> dict[str, list[TensorPlacement]]:

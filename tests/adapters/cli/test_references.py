@@ -1,6 +1,7 @@
 """Commands read through references, say what refers to what, and write checkpoints again so that they stand alone."""
 
 import os
+import re
 import shutil
 from unittest import mock
 
@@ -242,3 +243,17 @@ def test_a_copy_of_one_checkpoint_says_what_it_refers_to(run, chain, tmp_path, c
         assert "did not finish" not in said
         for text in expected[1:]:
             assert text in said, (command, said)
+
+
+def test_the_advice_for_files_of_a_checkpoint_without_a_manifest_loses_no_other(run, tmp_path, call, answered):
+    """C05: it kept the newest alone, and deleted the whole checkpoints before it."""
+    (run / NAMES[0] / "manifest.json").unlink()
+    target = tmp_path / "b"
+    _, err = call("copy", run, target, code=RunEmpty.exit_code)
+    (advice,) = set(re.findall(r"trainfold (prune RUN [^;]*--flatten)", err))
+    answered(*(run if word == "RUN" else word for word in advice.split()))
+    call("copy", run, target)
+    for place in (run, target):
+        assert sorted(path.name for path in place.glob("step-*")) == NAMES[1:]
+        for name in NAMES[1:]:
+            answered("verify", place / name)

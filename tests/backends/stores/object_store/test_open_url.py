@@ -114,6 +114,18 @@ def test_the_login_of_an_endpoint_is_never_shown(monkeypatch, caplog):
     assert "sekr" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "value", ["https://user:sekrt%40host:9000", "https://[::1:sekrt", "user:sekrt", "https://sekrt host", "1.2.3.4:9000", "htt://h"]
+)  # fmt: skip
+def test_of_an_endpoint_that_is_no_address_nothing_is_shown_that_may_be_a_password(keys, value):
+    """C03: of a login without its @ the password was in the error."""
+    keys.setenv("AWS_ENDPOINT_URL", value)
+    with pytest.raises(InvalidArgument, match="AWS_ENDPOINT_URL") as failed:
+        open_store("s3://bucket/run")
+    assert "sekrt" not in str(failed.value)
+    assert ("not shown" in str(failed.value)) == (value != "1.2.3.4:9000")
+
+
 def test_a_bucket_that_is_not_there_is_said_to_be(s3, keys):
     keys.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
     store = open_store("s3://no-such-bucket/run")

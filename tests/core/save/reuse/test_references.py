@@ -12,7 +12,7 @@ from trainfold.core.history.inventory import Entry, Inventory
 from trainfold.core.history.next_checkpoint import next_checkpoint
 from trainfold.core.save.pruning import plan_pruning
 from trainfold.core.save.retention import Saved, keep_last
-from trainfold.core.save.reuse.base import NO_BASE, base_from, candidates, there
+from trainfold.core.save.reuse.base import NO_BASE, base_from, candidates, needed_files, there
 from trainfold.core.save.reuse.references import referring
 from trainfold.core.save.reuse.referred import referrers_first, still_needed
 from trainfold.core.save.reuse.stand_alone import plan_alone, to_stand_alone
@@ -72,12 +72,14 @@ def test_what_is_small_of_other_shape_dtype_world_or_its_own_directory_is_not_re
     assert names(planned(TENSORS, 8), NO_BASE) == []
 
 
-def test_a_file_that_is_not_there_in_its_size_is_not_referred_to():
+def test_a_file_that_is_not_there_in_its_size_or_whose_checkpoint_is_not_there_is_not_referred_to():
     found = candidates(planned(TENSORS, 8), BASE, 0)
     (file,) = found[0].files
-    name = file.path(OLD)
-    assert there(found, {name: file.size_bytes}) == found
-    assert there(found, {name: file.size_bytes - 1}) == there(found, {name: None}) == []
+    name, manifest = needed_files(found)
+    assert (name, manifest) == (file.path(OLD), f"{OLD}/manifest.json")
+    assert there(found, {name: file.size_bytes, manifest: 1}) == found
+    for size, committed in ((file.size_bytes - 1, 1), (None, 1), (file.size_bytes, None)):
+        assert there(found, {name: size, manifest: committed}) == []
 
 
 def test_a_chain_of_saves_refers_to_what_has_the_bytes():
