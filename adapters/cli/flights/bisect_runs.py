@@ -12,6 +12,7 @@ from trainfold.adapters.cli.flights.log_checks import (
     log_warnings,
     replayed_otherwise,
     uncompared,
+    unrecorded_batches,
 )
 from trainfold.adapters.cli.flights.read_run import ReadRun, read_run
 from trainfold.adapters.cli.flights.replay_run import difference_data, first_of_ranks
@@ -73,7 +74,7 @@ def bisect_runs(  # noqa: PLR0913 - one for each option
         said += [*uncompared(runs), *ended_apart(runs)]
         said += [_SEEDED] if parting.evidence.seeds else []
     else:
-        said += _apart_beside(parting.evidence)
+        said += [*_apart_beside(parting.evidence), *unrecorded_batches(runs, parting.step)]
     return _answer((mine.where, other.where), parting, [*said, *said_too, *log_warnings(runs, ("A", "B"))])
 
 

@@ -64,6 +64,7 @@ def uncompared(runs: tuple[ReadRun, ReadRun]) -> list[str]:
     held = [_components(run) for run in runs]
     apart = sorted(held[0] ^ held[1]) if all(held) else []
     found = [f"the log of one of them alone has states of {', '.join(apart)}, which were not compared"] if apart else []
+    found += [text for run in runs for text in _torn_states(run)]
     if known < end:
         found.append(f"no loss, norm or state {f'after step {known} ' if known else ''}is known of both: the results of {steps_text(known + 1, end)} were not compared")  # fmt: skip
     if not states:
@@ -74,9 +75,31 @@ def uncompared(runs: tuple[ReadRun, ReadRun]) -> list[str]:
 
 
 def _components(run: ReadRun) -> set[str]:
-    """Those of whose states the logs of a run have digests, in the last step that has any."""
-    states = (flight.states[max(flight.states)] for flight in run.flights.values() if flight.states)
-    return {name for each in states for name in each}
+    """Those of whose states the logs of a run have digests."""
+    return {name for flight in run.flights.values() for each in flight.states.values() for name in each}
+
+
+def _torn_states(run: ReadRun) -> list[str]:
+    """What is to be said of logs that end among the digests of a state, as by a power cut."""
+    found = []
+    for rank, flight in run.flights.items():
+        *before, last = sorted(flight.states) or [0]
+        lost = sorted(flight.states[before[-1]].keys() - flight.states[last].keys()) if before else []
+        if lost:
+            found.append(f"{run.where}/{flight_name(rank)} lacks the states of {', '.join(lost)} at step {last}, the last one there: its end may be torn off")  # fmt: skip
+    return found
+
+
+def unrecorded_batches(runs: tuple[ReadRun, ReadRun], step: int) -> list[str]:
+    """What is to be said of two runs that part in a step, of whose batches one of them has no digest."""
+    names = [
+        name
+        for name, run in zip("AB", runs, strict=True)
+        if any(step in flight.steps and flight.steps[step].batch is None for flight in run.flights.values())
+    ]
+    if not names:
+        return []
+    return [f"the batches of step {step} are not recorded in {' and '.join(names)}: the loop read others than those of `live.batches`, or left out one without `live.drop_window()`"]  # fmt: skip
 
 
 def log_warnings(

@@ -3,6 +3,7 @@
 from typing import Final, Literal, TypeAlias
 
 from trainfold.core.flight.causes.evidence import Evidence
+from trainfold.core.flight.causes.leaf_kinds import counts_of_updates
 
 Cause: TypeAlias = Literal[
     "nothing",
@@ -18,6 +19,7 @@ Cause: TypeAlias = Literal[
     "fault",
     "chance",
     "unrecorded",
+    "update",
     "environment",
     "arithmetic",
 ]
@@ -25,18 +27,19 @@ Cause: TypeAlias = Literal[
 position. ``component``: one of them saves what the other has not. ``setting``: another setting of the contract, or one that a schedule or the loop
 changes, as a learning rate. ``streams``: other random numbers were drawn. ``buffer``: only buffers of modules differ. ``bit``: one element of one
 tensor differs. ``state``: the state differs while all that the steps show is the same. ``fault``: one of them did what its program does not do again.
-``chance``: a program does not do again what it did. ``unrecorded``: they came apart in steps of which a log has no record. ``environment``: only
-results differ, and the numerical environment. ``arithmetic``: only results differ."""
+``chance``: a program does not do again what it did. ``unrecorded``: they came apart in steps of which a log has no record. ``update``: the optimizer
+took other steps. ``environment``: only results differ, and the numerical environment. ``arithmetic``: only results differ."""
 
 _OPEN: Final[dict[Cause, str]] = {
+    "batch": "another batch",
     "position": "another position in the data",
     "seed": "another seed",
-    "batch": "another batch",
     "component": "a component that one of them has not",
     "setting": "another setting, such as a learning rate that the loop or a scheduler changed in one of them alone",
     "streams": "other random numbers",
     "buffer": "a buffer that was updated or restored otherwise",
     "bit": "a fault of the memory or of the processor",
+    "update": "an optimizer step that was left out, or taken twice",
     "environment": "another numerical environment, or another version of a library",
     "arithmetic": "another kernel, precision or version of the code, or results that do not repeat",
 }
@@ -56,10 +59,11 @@ EXCLUSIONS: Final[tuple[tuple[tuple[Cause, ...], frozenset[str], str], ...]] = (
     (("buffer",), frozenset({"settled", "buffers"}), "the buffers were the same before the step and after it"),
     (("environment",), frozenset({"environment"}), "the environments are known and the same"),
     (("bit",), frozenset({"repeated"}), "the program of each run does again what it did: a fault comes once"),
-    (("bit", "environment", "arithmetic"), frozenset({"one program"}), "one program in one environment does again what both did"),
-    (("buffer", "bit", "arithmetic"), frozenset({"read"}), "what a step reads is made before its results, which were the same"),
+    (("update",), frozenset({"forward"}), "an update changes no loss before it changes a state"),
+    (("update", "bit", "environment", "arithmetic"), frozenset({"one program"}), "one program in one environment does again what both did"),
+    (("update", "buffer", "bit", "arithmetic"), frozenset({"read"}), "what a step reads is made before its results, which were the same"),
     (("environment",), frozenset({"read", "versions"}), "what a step reads is made before its results, and by the same libraries"),
-    (("buffer", "bit", "arithmetic"), frozenset({"drawn"}), "no result moves a stream"),
+    (("update", "buffer", "bit", "arithmetic"), frozenset({"drawn"}), "no result moves a stream"),
 )  # fmt: skip
 """Causes, what is known where they are excluded, and why: all that makes a cause certain. A piece of evidence that is missing excludes nothing."""
 
@@ -80,6 +84,7 @@ def doubts(known: Evidence, cause: Cause, parts: frozenset[str]) -> tuple[Cause,
     facts = _facts(known, parts)
     excluded = {each for causes, needed, _ in EXCLUSIONS if needed <= facts for each in causes}
     named = "bit" if cause == "fault" else cause
+    excluded |= set() if counts_of_updates(known.leaves) else {"update"}  # without counters it is other code
     return () if cause == "nothing" else tuple(each for each in _OPEN if each != named and each not in excluded)
 
 

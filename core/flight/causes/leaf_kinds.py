@@ -16,6 +16,7 @@ _POSITION: Final = re.compile(rf"trainer\.(epoch|samples)|dataset{_RANK}\.value\
 _GENERATOR: Final = re.compile(r"(.*)\.value\['(kind|state)'\]")
 _COUNTS: Final = re.compile(r".*\['(last_epoch|_step_count)'\]")
 _SCHEDULED: Final = re.compile(r".*\.groups\[\d+\]\.hyper\['(lr|initial_lr|momentum|betas|weight_decay|eps|alpha|rho|lambd|dampening|nesterov|amsgrad)'\]|scheduler.*\['_last_lr'\]")  # fmt: skip
+_UPDATES: Final = re.compile(r".*\.slots\[.*\]\['step'\]")
 _MEASURED: Final = re.compile(r"scheduler.*\['(best|num_bad_epochs|cooldown_counter)'\]")
 
 
@@ -97,6 +98,16 @@ def scheduled(paths: Iterable[str]) -> tuple[str, ...]:
     """The leaves that a schedule sets, first those that explain the others; a learning rate is one of them."""
     given = tuple(paths)
     return tuple(path for kind in (_SCHEDULED, _COUNTS) for path in given if kind.match(path))
+
+
+def counts_of_updates(leaves: Iterable[LeafApart]) -> tuple[str, ...]:
+    """The counters of an optimizer, of the updates of each parameter, that differ by whole updates.
+
+    Examples:
+        >>> counts_of_updates([LeafApart("optimizer.slots['w']['step']", size=1.0), LeafApart("optimizer.slots['w']['exp_avg']", size=1.0)])
+        ("optimizer.slots['w']['step']",)
+    """
+    return tuple(leaf.path for leaf in leaves if _UPDATES.fullmatch(leaf.path) and leaf.size and leaf.size.is_integer())
 
 
 def follows_results(leaves: tuple[LeafApart, ...]) -> bool:

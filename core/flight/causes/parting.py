@@ -6,7 +6,7 @@ import attrs
 
 from trainfold.core.flight.causes.doubts import Cause, doubts, in_words
 from trainfold.core.flight.causes.evidence import Evidence
-from trainfold.core.flight.causes.leaf_kinds import follows_results, is_position, is_rng, scheduled
+from trainfold.core.flight.causes.leaf_kinds import counts_of_updates, follows_results, is_position, is_rng, scheduled
 from trainfold.core.markup.texts import steps_text
 
 _WORDS: Final[dict[Cause, str]] = {
@@ -16,16 +16,20 @@ _WORDS: Final[dict[Cause, str]] = {
     "batch": "they read other data at the same position",
     "component": "one of them has a component that the other has not",
     "setting": "they have other settings",
-    "streams": "they drew other random numbers, from the same batch on: dropout or noise in one of them alone, in another order, by code that torch.compile has made, which draws otherwise, or as many as results ask for",
+    "streams": "they drew other random numbers{same}: dropout or noise in one of them alone, in another order, by code that torch.compile has made, which draws otherwise, or as many as results ask for",
     "buffer": "only buffers of modules differ: they were updated or restored otherwise, and no loss has shown it yet",
     "bit": "one element of one tensor differs: it was changed from outside, as by a fault of the memory, or by a write beside the steps",
     "state": "their states differ, and nothing else that a step shows: something beside the steps wrote to it, or the update alone has other arithmetic",
     "fault": "the program does again what one of them did, and not what the other did: a fault, or something outside the program",
     "chance": "a program does not do again what it did: its results do not repeat",
     "unrecorded": "they came apart where a log has no record, so that the cause is not known",
+    "update": "the optimizer took other steps: one was left out, or taken twice, for all parameters or for some, as by the loop, or by a gradient scaler that found an infinity",
     "environment": "only results differ, and so does the numerical environment, or the version of a library",
     "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, such as a buffer that is not saved, other values at the start or a generator that is not attached, or results that do not repeat",
 }
+_SAME: Final = ", from the same batch on"
+_UNKNOWN: Final = "; that they read the same data is not known, as the logs do not both have a whole digest of each batch"
+_OF_A_BATCH: Final = frozenset({"streams", "update", "environment", "arithmetic"})  # which may be seen where the batch is the cause
 
 _READ: Final = frozenset({"samples", "epoch", "batch", "streams"})
 _RESULTS: Final = frozenset({"loss", "norm", "state"})
@@ -59,7 +63,10 @@ class Parting:
 
     def __str__(self) -> str:
         names = f": {', '.join(self.names[:6])}" if self.names else ""
-        return f"{self.where}{_WORDS[self.cause]}{names}{in_words(self.may_be)}"
+        is_same = "batch" in self.evidence.alike
+        words = _WORDS[self.cause].format(same=_SAME if is_same else "")
+        unknown = _UNKNOWN if self.cause in _OF_A_BATCH and "batch" in self.may_be else ""
+        return f"{self.where}{words}{names}{unknown}{in_words(self.may_be)}"
 
     @property
     def where(self) -> str:
@@ -111,6 +118,8 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
     own = known.repeat_themselves
     is_fault = {*own} == {True, False} and not drifts
     chance = own[0] is False and own[1] in (False, None)
+    is_forward = known.is_settled and {"loss", "norm"} & parts  # of before an update
+    updates = () if is_forward else counts_of_updates(known.leaves)
     rules: tuple[tuple[object, Cause, tuple[str, ...]], ...] = (
         ({"samples", "epoch"} & parts or moved, "position", moved),
         (known.seeds and is_first, "seed", known.seeds or ()),
@@ -127,6 +136,7 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
         (is_fault, "fault", ("the first" if own[1] else "the second",)),
         (chance, "chance", ()),
         (hole, "unrecorded", hole),
+        (updates, "update", updates),
         (drifts, "environment", drifts),
         (by_state, "state", paths or components),
     )

@@ -65,7 +65,7 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
     weights, flips, buffer, grads, rate, position, kernel, threads = digest("w"), 0, digest("b"), digest(), 1, 0, 0, 0
     if cause == "seed" and kind == "torch":
         weights = digest("w", seeds["torch"]) if program.shuffles else weights
-    began = ["1"]
+    began, updates = ["1"], 0
     settings = {"lr": "2" if cause == "setting" and kind == "contract" else "1"}
     rate = int(settings["lr"])
     threads_shown = 1 + (cause == "environment" or (program.other_threads and is_second))
@@ -101,7 +101,9 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
             began = [*began, loss.hex()][:3]
         if cause == "component":
             used = step  # a schedule that the other run has not
-        weights, flips = digest(weights, flips, loss, used), int(planted("bit", step, "after"))
+        is_done = not planted("update", step)
+        updates += is_done
+        weights, flips = digest(weights, flips, loss, used) if is_done else weights, int(planted("bit", step, "after"))
         buffer = digest() if planted("buffer", step, "after") else digest(buffer, batch)
         position += 4
         host = digest("numpy", seeds["numpy"], counts["numpy"])[:4]
@@ -111,12 +113,13 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
             counts["torch"] += 1  # after the line of the step, and before its state is saved
             buffer = digest() if kind == "evaluation with a buffer" else buffer
             torch = digest("torch", seeds["torch"], counts["torch"])[:8]
-        of_model, of_optimizer = digest(weights, flips, b"" if program.unsaves_buffer else buffer), digest(grads, rate)
+        of_model, of_optimizer = digest(weights, flips, b"" if program.unsaves_buffer else buffer), digest(grads, rate, updates)
         digests[step] = (StateDigest(step, "model", of_model[:16]), StateDigest(step, "optimizer", of_optimizer[:16]))
         leaves = {
             "model.params['w']": weights.hex() + str(flips),
             **({} if program.unsaves_buffer else {"model.buffers['n']": buffer.hex()}),
             "optimizer.slots['w']": grads.hex(),
+            "optimizer.slots['w']['step']": str(updates),
             "optimizer.groups[0].hyper['lr']": str(rate),
             "dataset.value['samples']": str(position),
             "dataset.value['order']": str(seeds["torch"]) if program.shuffles else "",
@@ -146,6 +149,7 @@ class Kept:
         has_environment: whether it is recorded.
         elements: how many elements of a leaf differ, if it does.
         has_whole_digests: whether the digest of a batch covers every byte; if not, that of another batch may be the same.
+        unrecorded: the steps of whose batches the second log alone has no digest.
     """
 
     fields: frozenset[str] = frozenset({"loss", "norm", "batch", "streams", "host_streams"})
@@ -156,11 +160,12 @@ class Kept:
     has_environment: bool = True
     elements: int = 9
     has_whole_digests: bool = True
+    unrecorded: frozenset[int] = frozenset()
 
 
 def evidence(ran: tuple[Ran, Ran], kept: Kept) -> Evidence:
     """What is known of two runs by what is kept of them."""
-    logs = [_log(each, kept, lines) for each, lines in zip(ran, kept.lines, strict=True)]
+    logs = logs_of(ran, kept)
     saved = [
         {at: _saved(each.saved[at], kept) for at in sorted(steps)} for each, steps in zip(ran, kept.saved, strict=True)
     ]
@@ -170,18 +175,26 @@ def evidence(ran: tuple[Ran, Ran], kept: Kept) -> Evidence:
         first = tuple(next(iter(each.values())) for each in saved)
         pairs = [(saved[0][at], saved[1][at]) for at in sorted(saved[0].keys() & saved[1].keys())]
         known = of_states(first, pairs, None if found is None else found.step)
-        known = attrs.evolve(known, leaves=tuple(attrs.evolve(leaf, differing=kept.elements) for leaf in known.leaves))
+        sizes = {True: 1.0, False: None}
+        known = attrs.evolve(known, leaves=tuple(attrs.evolve(leaf, differing=kept.elements, size=sizes[leaf.path.endswith("['step']")]) for leaf in known.leaves))  # fmt: skip
     known = attrs.evolve(known, difference=found)
     return of_steps(*({0: log} if log.steps else {} for log in logs), known)
 
 
-def _log(ran: Ran, kept: Kept, lines: frozenset[int]) -> Flight:
+def logs_of(ran: tuple[Ran, Ran], kept: Kept) -> list[Flight]:
+    """The logs of two runs, as far as they are kept."""
+    unrecorded = frozenset[int](), kept.unrecorded
+    return [_log(each, kept, *of) for each, of in zip(ran, zip(kept.lines, unrecorded, strict=True), strict=True)]
+
+
+def _log(ran: Ran, kept: Kept, lines: frozenset[int], unrecorded: frozenset[int]) -> Flight:
     hidden: dict[str, object] = {
         name: None for name in ("loss", "norm", "batch", "streams", "host_streams") if name not in kept.fields
     }
     if not kept.has_whole_digests and "batch" in kept.fields:
         hidden = {**hidden, "batch": bytes(8), "is_whole": False}
     steps = [attrs.evolve(record, **hidden) for step, record in ran.records.items() if step in lines]
+    steps = [attrs.evolve(each, batch=None, is_whole=False) if each.step in unrecorded else each for each in steps]
     return flight_of([*steps, *(line for step in lines & kept.states for line in ran.digests[step])])
 
 

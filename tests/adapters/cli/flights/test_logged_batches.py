@@ -1,6 +1,7 @@
 """Bisect where batches differ in one sample alone, and where the logs have digests of samples of the batches."""
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +39,35 @@ def make_old(run, *, is_alike):
     log.write_bytes(encode_lines(old))
 
 
+def train_noisy(run, *, skips):
+    """A loop whose data draws from numpy; it may leave out the third batch, by `continue`."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = Noisy(torch.arange(12.0).reshape(12, 1) / 12)
+    live = attach(model, sgd, loader=torch.utils.data.DataLoader(data, batch_size=2))
+    with CheckpointManager(run, every=100, record=0) as manager:
+        manager.restore(live)
+        for at, x in enumerate(live.batches(epochs=1)):
+            if skips and at == 2:
+                continue
+            loss = model(x).square().mean()
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            live.record(loss=loss)
+            live.advance(samples=len(x))
+            manager.step(live)
+            if live.progress.step == 4:
+                break
+
+
+class Noisy(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + float(np.random.rand())
+
+
 def parted(tmp_path):
     return bisect_runs(tmp_path / "a", tmp_path / "b", (), directory=tmp_path / "scratch", patience_secs=60).data
 
@@ -63,3 +93,14 @@ def test_where_samples_of_the_batches_are_all_that_is_known_another_batch_is_not
     assert "batch" in found["may_be"], found["text"]
     assert any("were not compared" in each for each in found["warnings"]) != both
     assert ("batch as far as samples of it show" in found["difference"]["same"]) == both
+
+
+def test_a_batch_that_one_loop_left_out_is_not_called_the_same(tmp_path):
+    """They "drew other random numbers, from the same batch on", and no digest of that batch was compared."""
+    train_noisy(tmp_path / "a", skips=False)
+    train_noisy(tmp_path / "b", skips=True)
+    found = parted(tmp_path)
+    assert (found["step"], found["cause"], found["may_be"][0]) == (3, "streams", "batch"), found["text"]
+    assert "same batch" not in found["text"]
+    assert "that they read the same data is not known" in found["text"]
+    assert ["the batches of step 3 are not recorded in B: the loop read others than those of `live.batches`, or left out one without `live.drop_window()`"] == found["warnings"]

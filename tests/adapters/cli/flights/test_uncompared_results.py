@@ -76,3 +76,14 @@ def test_a_component_of_one_log_alone_is_said_not_to_be_compared(tmp_path):
     data = found(tmp_path)
     assert data["step"] is None
     assert data["warnings"][0] == "the log of one of them alone has states of beside, which were not compared"
+
+
+def test_a_log_whose_end_is_torn_off_is_named(tmp_path):
+    """That the other log alone has states of a component was all that was said, and both programs have it."""
+    for name in "ab":
+        train(tmp_path / name, every=100, record=1)
+    log = tmp_path / "b" / "flight-00000.log"
+    log.write_bytes(log.read_bytes()[:-10])
+    assert found(tmp_path)["warnings"][0].endswith(
+        "flight-00000.log lacks the states of trainer at step 5, the last one there: its end may be torn off"
+    )

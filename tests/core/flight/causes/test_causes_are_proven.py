@@ -4,7 +4,7 @@ import attrs
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kit.core.planted_worlds import STEPS, STREAMS, Kept, Plant, Program, evidence, run
+from kit.core.planted_worlds import STEPS, STREAMS, Kept, Plant, Program, evidence, logs_of, run
 
 from trainfold.core.flight.causes.parting import parting_of
 
@@ -19,10 +19,11 @@ KINDS = {
     "bit": ["before", "after"],
     "environment": [""],
     "arithmetic": [""],
+    "update": [""],
     "chance": [""],
 }
-OF_THE_PROGRAM = ("position", "batch", "component", "setting", "streams", "buffer", "arithmetic")
-ALSO = {"bit": "fault", "chance": "arithmetic"}  # one cause by two names
+OF_THE_PROGRAM = ("position", "batch", "component", "setting", "streams", "buffer", "arithmetic", "update")
+ALSO = {"bit": "fault", "chance": "arithmetic", "update": "arithmetic"}  # one cause by two names
 STEP_SETS = st.frozensets(st.integers(1, STEPS), min_size=STEPS - 3) | st.frozensets(st.integers(1, STEPS))
 CADENCES = st.sampled_from([frozenset(range(each, STEPS + 1, each)) for each in (1, 2, 4, STEPS)]) | STEP_SETS
 LEAVES = ["model.", "optimizer.", "dataset.value['order']", "dataset.", "rng.", "rng.value['numpy']", "trainer."]  # fmt: skip
@@ -65,6 +66,7 @@ def keeps(draw):
         draw(st.booleans()),
         draw(st.sampled_from([1, 9])),
         draw(st.booleans()),
+        draw(st.just(frozenset()) | st.frozensets(st.integers(1, STEPS))),
     )
 
 
@@ -95,7 +97,8 @@ def test_the_planted_cause_is_named_or_open_whatever_is_hidden(world, kept, data
     """One cause is planted beside differences without an effect: unseeded streams that no program uses, another number of threads."""
     program, plant, is_first = world
     ran = [run(program, None, is_second=False), run(program, plant, is_second=True)]
-    known = evidence(tuple(ran[::-1] if is_first else ran), kept)
+    both = tuple(ran[::-1] if is_first else ran)
+    known = evidence(both, kept)
     found = parting_of(attrs.evolve(known, **data.draw(replays(plant, is_first=is_first))))
     assume(found.step is not None)
     assert {plant.cause, ALSO.get(plant.cause)} & {found.cause, *found.may_be}, (
@@ -103,6 +106,10 @@ def test_the_planted_cause_is_named_or_open_whatever_is_hidden(world, kept, data
         sorted(known.alike),
         known.difference and known.difference.parts,
     )
+    if "the same batch" in str(found):  # a claim, that both logs have to show
+        records = [each.steps.get(found.step) for each in logs_of(both, kept)]
+        assert None not in records and records[0].shows(records[1], "batch"), found
+        assert records[0].batch == records[1].batch, found
 
 
 FULL = [
@@ -119,6 +126,7 @@ FULL = [
     (Plant("environment", 3), ("position", "batch", "seed", "component", "setting", "streams")),
     (Plant("bit", 3, "after"), ("position", "batch", "seed", "component", "streams", "environment")),
     (Plant("buffer", 3, "after"), ("position", "batch", "seed", "component", "streams", "environment")),
+    (Plant("update", 3), ("position", "batch", "seed", "component", "streams", "environment")),
     (Plant("arithmetic", 3), ("position", "batch", "seed", "component", "setting", "streams", "environment")),
 ]
 

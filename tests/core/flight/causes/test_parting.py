@@ -12,6 +12,7 @@ ENV = (("environment.threads", "1", "2"),)
 LEARNS = LeafApart("optimizer.groups[0].hyper['lr']")
 COUNT = LeafApart("scheduler.value['last_epoch']")
 BEST = LeafApart("scheduler.value['best']")
+UPDATES = LeafApart("optimizer.slots['w']['step']", differing=1, size=1.0)
 SAMPLES = LeafApart("dataset@rank1.value['samples']")
 LOSS = frozenset({"loss"})
 RATES = (("first rates of second.param_groups[0]", "absent", "[0.1, 0.2]"),)
@@ -90,6 +91,10 @@ CASES = [
     (Evidence(difference=logs("loss", "streams"), rates=RATES), 5, "streams"),
     (Evidence(difference=logs("loss"), apart_at=8, generators=("noise",), rates=RATES), 5, "seed"),
     (Evidence(difference=logs("loss"), apart_at=8, leaves=(WEIGHT, BEST), rates=RATES), 5, "arithmetic"),
+    (Evidence(difference=logs("loss"), apart_at=8, leaves=(UPDATES, WEIGHT), environment=ENV), 5, "update"),
+    (Evidence(difference=logs("loss"), apart_at=8, leaves=(UPDATES, WEIGHT), is_settled=True), 5, "arithmetic"),
+    (Evidence(difference=logs("loss"), apart_at=8, leaves=(UPDATES, LEARNS)), 5, "setting"),
+    (Evidence(difference=logs("loss"), apart_at=8, leaves=(attrs.evolve(UPDATES, size=0.5),)), 5, "arithmetic"),
 ]
 
 
@@ -120,6 +125,17 @@ def test_compiled_code_is_named_where_other_numbers_were_drawn():
     assert "by code that torch.compile has made" in str(drawn)
 
 
+@pytest.mark.parametrize("parts", [("streams", "loss"), ("loss", "host_streams"), ("loss",)])
+def test_batches_are_called_the_same_only_where_digests_show_it(parts):
+    """A batch that one program left out moved the streams of its dataset: they drew other numbers "from the same batch on", and B read another one."""
+    known = Evidence(difference=logs(*parts), alike=SAVED - {"streams", "host_streams"}, is_whole=True)
+    assert ("from the same batch on" in str(parting_of(known))) == (parts != ("loss",))
+    hidden = parting_of(attrs.evolve(known, alike=known.alike - {"batch"}))
+    assert "from the same batch on" not in str(hidden)
+    assert "that they read the same data is not known" in str(hidden)
+    assert hidden.may_be[0] == "batch"
+
+
 def test_where_they_part_is_said_as_closely_as_it_is_known():
     late = Evidence(same_at=4, apart_at=8, leaves=(WEIGHT,), alike=LOSS)
     assert str(parting_of(late)).startswith("part after step 4, at step 8 at the latest: one element")
@@ -144,6 +160,10 @@ ALL = {"position", "seed", "batch", "component", "setting", "streams", "buffer",
 OPEN = [
     (KNOWN, {"bit"}),
     (attrs.evolve(KNOWN, is_settled=False), {"buffer", "setting", "bit"}),
+    (attrs.evolve(KNOWN, is_settled=False, leaves=(UPDATES, LEARNS)), {"buffer", "bit", "update", "arithmetic"}),
+    (attrs.evolve(KNOWN, is_settled=False, leaves=(UPDATES, WEIGHT)), {"buffer", "setting", "bit", "arithmetic"}),
+    (attrs.evolve(KNOWN, leaves=(UPDATES, WEIGHT)), {"bit"}),
+    (Evidence(difference=logs("batch", "loss"), alike=SAVED - {"batch"}, is_whole=True, leaves=(UPDATES,)), set()),
     (attrs.evolve(KNOWN, own=(True, True)), set()),
     (attrs.evolve(KNOWN, alike=SAVED - {"batch"}), {"batch", "bit"}),
     (attrs.evolve(KNOWN, alike=SAVED - {"streams"}), {"streams", "bit"}),
