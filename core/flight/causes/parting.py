@@ -23,7 +23,7 @@ _WORDS: Final[dict[Cause, str]] = {
     "fault": "the program does again what one of them did, and not what the other did: a fault, or something outside the program",
     "chance": "a program does not do again what it did: its results do not repeat",
     "unrecorded": "they came apart where a log has no record, so that the cause is not known",
-    "update": "the optimizer took other steps: one was left out, or taken twice, for all parameters or for some, as by the loop, or by a gradient scaler that found an infinity",
+    "update": "the optimizer took other steps: one was left out, or taken twice, for all parameters or for some, as by the loop, or by a gradient scaler that found an infinity, or its state was replaced",
     "environment": "only results differ, and so does the numerical environment, or the version of a library",
     "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, such as a buffer that is not saved, other values at the start or a generator that is not attached, or results that do not repeat",
 }

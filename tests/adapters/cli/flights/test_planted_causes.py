@@ -102,6 +102,21 @@ def test_the_cause_is_named_or_said_to_be_open(ran, tmp_path, planted, cadence):
     assert (found["cause"] == cause) == (cadence not in is_open), found["text"]
 
 
+@pytest.mark.parametrize(
+    ("cadence", "step", "cause"),
+    [({"record": 1}, 4, "update"), ({"record": 0}, 5, "update"), ({"is_logged": False}, 6, "unrecorded")],
+)
+def test_an_optimizer_step_that_was_left_out_is_named_by_the_counters(tmp_path, cadence, step, cause):
+    """That only results differ, by another kernel or precision, was all that was said, and the counters of Adam in the next checkpoint differ by one."""
+    train(tmp_path / "a", adam=True, **cadence)
+    train(tmp_path / "b", adam=True, loses_update=True, **cadence)
+    found = bisect_runs(tmp_path / "a", tmp_path / "b", (), directory=tmp_path / "replay", patience_secs=60).data
+    fits_its_schema("bisect", found)
+    assert (found["step"], found["cause"]) == (step, cause), found["text"]
+    assert cause == "update" or "update" in found["may_be"], found["text"]
+    assert cause != "update" or all(each.endswith("['step']") for each in found["names"]), found["names"]
+
+
 @pytest.mark.parametrize("planted", [pytest.param(each, marks=() if each in [*REPLAYED][:3] else pytest.mark.long) for each in REPLAYED])  # fmt: skip
 def test_a_program_that_is_run_again_makes_no_wrong_cause_certain(bisected, tmp_path, planted):
     """Neither another environment, nor another program that was taken for that of B, is a fault for certain."""

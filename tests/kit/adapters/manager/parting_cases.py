@@ -57,7 +57,7 @@ def _threaded(threads):
 def train(
     run, *, seed=0, lr=0.1, swaps=False, schedules=True, forgets=False, doubles_lr=False, drops=True, at_four=None, loses_window=False,
     noise="", noise_seed=0, unused_seed=0, shuffles=False, workers=0, threads=0, every=EVERY, record=1, is_logged=True, steps=STEPS,
-    begin=None,
+    begin=None, adam=False, loses_update=False,
 ):  # fmt: skip
     """Nine steps, or as many as given; ``at_four`` is called with the model after the fourth one, in which the loop doubles the rate, too; ``begin`` goes back to a step."""
     torch.set_num_threads(threads or 1)
@@ -67,7 +67,7 @@ def train(
     own = torch.Generator().manual_seed(noise_seed)
     model, x = Net(), torch.linspace(-1, 1, 4 * 72).reshape(72, 4)
     model.drop.train(drops)
-    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    sgd = torch.optim.Adam(model.parameters(), lr=lr) if adam else torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)  # fmt: skip
     scheduler = torch.optim.lr_scheduler.StepLR(sgd, 2, 0.5) if schedules else None
     loader = DataLoader(Swapped(x, x.sum(1).sin(), swaps=swaps), batch_size=8, shuffle=shuffles, num_workers=workers)
     live = attach(model, sgd, scheduler=scheduler, loader=loader, extra={"noise": own} if noise == "generator" else {})
@@ -81,7 +81,8 @@ def train(
                 continue
             sgd.zero_grad()
             loss.backward()
-            sgd.step()
+            if not loses_update or live.progress.step != 3:
+                sgd.step()
             if scheduler is not None and not forgets:
                 scheduler.step()
             if doubles_lr and live.progress.step == 3:
