@@ -28,8 +28,12 @@ _WORDS: Final[dict[Cause, str]] = {
     "arithmetic": "only results differ: another kernel, precision, such as that of autocast, or version of the code, something that is not recorded, such as a buffer that is not saved, other values at the start or a generator that is not attached, or results that do not repeat",
 }
 _SAME: Final = ", from the same batch on"
-_UNKNOWN: Final = "; that they read the same data is not known, as the logs do not both have a whole digest of each batch"
-_OF_A_BATCH: Final = frozenset({"streams", "update", "environment", "arithmetic"})  # which may be seen where the batch is the cause
+_UNKNOWN: Final = (
+    "; that they read the same data is not known, as the logs do not both have a whole digest of each batch"
+)
+_OF_A_BATCH: Final = frozenset(
+    {"streams", "update", "environment", "arithmetic"}
+)  # which may be seen where the batch is the cause
 
 _READ: Final = frozenset({"samples", "epoch", "batch", "streams"})
 _RESULTS: Final = frozenset({"loss", "norm", "state"})

@@ -113,7 +113,10 @@ def run(program: Program, plant: Plant | None, *, is_second: bool) -> Ran:
             counts["torch"] += 1  # after the line of the step, and before its state is saved
             buffer = digest() if kind == "evaluation with a buffer" else buffer
             torch = digest("torch", seeds["torch"], counts["torch"])[:8]
-        of_model, of_optimizer = digest(weights, flips, b"" if program.unsaves_buffer else buffer), digest(grads, rate, updates)
+        of_model, of_optimizer = (
+            digest(weights, flips, b"" if program.unsaves_buffer else buffer),
+            digest(grads, rate, updates),
+        )
         digests[step] = (StateDigest(step, "model", of_model[:16]), StateDigest(step, "optimizer", of_optimizer[:16]))
         leaves = {
             "model.params['w']": weights.hex() + str(flips),

@@ -108,7 +108,8 @@ def test_the_planted_cause_is_named_or_open_whatever_is_hidden(world, kept, data
     )
     if "the same batch" in str(found):  # a claim, that both logs have to show
         records = [each.steps.get(found.step) for each in logs_of(both, kept)]
-        assert None not in records and records[0].shows(records[1], "batch"), found
+        assert None not in records, found
+        assert records[0].shows(records[1], "batch"), found
         assert records[0].batch == records[1].batch, found
 
 
