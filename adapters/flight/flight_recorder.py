@@ -22,7 +22,7 @@ from trainfold.core.rehearsal.orders import Orders
 from trainfold.core.state.state import Progress, TrainState
 
 _LOSS, _NORM = "loss", "grad_norm"
-SELDOM: Final = 10  # steps at least between two values of a name that is recorded in the journal: one of an evaluation, not of each step
+SELDOM: Final = 10  # steps at least between two values of a name in the journal: of evaluations, and not of each step
 
 
 def flight_recorder(
@@ -75,7 +75,9 @@ class FlightRecorder:
         self._values: dict[str, bytes] = {}
         self._batches: list[str] = []
         self._step: int | None = None  # the last one that was recorded here
-        self._seen: dict[str, int] = {}  # name of another value -> the step that it was last recorded in
+        self._seen: dict[
+            str, tuple[int, int]
+        ] = {}  # name of another value -> its last step, and the last that was kept
 
     def watch(self, run: Live | TrainState) -> None:
         """Record the steps of a live run from here on.
@@ -156,13 +158,19 @@ class FlightRecorder:
     # --- as a recorder -----------------------------------------------------------------------------------------------
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep the loss and the norm of the step under way; of several values the last one counts. Others go to the journal, if they come seldom."""
+        """Keep the loss and the norm of the step under way; of several values the last one counts. Others go to the journal, if they do not come in each step."""
         if self.journal is not None:
             for name in values.keys() - {_LOSS, _NORM}:
-                if step - self._seen.get(name, -SELDOM) >= SELDOM:
+                if self._is_evaluation(step, name):
                     self.journal.evaluated(step, name, _real(values[name]))
-                self._seen[name] = step
         self._values |= {name: float_bits_of(_real(values[name])) for name in (_LOSS, _NORM) if name in values}
+
+    def _is_evaluation(self, step: int, name: str) -> bool:
+        """Whether a value is kept: the name does not come in each step, and the value before is some steps old. A run that has gone back begins again."""
+        last, kept = self._seen.get(name, (step + 1, 0))
+        is_kept = step < last or (step - last > 1 and step - kept >= SELDOM)
+        self._seen[name] = step, step if is_kept else kept
+        return is_kept
 
     def consumed(self, batches: Sequence[str]) -> None:
         """Keep the digests of batches of the step under way."""

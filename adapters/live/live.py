@@ -195,7 +195,7 @@ class Live(LoopsOverData, GradientWindows, TakesWeights, SelectsComponents, Swap
 
         Args:
             values: numbers, or tensors without dimensions, by name. Otherwise nothing is kept, and nothing waits for a GPU. A flight log
-                keeps ``loss`` and ``grad_norm``, and a journal those names that come at most each tenth step, as of an evaluation.
+                keeps ``loss`` and ``grad_norm``, and a journal those names that do not come in each step, as of an evaluation: a value in ten steps.
 
         Raises:
             InvalidArgument: for any other value.

@@ -1,10 +1,13 @@
 """The flight log of a live run: what a step leaves in it, and that a kill leaves no trace in it."""
 
+import itertools
 import weakref
 from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kit.adapters.manager.flight_cases import Recorded
 from kit.adapters.manager.manager_cases import Job
 
@@ -123,6 +126,41 @@ def test_a_value_that_no_log_can_hold_is_refused_where_it_is_recorded():
     for value in (10**400, Fraction(10**400)):
         with pytest.raises(InvalidArgument, match=r"record\(val=\).* a number that a float can hold"):
             live.record(val=value)
+
+
+class Kept:
+    """A journal of evaluations alone."""
+
+    def __init__(self):
+        self.steps = []
+
+    def evaluated(self, step, name, value):
+        assert (name, value) == ("acc", float(step))
+        self.steps.append(step)
+
+
+@settings(max_examples=60)
+@given(gaps=st.lists(st.integers(1, 25) | st.integers(-30, -1), max_size=30))
+def test_of_values_that_do_not_come_in_each_step_one_in_ten_steps_is_kept(tmp_path_factory, gaps):
+    """P33: of evaluations each 8 steps the page showed the first of each process alone, and after a run had gone back it could miss the first of its new timeline."""
+    journal = Kept()
+    recorder = FlightRecorder(FlightFile(tmp_path_factory.getbasetemp() / flight_name(0)), 0, journal=journal)
+    steps = [*itertools.accumulate(gaps, lambda step, gap: max(1, step + gap), initial=40)]
+    expected = []
+    for before, step in zip([None, *steps], steps, strict=False):
+        recorder.record(step, {"acc": step})
+        if before is None or step < before or (step > before + 1 and step >= expected[-1] + 10):
+            expected.append(step)
+    assert journal.steps == expected
+
+
+@pytest.mark.parametrize(("each", "expected"), [(1, [1]), (2, [2, 12, 22]), (8, [8, 24]), (10, [10, 20, 30])])
+def test_what_is_kept_of_a_name_that_comes_each_so_many_steps(tmp_path, each, expected):
+    journal = Kept()
+    recorder = FlightRecorder(FlightFile(tmp_path / flight_name(0)), 0, journal=journal)
+    for step in range(each, 31, each):
+        recorder.record(step, {"acc": step})
+    assert journal.steps == expected
 
 
 def test_the_longest_name_fits_a_line_whatever_its_characters():
