@@ -21,6 +21,7 @@ from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
     CheckpointDamaged,
+    CheckpointError,
     CheckpointTorn,
     CommitConflict,
     SaveFailed,
@@ -49,6 +50,10 @@ _NOT_WHOLE: Final = (
 _LOST_BEST: Final = (
     "it is one of the best, and neither tier has it whole: put its files back from a copy of the run; "
     "or delete its manifest in the near tier: load_best and load_best_n go on without it, and the next save_best is sent"
+)
+_STANDS_ON: Final = (
+    "it is one of the best, and refers to files of a checkpoint that neither tier has whole: trainfold prune RUN --keep-last 0 --flatten, "
+    "with the near tier as RUN, writes it again so that it stands alone, and the next start sends it"
 )
 _NOWHERE: Final = "best.json names it, and neither tier has it: load_best and load_best_n go on without it, and the record stays on the disk until the next save_best"
 _AGAIN: Final = "start the program again, or trainfold copy the near tier to the far one"
@@ -208,7 +213,7 @@ class Uploads:
         if not isinstance(error, TrainfoldError):
             error = SaveFailed(self._far.url, expected="an upload", found=error_text(error), fix="look at the far tier")
         self._last_error = error
-        if not (isinstance(error, CommitConflict) or type(error) is CheckpointDamaged or self._has_lost(name)):
+        if not (isinstance(error, CommitConflict) or type(error) is CheckpointDamaged or self._has_lost(name, error)):
             return False
         with self._mutex:
             if self._waiting.get(name) is not waiting:
@@ -227,14 +232,16 @@ class Uploads:
                 self._waiting[name] = self._waiting.pop(name)
             return True
 
-    def _has_lost(self, name: str) -> bool:
-        """Whether a checkpoint is not whole in the near tier, or one that it refers to."""
+    def _has_lost(self, name: str, error: TrainfoldError) -> bool:
+        """Whether a checkpoint is not whole in the near tier; or one that it refers to, which is why it was not sent."""
         if step_of(name) is None:
             return False
         try:
             found = listed_run(self._near)
             entry = found.entry(name)
-            needed = [name] if entry is None else [name, *entry.refers]
+            # the far tier may have those that it refers to, and another error is its own
+            refers = () if entry is None or not isinstance(error, CheckpointTorn) else entry.refers
+            needed = [name, *refers]
             for each in needed:
                 found = examine(self._near, found, each)
         except TrainfoldError:
@@ -272,11 +279,11 @@ class Uploads:
         self.logs.send()  # before: a resume from there finds the log of the steps before it
         return plan, carry_out(plan, self._near, self._far)
 
-    def _send_bests(self) -> dict[str, TrainfoldError]:
+    def _send_bests(self) -> dict[str, _Unsent]:
         """Send what the best names and the far tier lacks, and its record: a checkpoint that is found to be the best late may be deleted there by then.
 
         Returns:
-            Name -> what is wrong with it, of those that the near tier has not whole.
+            Name -> why it is not there, of those that the near tier has not whole.
         """
         file = read_best(self._near)
         names = {} if file is None else file.timelines
@@ -287,27 +294,39 @@ class Uploads:
             if entry is not None and entry.is_candidate and entry.head != copied.get(name):
                 here = examine(self._near, here, name)
         best = best_copy(names, here, there)
-        wrong = self._copied(best.lacking)[1] if best.lacking else {}
-        for name in map(directory_of, best.lacking):
-            if name not in wrong:
+        late: list[TrainfoldError] = list(map(error_from, best.unread))
+        lost = {name: _Unsent(error_from(each), _LOST_BEST) for name, each in best.damaged.items()}
+        for step in best.lacking:  # each by itself: one that cannot be sent keeps no other
+            name = directory_of(step)
+            try:
+                wrong = self._copied([step])[1]
+            except SaveFailed:
+                raise
+            except CheckpointError as error:  # its own files are there: it is of one that it refers to
+                wrong = {"": error}
+            late += [each for each in wrong.values() if type(each) not in (CheckpointDamaged, CheckpointTorn)]
+            if not wrong:
                 self._given_up.pop(name, None)
                 self._report("uploaded", name, "it is one of the best")
-        late = [error for error in wrong.values() if type(error) not in (CheckpointDamaged, CheckpointTorn)]
-        for error in (*late, *map(error_from, best.unread)):
-            raise error  # another try may read it
+            elif type(wrong.get(name)) is CheckpointDamaged:
+                lost[name] = _Unsent(wrong[name], _LOST_BEST)
+            else:
+                lost[name] = _Unsent(next(iter(wrong.values())), _STANDS_ON)
+        if late:
+            raise late[0]  # another try may read it
         for name in best.nowhere:
             self._report("not_uploaded", name, _NOWHERE)
-        wrong |= {name: error_from(each) for name, each in best.damaged.items()}
-        return {name: error for name, error in wrong.items() if name in names}  # not those to whose files they refer
+        return lost
 
-    def _lose(self, lost: Mapping[str, TrainfoldError]) -> None:
+    def _lose(self, lost: Mapping[str, _Unsent]) -> None:
         """Give up these of the best, and no others any more."""
-        for name in [name for name, each in self._given_up.items() if each.fix == _LOST_BEST and name not in lost]:
+        fixes = (_LOST_BEST, _STANDS_ON)
+        for name in [name for name, each in self._given_up.items() if each.fix in fixes and name not in lost]:
             del self._given_up[name]
-        for name, error in lost.items():
+        for name, each in lost.items():
             if name not in self._given_up:
-                self._report("not_uploaded", name, f"{error_text(error)}; {_LOST_BEST}")
-            self._given_up[name] = _Unsent(error, _LOST_BEST)
+                self._report("not_uploaded", name, f"{error_text(each.error)}; {each.fix}")
+                self._given_up[name] = each
 
     def _prune(self, step: int) -> None:
         """Delete what the far tier need not keep. A failure is an event, and the next upload tries again."""

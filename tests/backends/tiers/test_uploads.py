@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from kit.backends.runs_cases import state_at
 
 import trainfold
@@ -137,29 +136,6 @@ def test_a_start_after_a_damaged_newest_was_not_sent_trains_it_again(tmp_path):
             assert manager.load(state_at(0)).trainer.step == 1
         manager.save(state_at(2))
     assert trainfold.load(far, like=state_at(0)).trainer.step == 2
-
-
-def test_one_that_refers_to_files_of_a_lost_checkpoint_keeps_no_newer_one_waiting(tmp_path):
-    """E01: with `reuse_unchanged` each save went on referring to them, so that none was ever sent, and each end said to start again."""
-    far, near, frozen = MemoryStore(), tmp_path / "near", torch.nn.Linear(128, 128)
-    for parameter in frozen.parameters():
-        parameter.requires_grad_(requires_grad=False)
-    live = trainfold.attach(torch.nn.Linear(1, 1), extra={"frozen": frozen})
-
-    def save(run, count):
-        with CheckpointManager(run, mode="sync", reuse_unchanged=True) as manager:
-            manager.restore(live)
-            for _ in range(count):
-                live.advance(samples=1)
-                manager.save(live)
-
-    save(near, 2)
-    (near / "step-00000001" / "manifest.json").unlink()
-    with pytest.raises(SaveFailed, match=r"found step-00000002 in .*near alone") as failed:
-        save(TwoTiers(near, far), 2)
-    assert "no more is needed" in failed.value.fix
-    assert [name for name in far.list() if name.startswith("step-")] == ["step-00000003", "step-00000004"]
-    assert trainfold.load(far, like=live.capture()).trainer.step == 4
 
 
 def sealed(**more):

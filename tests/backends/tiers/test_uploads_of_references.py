@@ -1,0 +1,133 @@
+"""What refers to files of a checkpoint that is not whole keeps nothing else from the far tier, and what is said of it loses nothing."""
+
+import re
+import time
+
+import pytest
+import torch
+
+import trainfold
+from trainfold import CheckpointManager, SaveFailed
+from trainfold.adapters.cli import main
+from trainfold.backends.stores.memory import MemoryStore
+from trainfold.backends.tiers import uploads
+from trainfold.backends.tiers.two_tiers import TwoTiers
+from trainfold.core.best.top_n import BestEntry
+from trainfold.retention import keep_last, load_best, make_best_record, save_best, updated
+
+WANTED = make_best_record(metric="loss", direction="min")
+
+
+@pytest.fixture
+def live():
+    return trainfold.attach(torch.nn.Linear(1, 1), extra={"frozen": torch.nn.Linear(128, 128).requires_grad_(False)})
+
+
+def saved(live, run, count, *, events=None, reuses=True):
+    """Go on from where a run is, and save some steps, all but the first of which refer to files of it."""
+    report = None if events is None else events.append
+    with CheckpointManager(run, mode="sync", reuse_unchanged=reuses, on_event=report) as manager:
+        manager.restore(live)
+        for _ in range(count):
+            live.advance(samples=1)
+            manager.save(live)
+
+
+def steps_in(store):
+    return [int(name[5:]) for name in store.list() if name.startswith("step-")]
+
+
+def file_of(near, step):
+    return next((near / f"step-0000000{step}").glob("model-*"))
+
+
+def with_wrong_bytes(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_one_that_refers_to_files_of_a_lost_checkpoint_keeps_no_newer_one_waiting(live, tmp_path):
+    """E01: with `reuse_unchanged` each save went on referring to them, so that none was ever sent, and each end said to start again."""
+    far, near = MemoryStore(), tmp_path / "near"
+    saved(live, near, 2)
+    (near / "step-00000001" / "manifest.json").unlink()
+    with pytest.raises(SaveFailed, match=r"found step-00000002 in .*near alone") as failed:
+        saved(live, TwoTiers(near, far), 2)
+    assert "no more is needed" in failed.value.fix
+    assert steps_in(far) == [3, 4]
+    assert trainfold.load(far, like=live.capture()).trainer.step == 4
+
+
+class Busy(MemoryStore):
+    """A far tier that does not take so many files of checkpoints."""
+
+    refuses = 0
+
+    def write(self, name, parts, *, size_bytes):
+        if self.refuses and name.startswith("step-"):
+            self.refuses -= 1
+            raise SaveFailed(self.url, expected="an answer", found="503", fix="wait")
+        super().write(name, parts, size_bytes=size_bytes)
+
+
+def test_what_the_far_tier_has_is_not_needed_of_the_disk_when_a_try_fails(live, tmp_path, monkeypatch):
+    """E01: after one failure of the far tier a whole checkpoint was given up for a file of another one, which the far tier had."""
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_SECS", 0.001)
+    far, near = Busy(), tmp_path / "near"
+    run = TwoTiers(near, far)
+    saved(live, run, 2)
+    file_of(near, 1).unlink()
+    with CheckpointManager(run, mode="sync", reuse_unchanged=True) as manager:
+        manager.restore(live)
+        live.advance(samples=1)
+        far.refuses = 1
+        manager.save(live)
+        late = time.monotonic() + 20
+        while run.waiting and time.monotonic() < late:
+            time.sleep(0.002)
+    assert not far.refuses
+    assert steps_in(far) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("loss", ["wrong bytes", "no file", "no manifest"])
+def test_a_whole_best_that_refers_to_a_lost_one_is_not_said_to_be_deleted(live, tmp_path, capsys, loss):
+    """E02: the advice was to delete the manifest of a best that the disk has whole; and one such best kept the others and the record from the far tier."""
+    far, near, events = MemoryStore(), tmp_path / "near", []
+    saved(live, near, 2)
+    saved(live, near, 1, reuses=False)
+    lost = near / "step-00000001" / "manifest.json" if loss == "no manifest" else file_of(near, 1)
+    with_wrong_bytes(lost) if loss == "wrong bytes" else lost.unlink()
+    run = TwoTiers(near, far, keep_far=keep_last(1))
+    with pytest.raises(SaveFailed):
+        saved(live, run, 1, reuses=False)  # 2 cannot be sent, whether it is the best or not
+    best = updated(WANTED, {"loss": 0.1}, step=2)
+    save_best(near, best, kept=[BestEntry(0.1, 2), BestEntry(0.2, 3)])
+    with pytest.raises(SaveFailed, match=r"step-00000002 in .*near alone"):
+        saved(live, run, 1, events=events, reuses=False)
+    assert steps_in(far) == [3, 5], "the other best, and the newest"
+    told = [each.detail for each in events if each.kind == "not_uploaded" and each.step == 2]
+    assert not [detail for detail in told if "delete" in detail]
+    assert load_best(near, WANTED).step == 2
+    (advice,) = {found for detail in told for found in re.findall(r"trainfold (prune RUN [^,]*--flatten)", detail)}
+    main([str(near) if word == "RUN" else word for word in advice.split()])
+    capsys.readouterr()
+    saved(live, run, 1, reuses=False)
+    assert load_best(far, WANTED).step == 2
+
+
+def test_one_that_was_given_up_is_not_forgotten_when_it_was_a_best_for_a_while(live, tmp_path):
+    """E01: the end of the run went well, and a checkpoint was on the disk alone."""
+    far, near = MemoryStore(), tmp_path / "near"
+    saved(live, near, 3, reuses=False)
+    with_wrong_bytes(file_of(near, 2))
+    run = TwoTiers(near, far)
+    manager = CheckpointManager(run, mode="sync")
+    manager.restore(live)
+    for best in (2, 3):
+        late = time.monotonic() + 20
+        while run.waiting and time.monotonic() < late:
+            time.sleep(0.002)
+        save_best(run, updated(WANTED, {"loss": 0.3 - best / 10}, step=best))
+    with pytest.raises(SaveFailed, match="step-00000002"):
+        manager.close()
