@@ -82,6 +82,7 @@ class NonFiniteWatch:
         missed: what could not be looked at, in words.
         attached: component -> what is attached, to name modules by.
         is_looking: whether outputs are looked at.
+        is_first_step: whether no step has ended yet, so that nothing shows which infinities are by design.
         on_kept: called after an output was kept.
     """
 
@@ -90,6 +91,7 @@ class NonFiniteWatch:
         self.missed: list[str] = []
         self.attached: Mapping[str, Any] = {}
         self.is_looking = True
+        self.is_first_step = True
         self._kept: list[_Seen] = []
         self._known: dict[torch.nn.Module, frozenset[str]] = {}
         self._harmless: weakref.WeakKeyDictionary[torch.nn.Module, set[frozenset[str]]] = weakref.WeakKeyDictionary()
@@ -130,6 +132,7 @@ class NonFiniteWatch:
         """Take what is kept as by design, since the step went well."""
         for each in self._kept:
             self._harmless.setdefault(each.module, set()).add(each.what)
+        self.is_first_step = False
         self._kept.clear()
         self._known.clear()
 

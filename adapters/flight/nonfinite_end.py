@@ -47,6 +47,8 @@ class NonFiniteEnd:
 
     So a mask of infinities, or the scores of a router, are not at fault, nor is a step whose gradients are not finite and which a scaler of gradients leaves out.
 
+    In the first step nothing shows yet which infinities are by design, so they alone do not explain there why a program failed.
+
     A program that ends by `os._exit` or a signal is not asked at its end. So what counts if it ends now stands in a file, until its step went well.
 
     Args:
@@ -61,7 +63,7 @@ class NonFiniteEnd:
         self._watch.install()
         self._watch.on_kept = self._suspect
         self._pid = os.getpid()
-        self._suspected: tuple[NonFiniteOutput | None, int | None, int | None] = None, None, None
+        self._suspected: tuple[NonFiniteOutput | None, bool, int | None, int | None] = None, False, None, None
         self._parameters = _BrokenSince(self._watch.broken, "parameters", ", by their gradients or the optimizer")
         self._buffers = _BrokenSince(self._watch.broken_buffers, "buffers")
         Finalize(None, self._at_exit, exitpriority=0)  # also in a process of multiprocessing, where atexit is not asked
@@ -118,7 +120,7 @@ class NonFiniteEnd:
     def _at_exit(self) -> None:
         """Judge the step that the program did not end, as one that raises if its loss is not finite. It may also end so in the middle of an evaluation."""
         error, step = sys.exc_info()[1] or getattr(sys, "last_value", None), self._step()
-        if self._is_past(step):
+        if self._is_past(step) or (error is not None and self._is_doubtful()):
             return
         if self._watch.found is not None and (error is not None or self._watch.is_trained):
             self._end(step, "", _ended_text(step, error))
@@ -127,11 +129,18 @@ class NonFiniteEnd:
     def _is_past(self, step: int | None) -> bool:
         return step is not None and step > self._orders.steps
 
+    def _is_doubtful(self) -> bool:
+        """Whether what is found may be by design, as far as anything shows, where the program fails."""
+        watch = self._watch
+        return watch.is_first_step and watch.found is not None and not watch.has_nan and not watch.broken()
+
     def _suspect(self) -> None:
         """Write down what `_at_exit` would find, for an end at which it is not called, or take it back. A process that this one has forked, as for a loader, trains nothing."""
         output = self._watch.found if self._watch.is_trained else None
-        suspected = output, self._parameters.first, self._buffers.first
-        if os.getpid() != self._pid or suspected == self._suspected:
+        if os.getpid() != self._pid:
+            return
+        suspected = output, self._is_doubtful(), self._parameters.first, self._buffers.first
+        if suspected == self._suspected:
             return
         self._suspected, step = suspected, self._step()
         place, broken = Path(self._orders.notes, SUSPECTED_NAME.format(self._rank)), self._broken()
@@ -172,7 +181,7 @@ class NonFiniteEnd:
         if (found is None or self._watch.is_broken) and self._parameters.first is not None:
             step = self._parameters.first
         output = None if found is None else attrs.asdict(found)
-        about = {"step": step, "rank": self._rank, "text": text, "output": output}
+        about = {"step": step, "rank": self._rank, "text": text, "output": output, "is_doubtful": self._is_doubtful()}
         being_written = place.with_name(f".{place.name}.{os.getpid()}")
         being_written.write_text(json.dumps(about), encoding="utf-8")
         being_written.replace(place)

@@ -109,12 +109,13 @@ def replay_program(home: Path, request: ReplayRequest) -> ScratchRun:
         is_silent = _follow(program, seen, request.patience_secs, is_found=(notes / NONFINITE_NAME).exists)
     nonfinite = json.loads((notes / NONFINITE_NAME).read_text()) if (notes / NONFINITE_NAME).exists() else None
     is_over = any(entry.kind == "done" for entry in seen)
+    doubt = ""
     if nonfinite is None and not is_over and not is_silent:
-        nonfinite = _suspected(notes, program.code)
+        nonfinite, doubt = _suspected(notes, program.code)
     is_over |= nonfinite is not None
     failure = None
     if is_silent or not (is_over or program.code == 0):
-        failure = _failed(output, program.code, is_silent=is_silent, is_start=not request.begin)
+        failure = _failed(output, program.code, doubt, is_silent=is_silent, is_start=not request.begin)
     made = read_run(run, may_be_empty=True)
     if failure is not None and made.last <= request.begin:
         raise failure
@@ -212,15 +213,20 @@ def _follow(program: Program, seen: list[RecordedLine], patience_secs: float, is
     return False
 
 
-def _suspected(notes: Path, code: int) -> dict[str, Any] | None:
-    """What was not finite in the step in which a program ended by `os._exit` or a signal: a module before a parameter, and then the rank that saw it first."""
+def _suspected(notes: Path, code: int) -> tuple[dict[str, Any] | None, str]:
+    """What was not finite in the step in which a program ended by `os._exit` or a signal: a module before a parameter, and then the rank that saw it first.
+
+    Infinities that may be by design do not explain why it failed: they are only said with that, as a doubt.
+    """
     places = sorted(notes.glob(SUSPECTED_NAME.format("*")), key=lambda each: each.stat().st_mtime_ns)
     found: list[dict[str, Any]] = [json.loads(each.read_text()) for each in places]
-    first = min(found, key=lambda each: each["output"] is None, default=None)
-    return first and {
-        **first,
-        "text": f"{first['text']}\nthe program ended without its exit handlers, with exit code {code}",
-    }
+    first = min(found, key=lambda each: (each["is_doubtful"], each["output"] is None), default=None)
+    if first is None:
+        return None, ""
+    if first["is_doubtful"] and code:
+        return None, f" in its first step, where {first['text'].splitlines()[0]}, maybe by design"
+    text = f"{first['text']}\nthe program ended without its exit handlers, with exit code {code}"
+    return {**first, "text": text}, ""
 
 
 def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights: Logs) -> None:
@@ -243,13 +249,13 @@ def _check_resumed(request: ReplayRequest, seen: Sequence[RecordedLine], flights
         )
 
 
-def _failed(output: Path, code: int, *, is_silent: bool, is_start: bool) -> ProgramFailed:
+def _failed(output: Path, code: int, doubt: str, *, is_silent: bool, is_start: bool) -> ProgramFailed:
     said = ""
     with contextlib.suppress(OSError):
         said = output.read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN_CHARACTERS:]
     return ProgramFailed(
         "the program",
         expected="a program that ends with exit code 0",
-        found=f"{'a silent one' if is_silent else f'exit code {code}'}, saying:\n{quoted(said)}\n",
+        found=f"{'a silent one' if is_silent else f'exit code {code}{doubt}'}, saying:\n{quoted(said)}\n",
         fix=f"start it as the run was started{_LOOKS if is_start else ''}; all that it said is in {output}",
     )

@@ -341,6 +341,41 @@ def test_what_counts_if_the_program_ends_now_stands_in_a_file_until_its_step_wen
     assert (json.loads(place.read_text())["output"], json.loads(place.read_text())["step"]) == (None, 8)
 
 
+def test_infinities_alone_in_the_first_step_do_not_explain_why_a_program_fails(begun, tmp_path, monkeypatch):
+    """Nothing shows yet that those of a mask are by design: a program that was killed there had its mask named, with exit code 0."""
+    watch, found = begun
+    place = tmp_path / SUSPECTED_NAME.format(0)
+    layer = torch.nn.Linear(1, 1)
+
+    def is_doubtful():
+        return json.loads(place.read_text())["is_doubtful"]
+
+    watch.begin({"model": layer})
+    monkeypatch.setattr(sys, "last_value", MemoryError("planted"), raising=False)
+    Top()(torch.ones(1, 4))
+    assert is_doubtful()
+    watch._at_exit()
+    for place_of, name, value in ((sys, "last_value", None), (layer.bias, "data", torch.full((1,), torch.inf))):
+        with monkeypatch.context() as patch:
+            patch.setattr(place_of, name, value)  # it ends well, or has broken a parameter
+            with pytest.raises(Ended):
+                watch._at_exit()
+    torch.nn.Softmax(-1)(torch.full((1,), -torch.inf))
+    assert not is_doubtful()
+    broken = Scale()
+    broken.factor = torch.nan
+    broken(torch.ones(1))
+    assert not is_doubtful()
+    with pytest.raises(Ended):
+        watch._at_exit()
+    assert found()["output"]["kind"] == "Scale"
+    watch.stepped(7, float_bits_of(1.0))
+    layer(torch.full((1, 1), torch.inf))
+    assert not is_doubtful()
+    with pytest.raises(Ended):
+        watch._at_exit()
+
+
 def test_what_is_not_attached_is_not_trained(begun, tmp_path):
     """A module of which nothing is used ended a healthy replay, as its parameters were not finite; the loss is finite."""
     watch, found = begun

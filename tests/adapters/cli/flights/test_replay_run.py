@@ -158,6 +158,23 @@ def test_a_program_that_dies_without_its_exit_handlers_is_looked_at_too(ran, rep
     assert found["nonfinite"]["text"].endswith(f"\nthe program ended without its exit handlers, with exit code {ended}")
 
 
+@pytest.mark.parametrize(
+    "dies", ["os.kill(os.getpid(), 9)", "os._exit(0)", pytest.param("raise MemoryError", marks=pytest.mark.long)]
+)
+def test_a_program_that_fails_in_the_first_step_is_not_answered_by_its_mask(ran, replayed, dies):
+    """As one that was killed for its memory: the mask was named, with exit code 0. One that ends well says of nothing else why it did, and has no failure to show."""
+    fails = f"    nn.Threshold(0.0, -float('inf'))(x)\n    if live.progress.step == 4 and os.environ.get('TRAINFOLD_REHEARSAL'): {dies}\n    loss.backward()"
+    command = ran("a", ("    loss.backward()", fails))
+    code, found = replayed("replay", "runs/a", "--from", 4, "--until-nonfinite", command=command)
+    if dies == "os._exit(0)":
+        assert (code, found["nonfinite"]["output"]["kind"]) == (0, "Threshold")
+        return
+    assert (code, found.get("error", {}).get("kind")) == (45, "ProgramFailed"), found
+    assert (
+        "in its first step, where the first output that is not finite is that of Threshold" in found["error"]["found"]
+    )
+
+
 @pytest.mark.long
 def test_a_program_that_fails_again_where_the_run_ended_is_no_failure_of_the_look_at_its_steps(ran, replayed):
     """All before was finite, as it had been said before the replay went on to that step; and a run that ended well is compared with the state at its end."""
