@@ -11,7 +11,7 @@ import attrs
 
 from trainfold.backends.job import Job, is_process_ending
 from trainfold.backends.runs.best.best_reader import read_best
-from trainfold.backends.runs.scan import examine, listed_run
+from trainfold.backends.runs.scan import examine
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.carried_copy import check_copy
 from trainfold.backends.tiers.compare_runs import Steps, inventory_in, planned_copy
@@ -22,7 +22,8 @@ from trainfold.core.best.best_json import BEST_FILE
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
-    CheckpointTorn,
+    CheckpointMissing,
+    CheckpointUnreadable,
     CommitConflict,
     SaveFailed,
     TrainfoldError,
@@ -53,7 +54,8 @@ _LOST_BEST: Final = (
 )
 _STANDS_ON: Final = (
     "it is one of the best, and refers to files of a checkpoint that neither tier has whole: trainfold prune RUN --keep-last 0 --flatten, "
-    "with the near tier as RUN, writes it again so that it stands alone, and the next start sends it"
+    "with the near tier as RUN, writes it again so that it stands alone, and the next start sends it; "
+    "if that finds wrong bytes of it, put them back from a copy of the run, or delete its manifest in the near tier"
 )
 _NOWHERE: Final = "best.json names it, and neither tier has it: load_best and load_best_n go on without it, and the record stays on the disk until the next save_best"
 _AGAIN: Final = "start the program again, or trainfold copy the near tier to the far one"
@@ -237,13 +239,14 @@ class Uploads:
         if step_of(name) is None:
             return False
         try:
-            found = listed_run(self._near)
+            found = inventory_in(self._near)
             entry = found.entry(name)
-            # the far tier may have those that it refers to, and another error is its own
-            refers = () if entry is None or not isinstance(error, CheckpointTorn) else entry.refers
-            needed = [name, *refers]
+            is_of_near = isinstance(error, CheckpointError) and not isinstance(error, SaveFailed)
+            # where the far tier has failed, it may have those that it refers to
+            needed = [name, *(entry.refers if entry is not None and is_of_near else ())]
             for each in needed:
-                found = examine(self._near, found, each)
+                if (one := found.entry(each)) is not None and one.problem is None:
+                    found = examine(self._near, found, each)
         except TrainfoldError:
             return False  # such as a disk that cannot be read now
         entries = map(found.entry, needed)
@@ -304,7 +307,7 @@ class Uploads:
                 raise
             except CheckpointError as error:  # its own files are there: it is of one that it refers to
                 wrong = {"": error}
-            late += [each for each in wrong.values() if type(each) not in (CheckpointDamaged, CheckpointTorn)]
+            late += [each for each in wrong.values() if isinstance(each, CheckpointUnreadable | CheckpointMissing)]
             if not wrong:
                 self._given_up.pop(name, None)
                 self._report("uploaded", name, "it is one of the best")

@@ -107,7 +107,7 @@ def parting_of(evidence: Evidence) -> Parting:
 def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[Cause, tuple[str, ...]]:
     """The first rule that holds, of those that explain others to those that are explained by them."""
     paths, keys = tuple(leaf.path for leaf in known.leaves), tuple(key for key, *_ in known.settings)
-    components = () if known.difference is None else known.difference.components
+    step, components = (None, ()) if known.difference is None else (known.difference.step, known.difference.components)
     drifts = tuple(key for key, *_ in known.environment)
     schedule = () if follows_results(known.leaves) else scheduled(paths)[:1] or tuple(key for key, *_ in known.rates)
     schedule = schedule or (components if by_state and {*components} == {"scheduler"} else ())
@@ -122,8 +122,9 @@ def _cause(known: Evidence, parts: frozenset[str], *, by_state: bool) -> tuple[C
     own = known.repeat_themselves
     is_fault = {*own} == {True, False} and not drifts
     chance = own[0] is False and own[1] in (False, None)
-    is_forward = known.is_settled and {"loss", "norm"} & parts  # of before an update
-    updates = () if is_forward else counts_of_updates(known.leaves)
+    # results come before the update of their step, and a later state may count what they have led to, as a gradient scaler does
+    is_after = {"loss", "norm"} & parts and (known.is_settled or known.apart_at != step)
+    updates = () if is_after else counts_of_updates(known.leaves)
     rules: tuple[tuple[object, Cause, tuple[str, ...]], ...] = (
         ({"samples", "epoch"} & parts or moved, "position", moved),
         (known.seeds and is_first, "seed", known.seeds or ()),

@@ -9,13 +9,17 @@ import torch
 import trainfold
 from trainfold import CheckpointManager, SaveFailed
 from trainfold.adapters.cli import main
+from trainfold.backends.runs.quarantine_file import begin_attempt, end_attempt
+from trainfold.backends.stores.local import LocalStore
 from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.best.top_n import BestEntry
+from trainfold.core.history.quarantine import LoadOutcome
 from trainfold.retention import keep_last, load_best, make_best_record, save_best, updated
 
 WANTED = make_best_record(metric="loss", direction="min")
+passed_over = pytest.mark.filterwarnings("ignore::trainfold.backends.runs.load.CheckpointPassedOver")  # at each start
 
 
 @pytest.fixture
@@ -47,16 +51,45 @@ def with_wrong_bytes(path):
     path.write_bytes(data)
 
 
-def test_one_that_refers_to_files_of_a_lost_checkpoint_keeps_no_newer_one_waiting(live, tmp_path):
+def lose(near, loss):
+    """Lose the first checkpoint of a run, or what makes it one."""
+    manifest, file = near / "step-00000001" / "manifest.json", file_of(near, 1)
+    if loss == "quarantine":
+        begin_attempt(LocalStore(near), "step-00000001")
+        end_attempt(LocalStore(near), "step-00000001", LoadOutcome("damaged", "its digest is another one"))
+    elif loss.startswith("no "):
+        (manifest if loss == "no manifest" else file).unlink()
+    elif loss == "wrong bytes":
+        with_wrong_bytes(file)
+    else:
+        manifest.write_bytes(MANIFESTS[loss])
+
+
+MANIFESTS = {"empty": b"", "zeros": bytes(100), "foreign": b'{"a": 1}\n', "cut": b'{"format'}
+
+
+@passed_over
+@pytest.mark.parametrize("loss", ["no manifest", *MANIFESTS, "quarantine"])
+def test_one_that_refers_to_files_of_a_lost_checkpoint_keeps_no_newer_one_waiting(live, tmp_path, loss):
     """E01: with `reuse_unchanged` each save went on referring to them, so that none was ever sent, and each end said to start again."""
     far, near = MemoryStore(), tmp_path / "near"
     saved(live, near, 2)
-    (near / "step-00000001" / "manifest.json").unlink()
-    with pytest.raises(SaveFailed, match=r"found step-00000002 in .*near alone") as failed:
-        saved(live, TwoTiers(near, far), 2)
+    lose(near, loss)
+    with pytest.raises(SaveFailed, match=r"step-00000002.* in .*near alone") as failed:
+        saved(live, TwoTiers(near, far), 2, reuses=False)
     assert "no more is needed" in failed.value.fix
     assert steps_in(far) == [3, 4]
     assert trainfold.load(far, like=live.capture()).trainer.step == 4
+
+
+def test_a_save_does_not_refer_to_a_checkpoint_without_a_manifest(live, tmp_path):
+    """E01: so that what comes after a loss can be sent."""
+    far, near = MemoryStore(), tmp_path / "near"
+    saved(live, near, 2)
+    lose(near, "no manifest")
+    with pytest.raises(SaveFailed, match="found step-00000002 in"):
+        saved(live, TwoTiers(near, far), 2)
+    assert steps_in(far) == [3, 4]
 
 
 class Busy(MemoryStore):
@@ -90,14 +123,14 @@ def test_what_the_far_tier_has_is_not_needed_of_the_disk_when_a_try_fails(live, 
     assert steps_in(far) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("loss", ["wrong bytes", "no file", "no manifest"])
+@passed_over
+@pytest.mark.parametrize("loss", ["wrong bytes", "no file", "no manifest", "empty", "foreign"])
 def test_a_whole_best_that_refers_to_a_lost_one_is_not_said_to_be_deleted(live, tmp_path, capsys, loss):
     """E02: the advice was to delete the manifest of a best that the disk has whole; and one such best kept the others and the record from the far tier."""
     far, near, events = MemoryStore(), tmp_path / "near", []
     saved(live, near, 2)
     saved(live, near, 1, reuses=False)
-    lost = near / "step-00000001" / "manifest.json" if loss == "no manifest" else file_of(near, 1)
-    with_wrong_bytes(lost) if loss == "wrong bytes" else lost.unlink()
+    lose(near, loss)
     run = TwoTiers(near, far, keep_far=keep_last(1))
     with pytest.raises(SaveFailed):
         saved(live, run, 1, reuses=False)  # 2 cannot be sent, whether it is the best or not
@@ -107,7 +140,7 @@ def test_a_whole_best_that_refers_to_a_lost_one_is_not_said_to_be_deleted(live, 
         saved(live, run, 1, events=events, reuses=False)
     assert steps_in(far) == [3, 5], "the other best, and the newest"
     told = [each.detail for each in events if each.kind == "not_uploaded" and each.step == 2]
-    assert not [detail for detail in told if "delete" in detail]
+    assert not [detail for detail in told if "neither tier has it whole" in detail]
     assert load_best(near, WANTED).step == 2
     (advice,) = {found for detail in told for found in re.findall(r"trainfold (prune RUN [^,]*--flatten)", detail)}
     main([str(near) if word == "RUN" else word for word in advice.split()])

@@ -104,7 +104,7 @@ def test_the_cause_is_named_or_said_to_be_open(ran, tmp_path, planted, cadence):
 
 @pytest.mark.parametrize(
     ("cadence", "step", "cause"),
-    [({"record": 1}, 4, "update"), ({"record": 0}, 5, "update"), ({"is_logged": False}, 6, "unrecorded")],
+    [({"record": 1}, 4, "update"), ({"record": 0}, 5, "arithmetic"), ({"is_logged": False}, 6, "unrecorded")],
 )
 def test_an_optimizer_step_that_was_left_out_is_named_by_the_counters(tmp_path, cadence, step, cause):
     """That only results differ, by another kernel or precision, was all that was said, and the counters of Adam in the next checkpoint differ by one."""
