@@ -11,7 +11,8 @@ import attrs
 
 from trainfold.backends.job import Job, is_process_ending
 from trainfold.backends.runs.best.best_reader import read_best
-from trainfold.backends.runs.scan import examine
+from trainfold.backends.runs.quarantine_file import is_damaged
+from trainfold.backends.runs.scan import examine, listed_run, read_root
 from trainfold.backends.stores.protocol import Store, glimpse
 from trainfold.backends.tiers.carried_copy import check_copy
 from trainfold.backends.tiers.compare_runs import Steps, inventory_in, planned_copy
@@ -19,10 +20,12 @@ from trainfold.backends.tiers.copy_checkpoints import carry_out
 from trainfold.backends.tiers.pruner import Pruner, not_pruned
 from trainfold.backends.tiers.sent_logs import SentLogs
 from trainfold.core.best.best_json import BEST_FILE
+from trainfold.core.digest import digest_of
 from trainfold.core.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMissing,
+    CheckpointQuarantined,
     CheckpointUnreadable,
     CommitConflict,
     SaveFailed,
@@ -32,8 +35,8 @@ from trainfold.core.errors import (
 from trainfold.core.format.file_names import directory_of, step_of
 from trainfold.core.history.best_copy import best_copy, usable_heads
 from trainfold.core.history.copy_plan import CopyPlan
-from trainfold.core.history.inventory import lineage
-from trainfold.core.problem import error_from
+from trainfold.core.history.inventory import Inventory, lineage
+from trainfold.core.problem import Problem, error_from
 from trainfold.core.save.events import Event, EventKind
 from trainfold.core.save.pruning import parts_of
 from trainfold.core.save.retention import Retention, Saved
@@ -235,22 +238,36 @@ class Uploads:
             return True
 
     def _has_lost(self, name: str, error: TrainfoldError) -> bool:
-        """Whether a checkpoint is not whole in the near tier; or one that it refers to, which is why it was not sent."""
+        """Whether a checkpoint is not whole in the near tier; or one that it refers to, and that the far tier has neither."""
         if step_of(name) is None:
             return False
         try:
-            found = inventory_in(self._near)
+            found = listed_run(self._near)
             entry = found.entry(name)
-            is_of_near = isinstance(error, CheckpointError) and not isinstance(error, SaveFailed)
-            # where the far tier has failed, it may have those that it refers to
-            needed = [name, *(entry.refers if entry is not None and is_of_near else ())]
-            for each in needed:
-                if (one := found.entry(each)) is not None and one.problem is None:
-                    found = examine(self._near, found, each)
+            needed = [name]
+            if entry is not None and not isinstance(error, SaveFailed | CheckpointUnreadable):  # those pass
+                there = inventory_in(glimpse(self._far), may_be_new=True)
+                needed += [each for each in entry.refers if not _may_be_in(there, each)]
+            return found.problem is None and any(self._is_lost(found, each) for each in needed)
         except TrainfoldError:
             return False  # such as a disk that cannot be read now
-        entries = map(found.entry, needed)
-        return any(entry is None or (entry.problem is not None and not entry.is_unreadable) for entry in entries)
+
+    def _is_lost(self, run: Inventory, name: str) -> bool:
+        """Whether the near tier has a checkpoint not whole. Deaths while it was loaded prove nothing: the load that is under way may go well."""
+        entry = run.entry(name)
+        if entry is not None and entry.problem is None:
+            entry = examine(self._near, run, name).entry(name)
+        if entry is None or entry.problem is not None:
+            return entry is None or not entry.is_unreadable
+        return self._is_damaged(name)
+
+    def _is_held_back(self, name: str, problem: Problem) -> bool:
+        """Whether a checkpoint is in quarantine for deaths alone."""
+        return problem.error == CheckpointQuarantined.__name__ and not self._is_damaged(name)
+
+    def _is_damaged(self, name: str) -> bool:
+        """Whether a load has proved the bytes of a checkpoint of the near tier wrong."""
+        return is_damaged(self._near, name, digest_of(read_root(self._near, name)))
 
     def _send(self, name: str, waiting: _Waiting) -> None:
         began = time.monotonic()
@@ -297,8 +314,9 @@ class Uploads:
             if entry is not None and entry.is_candidate and entry.head != copied.get(name):
                 here = examine(self._near, here, name)
         best = best_copy(names, here, there)
-        late: list[TrainfoldError] = list(map(error_from, best.unread))
-        lost = {name: _Unsent(error_from(each), _LOST_BEST) for name, each in best.damaged.items()}
+        held = {name for name, each in best.damaged.items() if self._is_held_back(name, each)}
+        late = [error_from(each) for each in (*best.unread, *map(best.damaged.__getitem__, held))]
+        lost = {name: _Unsent(error_from(each), _LOST_BEST) for name, each in best.damaged.items() if name not in held}
         for step in best.lacking:  # each by itself: one that cannot be sent keeps no other
             name = directory_of(step)
             try:
@@ -349,3 +367,8 @@ class Uploads:
 
     def _report(self, kind: EventKind, name: str, detail: str, *, secs: float | None = None) -> None:
         self._report_event(Event(kind, self._far.url, step=step_of(name), checkpoint=name, detail=detail, secs=secs))
+
+
+def _may_be_in(tier: Inventory, name: str) -> bool:
+    entry = tier.entry(name)
+    return entry is not None and (entry.is_candidate or entry.is_unreadable)

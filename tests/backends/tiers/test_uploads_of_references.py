@@ -1,6 +1,7 @@
 """What refers to files of a checkpoint that is not whole keeps nothing else from the far tier, and what is said of it loses nothing."""
 
 import re
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from trainfold.backends.stores.memory import MemoryStore
 from trainfold.backends.tiers import uploads
 from trainfold.backends.tiers.two_tiers import TwoTiers
 from trainfold.core.best.top_n import BestEntry
+from trainfold.core.errors import CheckpointQuarantined
 from trainfold.core.history.quarantine import LoadOutcome
 from trainfold.retention import keep_last, load_best, make_best_record, save_best, updated
 
@@ -164,3 +166,53 @@ def test_one_that_was_given_up_is_not_forgotten_when_it_was_a_best_for_a_while(l
         save_best(run, updated(WANTED, {"loss": 0.3 - best / 10}, step=best))
     with pytest.raises(SaveFailed, match="step-00000002"):
         manager.close()
+
+
+def soon(is_so):
+    late = time.monotonic() + 20
+    while not is_so() and time.monotonic() < late:
+        time.sleep(0.002)
+    assert is_so()
+
+
+def test_one_that_is_being_loaded_is_not_given_up(live, tmp_path, monkeypatch):
+    """E01: after two processes had died in loading it, it was in quarantine while the third one did; it was given up, and `keep_last` could delete it on the disk."""
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_SECS", 0.001)
+    tried, gives_up = [], uploads.Uploads._gives_up
+    monkeypatch.setattr(
+        uploads.Uploads, "_gives_up", lambda self, *given: tried.append(type(given[-1])) or gives_up(self, *given)
+    )
+    far, near, opened = Busy(), tmp_path / "near", LocalStore.opened
+    saved(live, near, 2, reuses=False)
+    for _ in range(2):
+        begin_attempt(LocalStore(near), "step-00000002")
+
+    def slowly(store, name):
+        if threading.current_thread() is threading.main_thread() and name.startswith("step-00000002/model"):
+            far.refuses = 0
+            soon(lambda: CheckpointQuarantined in tried)
+        return opened(store, name)
+
+    far.refuses = 10**6
+    monkeypatch.setattr(LocalStore, "opened", slowly)
+    saved(live, TwoTiers(near, far), 0)
+    assert CheckpointQuarantined in tried
+    assert steps_in(far) == [1, 2]
+
+
+def test_a_best_in_quarantine_for_deaths_is_not_said_to_be_lost(live, tmp_path):
+    """E02: its bytes may be whole, and the advice was to delete its manifest; a load of it by its step ends the quarantine."""
+    far, near, events = MemoryStore(), tmp_path / "near", []
+    saved(live, near, 3, reuses=False)
+    run = TwoTiers(near, far, keep_far=keep_last(1))
+    saved(live, run, 0)
+    save_best(near, updated(WANTED, {"loss": 0.1}, step=2))
+    for _ in range(3):
+        begin_attempt(LocalStore(near), "step-00000002")
+    with pytest.raises(SaveFailed, match="ask for it with step=2"):
+        saved(live, run, 0, events=events)
+    assert not [each for each in events if "neither tier" in str(each.detail)]
+    with CheckpointManager(near) as manager:
+        manager.restore(live, step=2)
+    saved(live, run, 0)
+    assert load_best(far, WANTED).step == 2
