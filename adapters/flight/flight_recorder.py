@@ -75,9 +75,7 @@ class FlightRecorder:
         self._values: dict[str, bytes] = {}
         self._batches: list[str] = []
         self._step: int | None = None  # the last one that was recorded here
-        self._seen: dict[
-            str, tuple[int, int]
-        ] = {}  # name of another value -> its last step, and the last that was kept
+        self._seen: dict[str, tuple[int, int]] = {}  # name of another value -> its last step, and the last kept
 
     def watch(self, run: Live | TrainState) -> None:
         """Record the steps of a live run from here on.

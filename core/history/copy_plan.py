@@ -7,6 +7,7 @@ import attrs
 
 from trainfold.core.errors import CheckpointTorn, CommitConflict
 from trainfold.core.format.manifest import Head
+from trainfold.core.history.best_copy import usable_heads
 from trainfold.core.history.inventory import Inventory, head_order
 from trainfold.core.problem import Problem, problem_of
 
@@ -263,8 +264,7 @@ def decide_copy(  # noqa: PLR0913 - keywords
         f"{name}/{folder}": "a directory in the directory of a checkpoint, which does not belong to it"
         for name, folder in folders
     }
-    there = {entry.name: entry.head for entry in target.entries if entry.is_candidate}
-    there |= {name: offered[name].head for name in going}
+    there = usable_heads(target) | {name: offered[name].head for name in going}
     return CopyPlan(
         source.run,
         target.run,

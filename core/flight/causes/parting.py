@@ -31,9 +31,8 @@ _SAME: Final = ", from the same batch on"
 _UNKNOWN: Final = (
     "; that they read the same data is not known, as the logs do not both have a whole digest of each batch"
 )
-_OF_A_BATCH: Final = frozenset(
-    {"streams", "update", "environment", "arithmetic"}
-)  # which may be seen where the batch is the cause
+# causes that may be seen where the batch is the cause
+_OF_A_BATCH: Final = frozenset({"streams", "update", "environment", "arithmetic"})
 
 _READ: Final = frozenset({"samples", "epoch", "batch", "streams"})
 _RESULTS: Final = frozenset({"loss", "norm", "state"})

@@ -5,11 +5,11 @@ import itertools
 import logging
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from kit.backends.tier_cases import until
 from kit.laws.manager_machine_cases import GatedStore
 
 import trainfold
@@ -76,13 +76,6 @@ def far(monkeypatch):
 @pytest.fixture
 def near(tmp_path):
     return LocalStore(tmp_path / "near")
-
-
-def until(condition):
-    late = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < late
-        time.sleep(0.002)
 
 
 def test_two_tiers_keep_the_contract_of_a_store(tmp_path):

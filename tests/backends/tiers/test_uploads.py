@@ -4,12 +4,13 @@ import errno
 import os
 import shutil
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from kit.adapters.cli_cases import flip
 from kit.backends.runs_cases import state_at
+from kit.backends.tier_cases import until
 
 import trainfold
 from trainfold import CheckpointManager, SaveFailed
@@ -46,9 +47,7 @@ def test_what_the_disk_does_not_give_for_a_while_is_uploaded_when_it_does(tmp_pa
     run = TwoTiers(tmp_path / "near", far)
     with CheckpointManager(run, on_event=events.append) as manager:
         manager.save(state_at(1))
-        late = time.monotonic() + 20
-        while run.waiting and time.monotonic() < late:  # at its end a run tries only once more
-            time.sleep(0.002)
+        until(lambda: not run.waiting)  # at its end a run tries only once more
     assert len(failed) == 6
     assert [each.kind for each in events if each.kind == "uploaded"] == ["uploaded"]
     assert all("tried again" in each.detail for each in events if each.kind == "not_uploaded")
@@ -105,10 +104,7 @@ def trained_until(near, far, last, *, damaged):
     with CheckpointManager(TwoTiers(near, far)) as manager:
         for step in range(1, last + 1):
             manager.save(state_at(step))
-        path = next((near / f"step-0000000{damaged}").glob("model-*"))
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        flip(next((near / f"step-0000000{damaged}").glob("model-*")))
         far.gate.set()
 
 
@@ -159,10 +155,7 @@ def test_a_best_that_cannot_be_read_keeps_no_checkpoint_waiting_and_fails_no_end
     with CheckpointManager(run, on_event=events.append) as manager:
         assert manager.load(state_at(0)).trainer.step == 1
         manager.save(state_at(2))
-        late = time.monotonic() + 20
-        while run.waiting and time.monotonic() < late:
-            time.sleep(0.002)
-        assert not run.waiting
+        until(lambda: not run.waiting)
         manager.save(state_at(3))
     assert [each.step for each in events if each.kind == "uploaded"] == [2, 3]
     (told,) = [each for each in events if each.kind == "not_uploaded"]
@@ -214,14 +207,31 @@ def late_best(tmp_path):
     manager.close()
 
 
+@pytest.fixture
+def gate(monkeypatch):
+    """Nothing is sent before it is set."""
+    gate, send = threading.Event(), uploads.Uploads._send
+    monkeypatch.setattr(uploads.Uploads, "_send", lambda *given: gate.wait(20) and send(*given))
+    return gate
+
+
+@pytest.fixture
+def denied(monkeypatch):
+    """A list of paths, which are not read while they are in it; and of the tries to read them."""
+    pread, denied, tries = os.pread, [], []
+
+    def read(fd, *more):
+        if str(Path(f"/proc/self/fd/{fd}").readlink()) in denied:
+            tries.append(fd)
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return pread(fd, *more)
+
+    monkeypatch.setattr(os, "pread", read)
+    return denied, tries
+
+
 def file_of(run, step):
     return next((Path(run.near.url) / f"step-0000000{step}").glob("model-*"))
-
-
-def with_wrong_bytes(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def unsent(events):
@@ -229,14 +239,12 @@ def unsent(events):
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["file gone", "wrong bytes"])
-def test_a_best_that_neither_tier_has_whole_is_told_once_and_the_advice_helps(late_best, monkeypatch, is_gone):
+def test_a_best_that_neither_tier_has_whole_is_told_once_and_the_advice_helps(late_best, gate, is_gone):
     """E01: nothing said that the record was not sent; or each end said to start again, and each start ended in the same way."""
     run, manager, events, save = late_best
-    gate, send = threading.Event(), uploads.Uploads._send
-    monkeypatch.setattr(uploads.Uploads, "_send", lambda *given: gate.wait(20) and send(*given))
     save()
     lost = file_of(run, 1)
-    lost.unlink() if is_gone else with_wrong_bytes(lost)
+    lost.unlink() if is_gone else flip(lost)
     gate.set()
     for step in (4, 5):
         manager.save(state_at(step))
@@ -263,7 +271,7 @@ def test_a_best_with_wrong_bytes_fails_each_end_until_it_is_put_back_or_given_up
     """It is on the disk alone, as far as it is there; a new save of what the best names ends it too."""
     run, manager, _, save = late_best
     whole = file_of(run, 1).read_bytes()
-    with_wrong_bytes(file_of(run, 1))
+    flip(file_of(run, 1))
     save()
     with pytest.raises(SaveFailed, match="step-00000001"):
         manager.close()
@@ -282,12 +290,9 @@ def test_a_best_with_wrong_bytes_fails_each_end_until_it_is_put_back_or_given_up
 def test_a_best_that_was_given_up_is_forgotten_when_it_is_no_best_any_more(late_best):
     """An end would name what no record names."""
     run, manager, events, save = late_best
-    with_wrong_bytes(file_of(run, 1))
+    flip(file_of(run, 1))
     save()
-    late = time.monotonic() + 20
-    while not unsent(events) and time.monotonic() < late:
-        manager.poll()  # which reports them
-        time.sleep(0.002)
+    until(lambda: manager.poll() or unsent(events))  # which reports them
     save_best(run, updated(WANTED, {"loss": 0.1}, step=2), kept=[BestEntry(0.1, 2)])
     run.wait()
     assert len(unsent(events)) == 1
@@ -348,54 +353,30 @@ def test_a_best_in_quarantine_in_the_far_tier_is_sent_again(tmp_path):
     assert quarantined(far) == {}
 
 
-def test_a_best_that_cannot_be_read_now_keeps_no_new_checkpoint_waiting(late_best, monkeypatch):
+def test_a_best_that_cannot_be_read_now_keeps_no_new_checkpoint_waiting(late_best, gate, denied):
     """It was tried again before all that came after it, with growing pauses; the checkpoints were on the disk alone meanwhile."""
-    run, manager, _, save = late_best
-    pread, denied = os.pread, []
-
-    def read(fd, *more):
-        if str(Path(f"/proc/self/fd/{fd}").readlink()) in denied:
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        return pread(fd, *more)
-
-    monkeypatch.setattr(os, "pread", read)
-    gate, send = threading.Event(), uploads.Uploads._send
-    monkeypatch.setattr(uploads.Uploads, "_send", lambda *given: gate.wait(20) and send(*given))
+    (run, manager, _, save), (denied, _) = late_best, denied
     save()
     denied.append(str(file_of(run, 1)))
     manager.save(state_at(4))
     gate.set()
-    late = time.monotonic() + 20
-    while run.waiting and time.monotonic() < late:
-        time.sleep(0.002)
-    assert not run.waiting
+    until(lambda: not run.waiting)
     denied.clear()
     run.wait()
     assert [entry.step for entry in load_best_n(run.far, WANTED)] == [2, 1]
 
 
-def test_a_best_that_neither_tier_has_is_told_once_while_another_one_cannot_be_read(late_best, monkeypatch):
+def test_a_best_that_neither_tier_has_is_told_once_while_another_one_cannot_be_read(
+    late_best, gate, denied, monkeypatch
+):
     """Each try for the other one reported it again."""
     monkeypatch.setattr(uploads, "_FIRST_PAUSE_SECS", 0.001)
-    run, manager, events, save = late_best
-    pread, denied, tries = os.pread, [], []
-
-    def read(fd, *more):
-        if str(Path(f"/proc/self/fd/{fd}").readlink()) in denied:
-            tries.append(fd)
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        return pread(fd, *more)
-
-    monkeypatch.setattr(os, "pread", read)
-    gate, send = threading.Event(), uploads.Uploads._send
-    monkeypatch.setattr(uploads.Uploads, "_send", lambda *given: gate.wait(20) and send(*given))
+    (run, manager, events, save), (denied, tries) = late_best, denied
     save()
     shutil.rmtree(file_of(run, 2).parent)
     denied.append(str(file_of(run, 1)))
     gate.set()
-    late = time.monotonic() + 20
-    while len(tries) < 4 and time.monotonic() < late:
-        time.sleep(0.002)
+    until(lambda: len(tries) >= 4)
     denied.clear()
     run.wait()
     manager.close()

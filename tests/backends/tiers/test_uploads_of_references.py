@@ -2,10 +2,11 @@
 
 import re
 import threading
-import time
 
 import pytest
 import torch
+from kit.adapters.cli_cases import flip
+from kit.backends.tier_cases import until
 
 import trainfold
 from trainfold import CheckpointManager, SaveFailed
@@ -47,12 +48,6 @@ def file_of(near, step):
     return next((near / f"step-0000000{step}").glob("model-*"))
 
 
-def with_wrong_bytes(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def lose(near, loss):
     """Lose the first checkpoint of a run, or what makes it one."""
     manifest, file = near / "step-00000001" / "manifest.json", file_of(near, 1)
@@ -62,7 +57,7 @@ def lose(near, loss):
     elif loss.startswith("no "):
         (manifest if loss == "no manifest" else file).unlink()
     elif loss == "wrong bytes":
-        with_wrong_bytes(file)
+        flip(file)
     else:
         manifest.write_bytes(MANIFESTS[loss])
 
@@ -118,9 +113,7 @@ def test_what_the_far_tier_has_is_not_needed_of_the_disk_when_a_try_fails(live, 
         live.advance(samples=1)
         far.refuses = 1
         manager.save(live)
-        late = time.monotonic() + 20
-        while run.waiting and time.monotonic() < late:
-            time.sleep(0.002)
+        until(lambda: not run.waiting)
     assert not far.refuses
     assert steps_in(far) == [1, 2, 3]
 
@@ -155,24 +148,15 @@ def test_one_that_was_given_up_is_not_forgotten_when_it_was_a_best_for_a_while(l
     """E01: the end of the run went well, and a checkpoint was on the disk alone."""
     far, near = MemoryStore(), tmp_path / "near"
     saved(live, near, 3, reuses=False)
-    with_wrong_bytes(file_of(near, 2))
+    flip(file_of(near, 2))
     run = TwoTiers(near, far)
     manager = CheckpointManager(run, mode="sync")
     manager.restore(live)
     for best in (2, 3):
-        late = time.monotonic() + 20
-        while run.waiting and time.monotonic() < late:
-            time.sleep(0.002)
+        until(lambda: not run.waiting)
         save_best(run, updated(WANTED, {"loss": 0.3 - best / 10}, step=best))
     with pytest.raises(SaveFailed, match="step-00000002"):
         manager.close()
-
-
-def soon(is_so):
-    late = time.monotonic() + 20
-    while not is_so() and time.monotonic() < late:
-        time.sleep(0.002)
-    assert is_so()
 
 
 def test_one_that_is_being_loaded_is_not_given_up(live, tmp_path, monkeypatch):
@@ -190,7 +174,7 @@ def test_one_that_is_being_loaded_is_not_given_up(live, tmp_path, monkeypatch):
     def slowly(store, name):
         if threading.current_thread() is threading.main_thread() and name.startswith("step-00000002/model"):
             far.refuses = 0
-            soon(lambda: CheckpointQuarantined in tried)
+            until(lambda: CheckpointQuarantined in tried)
         return opened(store, name)
 
     far.refuses = 10**6

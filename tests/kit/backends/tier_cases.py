@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import torch
 
@@ -35,6 +36,13 @@ with trainfold.CheckpointManager(TwoTiers(near, far), every=1, keep_last=2, mode
 def state_at(step, *, width=3):
     live = trainfold.attach(torch.nn.Linear(width, width))
     return live.capture().evolve(trainer=trainfold.Progress(step=step))
+
+
+def until(condition):
+    late = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.002)
 
 
 def lose_machines(proxy, far, environ, reopen, tmp_path, *, first):
